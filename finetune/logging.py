@@ -11,15 +11,14 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.status import Status
     from rich.table import Table
-    from rich.text import Text
 
 
 PIPE_WIDTH = 1000
@@ -69,11 +68,15 @@ def busy(console: Console, what: str) -> AbstractContextManager[Status | None]:
     return console.status(f"{what} ...") if console.is_terminal else nullcontext()
 
 
-def whole(line: str, style: str = "") -> Text:
-    """A line with a path or command to copy, to be printed with `crop=False`: never wrapped."""
+def whole(line: str, style: str = "") -> Group:
+    """A line with a path or command to copy, to be printed with `crop=False`: never wrapped.
+
+    A console joins texts that it prints (rich 15), and wraps what comes of it; not so a group.
+    """
+    from rich.console import Group
     from rich.text import Text
 
-    return Text(line, style=style, no_wrap=True, overflow="ignore")
+    return Group(Text(line, style=style, no_wrap=True, overflow="ignore"))
 
 
 def as_text(thing: Any) -> str:
@@ -115,6 +118,22 @@ def plain_table(
         for title in titles
     )
     return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), **options)
+
+
+def print_blocks(console: Console, rows: Iterable[dict[str, Any]]) -> None:
+    """Print a table for which a terminal is too narrow: a row's first cell, whole, then the rest.
+
+    tiny_full
+      fp8 ≈GiB 0.7, bf16 ≈GiB 0.7
+    """
+    from rich.padding import Padding
+    from rich.text import Text
+
+    for row in rows:
+        (_, name), *others = row.items()
+        console.print(whole(str(name)), crop=False)
+        facts = (Text.assemble(f"{title} ", cell) for title, cell in others)
+        console.print(Padding(Text(", ").join(facts), (0, 0, 0, 2), expand=False))
 
 
 def quiet_libraries() -> None:

@@ -283,7 +283,7 @@ FILES: list[tuple[str, bytes, str, str, bytes]] = [
     (
         "a.jsonl",
         b'{"text": "caf\xe9"}\n',
-        "save it as UTF-8",
+        "iconv -f WINDOWS-1252 -t UTF-8",
         "a.jsonl",
         b'{"text": "caf\xc3\xa9"}\n',
     ),

@@ -16,6 +16,7 @@ from finetune.logging import whole as line
 
 if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
+    from finetune.estimator.estimate import Estimate
     from finetune.estimator.search import Choices, Largest
 
 
@@ -113,8 +114,27 @@ def estimate(
         gains = [*result.gains()]
     for part in gains:
         console.print(part)
-    again = shlex.join([recipe, *(overrides or ())])
-    console.print(line(f"next: python -m finetune {again}"), crop=False)
+    place = ["--gpu", gpu] if gpu else []
+    place += ["--memory", f"{memory:g}"] if memory else []
+    console.print(line(_next(result, [recipe, *(overrides or ())], place)), crop=False)
+
+
+def _next(found: Estimate, run: list[str], place: list[str]) -> str:
+    """The command after an answer: train what fits, or look at what is changed until it does.
+
+    Args:
+        run: recipe and settings.
+        place: options that say which GPU; none: this machine.
+    """
+    from finetune.estimator.knobs import as_typed
+
+    if found.fit != "does not fit":
+        return f"next{', on such a GPU' * bool(place)}: python -m finetune {shlex.join(run)}"
+    again, change = f"python -m finetune estimate {shlex.join(run)}", ["--fit gpu"]
+    if found.advised is not None and found.advised.together is not None:
+        change = [x for x in found.advised.together.change if not x[0].isupper()]  # no variables
+        again += f" {shlex.join(place)}" if place else ""
+    return f"next: {again} {as_typed(change)}"
 
 
 def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:

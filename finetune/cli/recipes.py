@@ -25,7 +25,7 @@ from finetune.errors import (
     ModelNotFoundError,
     writing,
 )
-from finetune.logging import busy, output, plain_table, whole
+from finetune.logging import busy, output, plain_table, print_blocks, whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +102,7 @@ def ls(
     names = ("recipe", "model", "method")
     figures = (*(f"{compute} ≈GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
     table = plain_table(*names, *figures, right=figures, whole=names, gap=1)
-    losing: list[str] = []
+    losing, shown_rows = list[str](), list[dict[str, Any]]()
     for name, pair in pairs.items():
         one = next(iter(pair.values()))  # they differ in precision alone
         memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
@@ -112,9 +112,15 @@ def ls(
         shown = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
         losing += [name] * loses
         speed = f"{fp8:,}" if fp8 else "-", shown
-        table.add_row(name, one["model"], one["method"], *memory, *speed)
+        row = (name, one["model"], one["method"], *memory, *speed)
+        shown_rows.append(dict(zip((*names, *figures), row, strict=True)))
+        table.add_row(*row)
     console = output()
-    console.print(table)
+    widths = (max(5, *(len(row[title]) for row in shown_rows)) for title in (*names, *figures))
+    if sum(widths) + len(figures) + 2 > console.width:
+        print_blocks(console, shown_rows)
+    else:
+        console.print(table)
     if losing:
         line = f"\nFP8 is slower than BF16 in {', '.join(losing)}: take the _bf16 twin for speed"
         console.print(Text(line, style="yellow"))
@@ -396,4 +402,5 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     else:
         show_ledger(console, rows)
     console.print("\n", the_plan, "", sep="")
-    console.print(whole(f"next: python -m finetune estimate {recipe}"), crop=False)
+    again = shlex.join([recipe, *(overrides or ()), *([] if resolution else ["--gpu", "H100"])])
+    console.print(whole(f"next: python -m finetune estimate {again}"), crop=False)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
 from finetune.errors import ConfigError
-from finetune.logging import output, plain_table, whole
+from finetune.logging import output, plain_table, print_blocks, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
 from finetune.units import size, size_of_gib
@@ -22,6 +22,8 @@ DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
 WIDE = 112
 """Columns of a terminal from which every fact of a run has a column; a pipe is as wide."""
+FACTS = 30
+"""Columns that the facts in a narrow terminal need beside a run's name."""
 
 
 def list_runs(out: Path | None, *, as_json: bool) -> None:
@@ -41,7 +43,10 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
         print(f"no runs in {folder}/ yet: python -m finetune tiny_lora_fp8 makes one")
         return
     console = output()
-    if runs:
+    rows = list(map(_narrow_row, runs))
+    if runs and console.width < FACTS + max(len(row["run"]) for row in rows):
+        print_blocks(console, rows)
+    elif runs:
         console.print(_table_of(runs, console.width))
     if compared:
         console.print(_comparisons(compared, gap=bool(runs)))
@@ -58,7 +63,7 @@ def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
     return table
 
 
-def _narrow_row(run: dict[str, Any]) -> dict[str, RenderableType]:
+def _narrow_row(run: dict[str, Any]) -> dict[str, Any]:
     """The run's name has its precision at the end."""
     ended = "" if run["state"] == "finished" else f" {run['state']}"
     return {

@@ -35,6 +35,13 @@ SETTINGS = {
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
     "lora_target_modules": "lora.target_modules",
+    # scripts, litgpt, torchtune, Axolotl
+    "lr": "train.learning_rate",
+    "epochs": "train.num_train_epochs",
+    "num_epochs": "train.num_train_epochs",
+    "batch_size": "train.per_device_train_batch_size",
+    "micro_batch_size": "train.per_device_train_batch_size",
+    "seq_len": "train.max_length",
 }
 """Name elsewhere -> the setting here, with the value that it then has where that is another one."""
 _EVERY_STEP = "Transformer Engine dropped it, and scales are updated at every step"

@@ -67,12 +67,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 fix="write section.key=value to set, or ~section.key to go back to the default",
             )
         if path[0] not in SECTIONS:
-            replacement = in_recipe(path[-1], value)
-            raise ConfigError(
-                f"{item!r}: there is no section {path[0]!r}"
-                + did_you_mean(path[0], () if replacement else SECTIONS),
-                fix=replacement or f"sections are {', '.join(SECTIONS)}",
-            )
+            raise _no_section(item, path, value)
         section, (*parents, last) = data, path
         for parent in parents:
             child = section.get(parent)
@@ -86,8 +81,24 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             else:
                 section.pop(last, None)
     _replace_data_source(data, overrides)
+    _replace_duration(data, overrides)
     _replace_precision(data, overrides)
     return data
+
+
+def _no_section(item: str, path: Sequence[str], value: str) -> ConfigError:
+    """The error for a key of another tool, one without its section, or a misspelt section."""
+    replacement = in_recipe(path[-1], value)
+    if not replacement and len(path) == 1:
+        ours = [name for name in SECTIONS if name != "train" and path[0] in _fields_of(name)]
+        written = " or ".join(f"{name}.{path[0]}={value}" for name in ours or ["train"])
+        replacement = f"write {written}, if that is meant; sections are {', '.join(SECTIONS)}"
+    return ConfigError(
+        f"{item!r}: there is no section {path[0]!r}"
+        + did_you_mean(path[0], () if replacement else SECTIONS),
+        why="a setting is typed with its section" if len(path) == 1 else "",
+        fix=replacement or f"sections are {', '.join(SECTIONS)}",
+    )
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -142,6 +153,20 @@ def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None
             for key in (other, *along):
                 if f"data.{key}" not in named:
                     section.pop(key, None)
+
+
+def _replace_duration(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """`train.num_train_epochs=3` alone replaces the recipe's `train.max_steps`, and vice versa.
+
+    Transformers lets `max_steps` win over epochs, without a word.
+    """
+    named, section = {item.partition("=")[0] for item in overrides}, data.get("train")
+    epochs, steps = "num_train_epochs", "max_steps"
+    for given, other in ((epochs, steps), (steps, epochs)):
+        alone = f"train.{given}" in named and f"train.{other}" not in named
+        # With `max_steps=-1` Transformers counts epochs.
+        if alone and isinstance(section, dict) and not str(section.get(given)).startswith("-"):
+            section.pop(other, None)
 
 
 def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -290,6 +315,12 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
             f"{dotted} cannot be {first['input']!r}{hint}",
             where=where(at),
             fix=f"one of {', '.join(expected)}",
+        )
+    if first["type"] in ("model_type", "model_attributes_type"):
+        return ConfigError(
+            f"{at[0]} is a section, and has no value of its own (given: {first['input']!r})",
+            where=where(at),
+            fix=_usual(at, first),
         )
     refusal = first.get("ctx", {}).get("error")
     if isinstance(refusal, RefusedError):

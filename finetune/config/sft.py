@@ -185,8 +185,7 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
         ) from None
     if not isinstance(value, PlainText):
         if type(value) not in kinds:
-            names = " or ".join(sorted(k.__name__ for k in kinds & _YAML_KINDS))
-            raise _wrong_kind(key, names, value, where)
+            raise _wrong_kind(key, _in_words(kinds), value, where)
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise _wrong_kind(key, "a list of names", value, where)  # it has no other lists
         return value
@@ -203,8 +202,7 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
                 continue
     if str in kinds or not kinds & {bool, int, float}:
         return text
-    names = " or ".join(sorted(k.__name__ for k in kinds & {bool, int, float}))
-    raise _wrong_kind(key, names, text, where)
+    raise _wrong_kind(key, _in_words(kinds), text, where)
 
 
 def _wrong_kind(key: str, names: str, value: Any, where: str) -> ConfigError:
@@ -212,7 +210,12 @@ def _wrong_kind(key: str, names: str, value: Any, where: str) -> ConfigError:
     return ConfigError(f"train.{key} must be {names}, not {value!r}", where=where, fix=fix)
 
 
-_YAML_KINDS = {bool, int, float, str, list, dict}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
+_KINDS |= {str: "text", list: "a list", dict: "a mapping"}
+
+
+def _in_words(kinds: set[type]) -> str:
+    return " or ".join(words for kind, words in _KINDS.items() if kind in kinds)
 
 
 def _members(annotation: Any) -> set[type]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -42,6 +43,9 @@ def check_lines(lines: Iterable[bytes], file: Path | str) -> None:
             start = line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         if not start:
             continue
+        if number == 1 and start == b"[":
+            why, fix = "it begins with a list; each line must be one JSON object", "one list of "
+            raise _refused(file, 1, why, fix + "objects is a .json file: give it that name")
         if start != b"{":
             raise _refused(file, number, "each line must be one JSON object")
         if len(line) > LONGEST:
@@ -105,6 +109,36 @@ def _refused(
 ) -> DataError:
     name = Path(file).name
     return DataError(f"{name} cannot be read as JSON", where=f"{file}:{number}", why=why, fix=fix)
+
+
+def not_utf8(label: str, files: Iterable[Path]) -> DataError:
+    """The error for text of another encoding, with the first line that has it and a command."""
+    name, where, fix = Path(label).name, label, "save it as UTF-8"
+    likely = "WINDOWS-1252"  # of older programs
+    for file, number, start in _not_decoded(files):
+        name, where = file.name, f"{file}:{number}"
+        likely = _MARKS.get(start, likely) if number == 1 else likely
+        if likely in ("gzip", "zip"):
+            fix = "unpack it, or write its rows as text"
+        elif file.suffix in (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt"):
+            command = f"iconv -f {likely} -t UTF-8 {shlex.quote(str(file))}"
+            fix = f"{command} > {shlex.quote(str(file.with_name(f'utf8-{name}')))}"
+        break
+    why = f"that line is not valid utf-8; most likely the file is {likely}"
+    return DataError(f"{name} is not UTF-8 text", where=where, why=why, fix=fix)
+
+
+def _not_decoded(files: Iterable[Path]) -> Iterator[tuple[Path, int, bytes]]:
+    """(file, number, first two bytes) of lines that are not UTF-8."""
+    import fsspec
+
+    for file in files:
+        with fsspec.open(str(file), "rb", compression="infer") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError:
+                    yield file, number, line[:2]
 
 
 # --------------------------------------------------------------------- rows that are there twice

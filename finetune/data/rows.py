@@ -36,6 +36,7 @@ from finetune.data.chat import (
     training_template,
     turn_of,
 )
+from finetune.data.sources import files_of
 from finetune.errors import DataError, did_you_mean
 from finetune.hardware.device import cores
 
@@ -89,9 +90,7 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
             rows = _without(rows, refused, source)
         return kind, mapped(rows, partial(_numbered, convert, source, 0)), _named(refused)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} is not UTF-8 text", where=source, why=str(error), fix="save it as UTF-8"
-        ) from error
+        raise checks.not_utf8(source, files_of(source, "data.path").files) from error
 
 
 def formatted_stream(
@@ -240,7 +239,8 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
         f"the columns of {source} are not a format that can be trained on",
         where=source,
         why=f"columns found: {', '.join(sorted(columns))}",
-        fix=f"rename them to one of: {FORMATS}",
+        fix=f"rename them to one of: {FORMATS}; or name them: "
+        "'data.columns={prompt: NAME, completion: NAME}'",
     )
 
 

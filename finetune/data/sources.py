@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.data import BUILTIN, DataConfig
 from finetune.config.paths import ASSETS, user_path
-from finetune.data.checks import LONGEST, check_document, check_lines
+from finetune.data.checks import LONGEST, check_document, check_lines, not_utf8
 from finetune.errors import (
     DataError,
     DataNotFoundError,
@@ -298,7 +298,17 @@ def _check_json(source: Source, lines: int | None) -> None:
 def _unreadable(source: Source, error: BaseException) -> DataError:
     name = Path(source.label).name
     where = source.label
+    if isinstance(error.__cause__ or error, UnicodeDecodeError):
+        return not_utf8(source.label, source.files)
     why = (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
+    if len(source.files) > 1 and why == "Couldn't cast":  # what `datasets` 5.0 says first
+        return DataError(
+            f"the files of {source.label} have different columns",
+            where=where,
+            why="a folder or glob is one table",
+            fix=f"{source.where}=[{', '.join(map(str, source.files[:2]))}], a list of files: their "
+            "columns may differ, if they are of one format",
+        )
     if source.loader == "json":
         where, why = next(_broken_lines(source.files), (where, why))
     return DataError(
@@ -350,7 +360,8 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
             str(path), "rt", compression="infer", newline="", encoding="utf-8-sig"
         ) as file:
             lines = csv.reader(file, delimiter=separator)
-            header = next(lines, [])
+            # pandas writes its index under no name, and reads it under such a one.
+            header = [name or f"Unnamed: {i}" for i, name in enumerate(next(lines, []))]
             counts = Counter(header)
             if twice := [name for name in header if counts[name] > 1][:1]:
                 raise DataError(

@@ -89,12 +89,14 @@ class Advice(Option):
 
     @property
     def speed(self) -> str:
-        """`12% slower`, each of the GPUs where their number changes."""
+        """`12% slower` or `2.1x the time`, each of the GPUs where their number changes."""
         if self.slower is None:
             return "?"
         each = ", each GPU" if self.rank == "devices" else ""
         if abs(self.slower) < FREE:
             return f"as fast{each}"
+        if self.slower > 0.5:
+            return f"{1 + self.slower:.1f}x the time{each}"
         if self.slower > 0:
             return f"{percent(self.slower, 0)} slower{each}"
         return f"{percent(1 / (1 + self.slower) - 1, 0)} faster{each}"

@@ -177,7 +177,7 @@ def export_run(
         quantized, kept = compressed_tensors.layers_to_quantize(checkpoint)
     with writing_to(out, force=force, keep_clear=(finished.folder, source)) as folder:
         if finished.status != "proven":
-            say(f"! this run is not proven: {finished.status}", style="yellow")
+            say(f"! this run is {finished.status}", style="yellow")
         say(f"reference: {source}" + (f" + {adapter}" if adapter else ""))
         with loading(str(finished.model)):
             batches, reference, input_amax = _observe_reference(

@@ -325,11 +325,17 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
     """
     engine = TAKEN if precision.backend == "te" and not place.here else None
     try:
-        return resolve(precision, place.device, engine)
-    except (PrecisionError, MissingExtraError):
-        if engine or precision.backend not in ("auto", "te"):
+        try:
+            return resolve(precision, place.device, engine)
+        except (PrecisionError, MissingExtraError):
+            if engine or precision.backend not in ("auto", "te"):
+                raise
+            return resolve(precision, place.device, TAKEN)
+    except PrecisionError as error:
+        if not place.here:
             raise
-        return resolve(precision, place.device, TAKEN)
+        fix = f"--gpu H100, or another GPU, which need not be here; or {error.fix}"
+        raise PrecisionError(error.what, where=error.where, why=error.why, fix=fix) from None
 
 
 # ---------------------------------------------------------------------------- libraries, optimizer

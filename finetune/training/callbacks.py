@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,20 @@ def step_label(state: TrainerState, console: Console) -> str:
     return f"step {state.global_step}{last}"
 
 
+def extent(args: Any, state: TrainerState, loader: Any) -> str:
+    """How often a run reads its rows; empty for a stream, which has no length.
+
+    50 steps of 4 micro-batches, where the rows make 400: half an epoch.
+    """
+    if not isinstance(getattr(loader, "dataset", None), Sized) or not len(loader):
+        return ""
+    epochs = state.max_steps * args.gradient_accumulation_steps / len(loader)
+    line = f"steps: {state.max_steps:,}, {epochs:.2f} epochs"
+    if args.max_steps <= 0 or epochs >= 0.995:
+        return line
+    return f"{line}: {1 - epochs:.0%} of the rows are not read (train.num_train_epochs=1: all)"
+
+
 class ProgressBar(TrainerCallback):
     """Step, loss, tokens/s, time left and precision, as a terminal bar or as lines."""
 
@@ -84,7 +99,11 @@ class ProgressBar(TrainerCallback):
         self._bar: Progress | None = None
         self._task: Any = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
+        if state.is_world_process_zero and (line := extent(args, state, train_dataloader)):
+            self.console.print(line, highlight=False)
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
         self._bar = Progress(

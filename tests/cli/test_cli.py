@@ -9,6 +9,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -191,6 +193,15 @@ def test_ls_shows_every_name_in_full_on_a_narrow_terminal(cli):
     assert max(map(len, done.out.splitlines())) <= 80
 
 
+def test_ls_crops_no_name_however_narrow_the_terminal(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    done = cli("ls")
+    names = {line for line in done.out.partition("\n\n")[0].splitlines() if line[0] != " "}
+    assert {f"{x}_{c}" for x in names for c in ("fp8", "bf16")} >= set(list_recipes())
+    assert "…" not in done.out
+    assert "fp8 ≈GiB 22, bf16 ≈GiB 22" in " ".join(done.out.split())
+
+
 def test_stored_rows_of_ls_are_those_of_the_recipes():
     stored = json.loads(recipes.ROWS.read_text())
     fix = "python -m tests.asset_makers.make_recipes"
@@ -371,7 +382,11 @@ def test_validate_says_what_this_machine_cannot_do(cli, on):
     done = cli("validate", "llama_8b_full_fp8")
     assert done.code == 0
     assert "precision here: not on this machine: " in done.out
+    assert "next: python -m finetune estimate llama_8b_full_fp8 --gpu H100" in done.out
     assert "too small here: it needs at least 59.8 GiB" in done.out
+    done = cli("estimate", "llama_8b_full_fp8")
+    assert done.code == 2
+    assert "fix:   --gpu H100, or another GPU" in done.err
 
 
 # ---------------------------------------------------------------------------------------- doctor
@@ -608,6 +623,31 @@ def test_options_of_an_estimate_that_would_change_nothing_are_refused(cli, words
     assert f"{idle} would change nothing" in done.err
 
 
+def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
+    """Training what does not fit, or on a machine that was not asked about, is no next step."""
+    from finetune.cli.estimate import _next
+
+    def after(fit: str, change: tuple[str, ...] | None, place: list[str]) -> str:
+        together = change and SimpleNamespace(change=change)
+        found: Any = SimpleNamespace(fit=fit, advised=SimpleNamespace(together=together))
+        return _next(found, ["r.yaml", "train.seed=1"], place)
+
+    run, again = "python -m finetune r.yaml train.seed=1", "python -m finetune estimate r.yaml"
+    assert after("fits", None, []) == f"next: {run}"
+    assert after("tight", ("a=1",), ["--gpu", "4090"]) == f"next, on such a GPU: {run}"
+    assert after("does not fit", None, ["--gpu", "4090"]) == f"next: {again} train.seed=1 --fit gpu"
+    change = (
+        "PYTORCH_CUDA_ALLOC_CONF=x",
+        "--gpus 4",
+        "lora.r=16",
+        "train.fsdp_config={version: 2}",
+    )
+    assert after("does not fit", change, ["--gpu", "RTX 4090"]) == (
+        f"next: {again} train.seed=1 --gpu 'RTX 4090' --gpus 4 a=1 "
+        "'train.fsdp_config={version: 2}'"
+    )
+
+
 def test_the_scoreboard_says_where_it_is(cli) -> None:
     done = cli("estimate", "--score", "rows.csv")
     assert done.code == 2
@@ -725,3 +765,10 @@ def test_a_verb_that_writes_is_refused_as_several_processes(words, cli, monkeypa
     assert f"{words[0]} was started as 2 processes" in done.err
     assert f"python -m finetune {words[0]} ..., without torchrun" in done.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_line_to_copy_stays_one_where_it_is_printed_by_itself(cli, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    done = cli("validate", "tiny_lora_bf16", "data.max_rows=40", "train.learning_rate=1e-4")
+    command = "next: python -m finetune estimate tiny_lora_bf16 data.max_rows=40"
+    assert f"{command} train.learning_rate=1e-4" in done.out.splitlines()

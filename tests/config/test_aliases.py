@@ -30,6 +30,9 @@ FIRST_VALUES = {
     "lora_alpha": 8,
     "lora_dropout": 0.1,
     "lora_target_modules": "all-linear",
+    "lr": 1e-4,
+    **dict.fromkeys(("epochs", "num_epochs", "batch_size", "micro_batch_size"), 2),
+    "seq_len": 64,
 }
 SECTION_OF = {name: setting.partition(".")[0] for name, setting in aliases.SETTINGS.items()}
 

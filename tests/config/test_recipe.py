@@ -287,6 +287,38 @@ def test_a_number_out_of_range_has_its_range_in_full(key, value, said) -> None:
     assert caught.value.fix.startswith(said)
 
 
+def test_epochs_replace_the_steps_of_a_recipe_and_steps_its_epochs() -> None:
+    """Transformers lets steps win, so that epochs would change nothing, without a word."""
+    train = load_recipe("tiny_lora_fp8", ["train.num_train_epochs=3"]).config.train
+    assert (train["num_train_epochs"], train.get("max_steps")) == (3, None)
+    train = load_recipe("llama_1b_lora_fp8", ["train.max_steps=5"], check_train=False).config.train
+    assert (train["max_steps"], train.get("num_train_epochs")) == ("5", None)
+    both = ["train.max_steps=-1", "train.num_train_epochs=3"]
+    assert load_recipe("tiny_lora_fp8", both).config.train["max_steps"] == -1
+    kept = load_recipe("llama_1b_lora_fp8", ["train.max_steps=-1"]).config.train
+    assert kept["num_train_epochs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("max_steps=5", "write train.max_steps=5"),
+        ("path=rows.jsonl", "write data.path=rows.jsonl"),
+        ("name=x", "write model.name=x or data.name=x"),
+    ],
+)
+def test_a_setting_without_its_section_is_shown_with_it(typed, said) -> None:
+    with pytest.raises(ConfigError, match="there is no section") as caught:
+        load_recipe("tiny_lora_fp8", [typed])
+    assert caught.value.fix.startswith(said)
+
+
+def test_a_value_for_a_whole_section_is_refused_in_plain_words() -> None:
+    with pytest.raises(ConfigError, match="precision is a section, and has no value") as caught:
+        load_recipe("tiny_lora_fp8", ["precision=bf16"])
+    assert caught.value.fix == "write precision.key=value for each key of the section"
+
+
 def test_an_empty_path_beside_a_name_is_one_of_both() -> None:
     with pytest.raises(ConfigError, match="both are given") as caught:
         load_recipe("tiny_lora_fp8", ["data.path=[]"], check_train=False)
@@ -342,7 +374,10 @@ def test_a_data_name_replaces_the_path_and_what_belongs_to_it(load):
         ("precison.compute=fp8", ["no section 'precison'", "did you mean 'precision'?"]),
         ("data.prompts=[a", ["not valid YAML", "override 'data.prompts=[a'"]),
         ("lora.r=eight", ["lora.r", "'eight'", "where: override 'lora.r=eight'"]),
-        ("train.max_steps=1.5", ["must be int, not '1.5'", "override 'train.max_steps=1.5'"]),
+        (
+            "train.max_steps=1.5",
+            ["must be a whole number, not '1.5'", "override 'train.max_steps=1.5'"],
+        ),
         ("train.bf16=true", ["precision.compute decides it", "override 'train.bf16=true'"]),
     ],
 )
@@ -510,37 +545,37 @@ def test_what_is_at_its_default_or_unknown_to_us_can_be_unset(load):
         pytest.param(
             BASE + "  max_steps: lots\n",
             "r.yaml:9",
-            ["train.max_steps must be int, not 'lots'"],
+            ["train.max_steps must be a whole number, not 'lots'"],
             id="train-type",
         ),
         pytest.param(
             BASE + "  packing: maybe\n",
             "r.yaml:9",
-            ["train.packing must be bool, not 'maybe'"],
+            ["train.packing must be true or false, not 'maybe'"],
             id="train-truth-value",
         ),
         pytest.param(
             BASE + "  weight_decay: [1, 2]\n",
             "r.yaml:9",
-            ["train.weight_decay must be float"],
+            ["train.weight_decay must be a number"],
             id="train-list-for-a-number",
         ),
         pytest.param(
             BASE + "  max_steps: {a: 1}\n",
             "r.yaml:9",
-            ["train.max_steps must be int"],
+            ["train.max_steps must be a whole number"],
             id="train-mapping-for-a-number",
         ),
         pytest.param(
             BASE + '  weight_decay: "2e-5"\n',
             "r.yaml:9",
-            ["train.weight_decay must be float, not '2e-5'"],
+            ["train.weight_decay must be a number, not '2e-5'"],
             id="train-quoted-number",
         ),
         pytest.param(
             BASE + "  optim: [a]\n",
             "r.yaml:9",
-            ["train.optim must be str"],
+            ["train.optim must be text"],
             id="train-list-for-text",
         ),
         pytest.param(

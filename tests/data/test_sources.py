@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import lzma
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,47 @@ def test_large_files_have_a_fingerprint_of_blocks(monkeypatch) -> None:
     before = files_of("a.jsonl", "data.path").fingerprint()
     Path("a.jsonl").write_text(rows_of("a", 99) + rows_of("z", 1))
     assert files_of("a.jsonl", "data.path").fingerprint() != before
+
+
+# ------------------------------------------------------------------------- what others have written
+
+
+def test_the_index_that_pandas_writes_is_one_more_column(load) -> None:
+    Path("a.csv").write_text(",prompt,completion\n0,a0?,a0.\n1,a1?,a1.\n")
+    assert asked(load("a.csv").train) == ["a0?", "a1?"]
+
+
+@pytest.mark.parametrize("encoding", ["windows-1252", "utf-16"])
+@pytest.mark.parametrize("name", ["ein Übel.csv", "a.jsonl"])
+def test_text_of_another_encoding_is_readable_after_the_command_of_the_error(
+    load, name, encoding
+) -> None:
+    rows = "prompt,completion\na0?,a0.\ncafé?,é\n" if name.endswith("csv") else rows_of("a", 3)
+    rows = rows.replace("a2?", "café?")
+    Path(name).write_text(rows, encoding=encoding)
+    with pytest.raises(DataError) as caught:
+        load(name)
+    if "UTF-16" in caught.value.why and name == "a.jsonl":  # seen before any line is read
+        assert caught.value.fix == "save it as UTF-8 JSON"
+        return
+    assert caught.value.where == f"{name}:{1 if encoding == 'utf-16' else 3}"
+    subprocess.run(caught.value.fix, shell=True, check=True)
+    assert "café?" in asked(load(f"utf8-{name}").train)
+
+
+def test_a_folder_of_files_with_other_columns_can_be_given_as_a_list(load) -> None:
+    Path("rows").mkdir()
+    Path("rows/a.jsonl").write_text(rows_of("a", 1))
+    Path("rows/b.jsonl").write_text('{"prompt": "b0?", "completion": "b0.", "score": [1]}\n')
+    with pytest.raises(DataError, match="the files of rows have different columns") as caught:
+        load("rows")
+    assert caught.value.fix.startswith("data.path=[rows/a.jsonl, rows/b.jsonl], a list")
+    assert asked(load(["rows/a.jsonl", "rows/b.jsonl"]).train) == ["a0?", "b0?"]
+
+
+def test_a_list_of_objects_in_a_file_of_lines_wants_another_name(load) -> None:
+    text = json.dumps([json.loads(line) for line in rows_of("a", 2).splitlines()])
+    Path("a.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"is a \.json file: give it that name"):
+        load("a.jsonl")
+    assert asked(load(str(Path("a.jsonl").rename("a.json"))).train) == ["a0?", "a1?"]

@@ -343,8 +343,8 @@ def test_advice_in_words_and_as_data(run):
 def test_a_change_of_gpus_is_priced_by_the_gpu():
     """Four GPUs at half the speed each are twice as fast together."""
     four = Advice(("--gpus 4",), None, 0, 1.0, "", "devices")
-    assert four.speed == "100% slower, each GPU"
-    assert dataclasses.replace(four, rank="same").speed == "100% slower"
+    assert four.speed == "2.0x the time, each GPU"
+    assert dataclasses.replace(four, rank="same").speed == "2.0x the time"
 
 
 def test_advice_that_finds_nothing_says_so():

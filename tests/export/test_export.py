@@ -384,6 +384,18 @@ def test_figures_of_models_that_agree_and_that_do_not():
     assert len(nan.failures(parity.BOUNDS["nvfp4"])) == 4
 
 
+def test_few_positions_may_scatter_around_a_bound_and_many_may_not():
+    """Four of 84 rounded to another token: no sign of more than the three in 100 of a bound."""
+
+    def fails(others: int, positions: int, target: str = "merged") -> bool:
+        figures = parity.Parity(2.0, 2.0, 0, 0, 0, 1 - others / positions, positions, positions)
+        return bool(figures.failures(parity.BOUNDS[target]))
+
+    assert [fails(others, 84) for others in (4, 6, 7, 40)] == [False, False, True, True]
+    assert [fails(others, 2048) for others in (61, 62)] == [False, True]
+    assert fails(2, 84, "adapter")
+
+
 @pytest.mark.parametrize(("loss", "held"), [(0.80, True), (1.9, False), (float("nan"), False)])
 def test_a_reference_that_is_not_the_run_is_found(loss, held):
     parity.check_reference(loss, None)

@@ -8,6 +8,8 @@ import os
 import shlex
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -228,6 +230,26 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("max_steps", "rows", "said"),
+    [
+        (50, 400, "steps: 50, 1.00 epochs"),
+        (50, 1600, "steps: 50, 0.25 epochs: 75% of the rows are not read"),
+        (-1, 1600, "steps: 50, 0.25 epochs"),
+    ],
+)
+def test_a_run_says_how_many_of_its_rows_its_steps_read(max_steps, rows, said) -> None:
+    """Steps of two micro-batches of four rows."""
+    from finetune.training.callbacks import extent
+
+    loader = torch.utils.data.DataLoader(list(range(rows)), batch_size=4)  # pyright: ignore
+    args: Any = SimpleNamespace(max_steps=max_steps, gradient_accumulation_steps=2)
+    state: Any = SimpleNamespace(max_steps=50)
+    line = extent(args, state, loader)
+    assert line.partition(" (")[0] == said
+    assert ("train.num_train_epochs=1" in line) == (": 75%" in said)
+
+
+@pytest.mark.parametrize(
     "number",
     [
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
@@ -313,9 +335,6 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_stops(tmp_path) -> N
 def test_seconds_per_step_are_those_since_the_last_log_also_of_a_resumed_run(
     tmp_path, monkeypatch
 ) -> None:
-    from types import SimpleNamespace
-    from typing import Any
-
     from finetune.training import callbacks
 
     now = [0.0]
