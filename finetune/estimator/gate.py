@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.optimizers import chosen, state_bytes
+from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free, with_checkpointing
@@ -27,6 +27,7 @@ from finetune.hardware.device import Device, available_gib, processes
 from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
 from finetune.storage.nf4 import nf4_bytes
+from finetune.training.low_bit import bytes_of_states
 from finetune.training.memory_meter import Batch
 from finetune.training.model import is_published_fp8
 from finetune.training.preflight import Planned, Preflight
@@ -220,11 +221,8 @@ def bound(
         shards: processes that share one copy of everything (FSDP).
         storage: storage of the base weights (`model.storage`), if different from `model`'s.
     """
-    from torch import nn
-
     from finetune.storage.loading import stored_layers
 
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     stored: dict[int, float] = {}  # id -> bytes, of low-precision weights
     for layer in stored_layers(model, storage).values():
         shape = linear_shape(layer)
@@ -234,19 +232,15 @@ def bound(
         stored[id(layer.weight)] = nf4_bytes(n * k) if storage == "nf4" else fp8_bytes(n, k, n)
     for row in plan.stored:
         owner: Any = model.get_submodule(row.owner)
-        weight = owner.weight if row.kind == "linear" else getattr(owner, row.name.split(".")[-1])
+        weight = owner.weight if row.kind == "linear" else getattr(owner, row.local)
         matrix = fp8_bytes(*row.shape, row.shape[0] if row.stored == "row" else 1)
         stored[id(weight)] = weight.numel() // math.prod(row.shape) * matrix
-    optimizer, every = chosen(train), list(model.parameters())
+    every = list(model.parameters())
     training = [p for p in every if p.requires_grad]
-    states = sum(
-        state_bytes(optimizer, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
-        for p in training
-    )
     return StaticMemory(
         weights=sum(stored.get(id(p), p.nbytes) for p in every) / shards,
         gradients=sum(p.nbytes for p in training) / shards,
-        optimizer=0.0 if optimizer.paged else states / shards,
+        optimizer=0.0 if chosen(train).paged else bytes_of_states(model, train) / shards,
         parameters=sum(p.numel() for p in every),
         trainable=sum(p.numel() for p in training),
     )

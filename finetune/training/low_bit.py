@@ -1,4 +1,4 @@
-"""Low-bit optimizers: building and stepping those whose state is stored in few bits.
+"""Low-bit optimizers, whose state is stored in few bits: its size, building and stepping them.
 
 torchao compiles its update with `torch.compile`. On a GPU that makes it fast; on a CPU it needs a
 C++ compiler and 20 to 40 seconds for nothing, so the update runs uncompiled there, with the same
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen
+from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen, state_bytes
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
 
@@ -32,6 +32,17 @@ class TorchaoArguments(BaseModel):
 
     block_size: int = Field(default=BLOCK, ge=2)
     bf16_stochastic_round: bool = False
+
+
+def bytes_of_states(model: nn.Module, train: dict[str, Any]) -> float:
+    """Bytes of the states of a `train` section's optimizer for a model, also on meta."""
+    facts = chosen(train)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return sum(
+        state_bytes(facts, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
+        for p in model.parameters()
+        if p.requires_grad
+    )
 
 
 def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer], dict[str, Any]]:

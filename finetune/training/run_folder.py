@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.optimizers import chosen, state_bytes
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import (
@@ -25,6 +24,7 @@ from finetune.runs.checkpoints import (
     Checkpoint,
 )
 from finetune.runs.folder import Run, finite, write_start
+from finetune.training.low_bit import bytes_of_states
 from finetune.training.preflight import Preflight
 from finetune.training.scope import reads_base
 from finetune.units import size
@@ -89,23 +89,15 @@ def discarded_unless_begun(folder: Path) -> Iterator[None]:
 
 def bytes_of_weights(model: nn.Module, config: RunConfig) -> float:
     """Bytes of the saved model: adapters alone, or all of its weights."""
-    saved = {id(p): p for p in model.parameters() if p.requires_grad or config.lora is None}
+    saved = (p for p in model.parameters() if p.requires_grad or config.lora is None)
     ranks = 2 if reads_base(config) else 1  # files of those have twice the rank
-    return ranks * float(sum(p.numel() * p.element_size() for p in saved.values()))
+    return ranks * float(sum(p.nbytes for p in saved))
 
 
 def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:
     """Bytes of a checkpoint: the saved weights and the optimizer's moments."""
-    from torch import nn
-
-    facts = chosen(config.train)
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    trains = {id(p): p for p in model.parameters() if p.requires_grad}.values()
-    moments = sum(
-        state_bytes(facts, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
-        for p in trains
-    )
-    moments = 0.0 if config.train.get("save_only_model") else moments
+    only_model = config.train.get("save_only_model")
+    moments = 0.0 if only_model else bytes_of_states(model, config.train)
     return bytes_of_weights(model, config) + moments
 
 
