@@ -89,7 +89,8 @@ class Movement:
             name: p.grad for name, p in mine.items() if p.grad is not None and id(p) not in idle
         }
         rising = len(off) < len(owned)
-        if _maximum([rising and _any_nonzero(with_gradient.values())], self._device)[0]:
+        counts = rising and _any_nonzero(with_gradient.values())
+        if _maximum([[counts]], self._device)[0][0]:
             self._steps[id(optimizer)] += 1
             self._with_gradient.update(with_gradient.keys())
         if not self._steps:
@@ -124,17 +125,22 @@ class Movement:
 
         Of all processes together: a shard may stand still alone.
         """
-        flags: list[bool] = []
+        flags: list[list[bool]] = []
         for name in left:
             p = trainable[name]
             moved = fingerprint(p) != self._prints.get(name)
-            flags += [moved, not moved and was_updated(p, optimizer)]
-            flags.append(self._with_gradient[name] >= EFFECTIVE_STEPS)
-        flags = _maximum(flags, self._device)
-        self._moved |= {name for name, moved in zip(left, flags[::3], strict=True) if moved}
-        still = [name not in self._moved for name in left]
-        rounded = {n for n, s, f in zip(left, still, flags[1::3], strict=True) if s and f}
-        return rounded, {name for name, f in zip(left, flags[2::3], strict=True) if f}
+            updated = not moved and was_updated(p, optimizer)
+            flags.append([moved, updated, self._with_gradient[name] >= EFFECTIVE_STEPS])
+        rounded, graded = set[str](), set[str]()
+        together = _maximum(flags, self._device)
+        for name, (moved, updated, has_gradients) in zip(left, together, strict=True):
+            if moved:
+                self._moved.add(name)
+            elif updated:
+                rounded.add(name)
+            if has_gradients:
+                graded.add(name)
+        return rounded, graded
 
     @property
     def _device(self) -> torch.device:
@@ -219,13 +225,13 @@ def _any_nonzero(gradients: Iterable[Tensor]) -> bool:
     return any(bool((local_part(g) != 0).any()) for g in gradients)
 
 
-def _maximum(flags: list[bool], device: torch.device) -> list[bool]:
+def _maximum(flags: list[list[bool]], device: torch.device) -> list[list[bool]]:
     """True where any process has True; an optimizer that steps inside a backward decides alone."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or in_backward():
         return flags
     reduced = torch.tensor(flags, dtype=torch.float32, device=device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
-    return [bool(flag) for flag in reduced.tolist()]
+    return [[bool(flag) for flag in row] for row in reduced.tolist()]
 
 
 # ------------------------------------------------------------- bits and the optimizer's statistics

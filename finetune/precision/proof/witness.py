@@ -68,9 +68,7 @@ def _existing(*names: str) -> list[Any]:
 _FIRST_OPERAND: dict[Any, int] = dict.fromkeys(
     [EMULATED, *_existing("mm", "bmm", "_scaled_mm", "_scaled_mm_v2")], 0
 ) | dict.fromkeys(
-    _existing(
-        *("addmm", "addmm_", "_addmm_activation"), *("baddbmm", "baddbmm_", "addbmm", "addbmm_")
-    ),
+    _existing("addmm", "addmm_", "_addmm_activation", "baddbmm", "baddbmm_", "addbmm", "addbmm_"),
     1,
 )
 _FOUR_BIT = {"bitsandbytes::gemm_4bit"}
@@ -373,7 +371,14 @@ class _Dispatch(TorchDispatchMode):
         self.witness = witness
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func.overloadpacket
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._count(func.overloadpacket, args, kwargs, result)
+        return result
+
+    def _count(self, packet: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Count the matmuls of an operator that has run."""
+        witness, name = self.witness, packet._qualified_op_name
         if packet in _FIRST_OPERAND:
             first = _FIRST_OPERAND[packet]
             a, b = args[first : first + 2]
@@ -381,46 +386,43 @@ class _Dispatch(TorchDispatchMode):
             if packet is EMULATED:
                 pair = emulated_precision(a, args[6]), emulated_precision(b, args[7])
             # The higher of two precisions counts ('bf16' < 'fp32' < 'fp4' < 'fp8').
-            precision = min(pair)
             batch = a.shape[0] if a.dim() == 3 else 1
-            self.witness.count_gemm(a.shape[-2], b.shape[-1], a.shape[-1], precision, batch=batch)
-        elif packet._qualified_op_name in _FOUR_BIT:
+            witness.count_gemm(a.shape[-2], b.shape[-1], a.shape[-1], min(pair), batch=batch)
+        elif name in _FOUR_BIT:
             x, (n, k) = args[0], args[2]
-            self.witness.count_gemm(x.numel() // k, n, k, operand_precision(x))
+            witness.count_gemm(x.numel() // k, n, k, operand_precision(x))
         elif packet in _GROUPED:
             # fprop [tokens, K] @ [experts, K, N]; in backward the roles of tokens change, and the
             # product of all sizes but the number of groups stays.
             a, b = args[:2]
             sizes = a.numel() * b.shape[-1] if a.dim() == 2 else a.shape[-2] * b.numel()
             precision = min(operand_precision(a), operand_precision(b))
-            self.witness.count_grouped(a, b, 2 * sizes, precision)
+            witness.count_grouped(a, b, 2 * sizes, precision)
         elif packet in _ATTENTION_MATMULS:
             backward = packet.__name__.endswith("backward")
             q, k = args[1:3] if backward else args[0:2]
             flops = 2 * q[..., 0].numel() * k.shape[-2] * q.shape[-1] * _ATTENTION_MATMULS[packet]
-            gemm: Gemm = "dgrad" if backward else "fprop"
-            self.witness.add(ATTENTION, gemm, operand_precision(q), flops)
-        elif packet._qualified_op_name in _VARLEN:
-            backward = packet._qualified_op_name.endswith("backward")
-            gemm = "dgrad" if backward else "fprop"
-            flops = flop_registry[packet](*args, **(kwargs or {}))
-            self.witness.add(ATTENTION, gemm, operand_precision(args[int(backward)]), flops)
+            witness.add(ATTENTION, _direction(backward), operand_precision(q), flops)
+        elif name in _VARLEN:
+            backward = name.endswith("backward")
+            precision = operand_precision(args[int(backward)])
+            flops = flop_registry[packet](*args, **kwargs)
+            witness.add(ATTENTION, _direction(backward), precision, flops)
         elif packet in flop_registry:  # convolutions and whatever else torch counts
-            result = func(*args, **(kwargs or {}))
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
             precision = operand_precision(next(a for a in args if isinstance(a, Tensor)))
-            self.witness.add(OTHER, "dgrad" if in_backward() else "fprop", precision, flops)
-            return result
+            witness.add(OTHER, _direction(in_backward()), precision, flops)
         elif flops := recurrent_flops(packet, args):
-            gemm = "dgrad" if in_backward() else "fprop"
-            self.witness.add(RECURRENT, gemm, operand_precision(args[0]), flops)
-        else:
-            result = func(*args, **(kwargs or {}))
-            if flops := estimated_flops(packet, args, result):
-                self.witness.unknown.add(packet._qualified_op_name)
-                self.witness.add(UNKNOWN, "dgrad" if in_backward() else "fprop", "unknown", flops)
-            return result
-        return func(*args, **(kwargs or {}))
+            precision = operand_precision(args[0])
+            witness.add(RECURRENT, _direction(in_backward()), precision, flops)
+        elif flops := estimated_flops(packet, args, result):
+            witness.unknown.add(name)
+            witness.add(UNKNOWN, _direction(in_backward()), "unknown", flops)
+
+
+def _direction(backward: bool) -> Gemm:
+    """GEMM of a product that is no linear layer's."""
+    return "dgrad" if backward else "fprop"
 
 
 def recurrent_flops(packet: Any, args: tuple[Any, ...]) -> int:
