@@ -188,10 +188,9 @@ def rehearse(
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
         trainer.visits = VisitRecorder(model, groups, trainer.recorder.trace)
-        fused = compiles(resolution.precision, device) and not getattr(
-            conversion.frozen, "own_cast", True
-        )
-        if fused:
+        engine = conversion.frozen
+        fuses_casts = engine is not None and not engine.how.own_cast
+        if fuses_casts and compiles(resolution.precision, device):
             stack.enter_context(casts_to_fuse(trainer.recorder))
         with trainer.recorder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
