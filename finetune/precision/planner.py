@@ -46,6 +46,7 @@ from finetune.precision.layers import (
     method_of,
     parameter_role,
     past_forward_here,
+    plain_name,
     why_made_anew,
     why_not_aligned,
     why_own_forward,
@@ -162,7 +163,7 @@ class PrecisionPlan:
     def __rich__(self) -> RenderableType:
         """Layers as a table: those of a place in all blocks, and all adapters, in one row."""
         rows = Counter((*_place(x), *_shown(x)) for x in self.layers)
-        rows.update((_group(x.name), "", x.compute, x.reason) for x in self.casts)
+        rows.update((place_in_block(x.name), "", x.compute, x.reason) for x in self.casts)
         titles = ("", "layer", "N x K", "", "reason")
         table = plain_table(*titles, whole=("N x K",), fold=titles, gap=1)
         for (name, shape, compute, reason), count in rows.items():
@@ -175,7 +176,7 @@ def _place(layer: LayerPlan) -> tuple[str, str]:
     """Name and shape in the table; of an adapter only which of the two factors it is."""
     if layer.role == "adapter":
         return layer.name.removesuffix(".default").rpartition(".")[2], ""
-    return _group(layer.name), "x".join(map(str, layer.shape))
+    return place_in_block(layer.name), "x".join(map(str, layer.shape))
 
 
 def _shown(layer: LayerPlan) -> tuple[str, str]:
@@ -188,10 +189,9 @@ def _shown(layer: LayerPlan) -> tuple[str, str]:
     return low, layer.reason + (f"; {', '.join(kept)} high" if kept else "")
 
 
-def _group(name: str) -> str:
+def place_in_block(name: str) -> str:
     """`base_model.model.model.layers.7.mlp.up_proj.base_layer` -> `mlp.up_proj`."""
-    name = name.removeprefix("base_model.model.").removeprefix("model.")
-    name = name.removesuffix(".base_layer").removesuffix(".default")  # PEFT's wrappers
+    name = plain_name(name).removeprefix("model.").removesuffix(".default")
     return re.split(r"(?:^|\.)\d+\.", name)[-1]
 
 

@@ -35,6 +35,7 @@ from finetune.precision.layers import (
     read_by_parent,
     without_adapters,
 )
+from finetune.precision.planner import place_in_block
 from finetune.precision.stored import stored_as
 from finetune.storage.pretrained import beside_text, load_shape
 
@@ -411,5 +412,4 @@ def _is_target(name: str, lora: LoraSection) -> bool:
 
 def _kinds(names: list[str]) -> str:
     """`mlp.gate_proj, mlp.up_proj`: names without what comes before the last number."""
-    kinds = {re.split(r"(?:^|\.)\d+\.", name)[-1] for name in names}
-    return some(sorted(kinds), 4)
+    return some(sorted({place_in_block(name) for name in names}), 4)
