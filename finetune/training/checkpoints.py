@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from finetune.runs.checkpoints import (
     scaling_file,
     superfluous,
 )
+from finetune.training.checkpoint_weights import load_best_whole, load_whole
 from finetune.training.faults import is_of_the_disk, write_failure
-from finetune.training.patches import Patches
 from finetune.training.session import Session
 from finetune.training.sharded import WholeFiles
 
@@ -70,6 +71,10 @@ class CheckpointKeeper(TrainerCallback):
         """Let the trainer save through this keeper."""
         self.trainer, self._save = trainer, trainer._save_checkpoint
         trainer._save_checkpoint = self.save
+        trainer._load_from_checkpoint = partial(
+            load_whole, trainer._load_from_checkpoint, None, trainer
+        )
+        trainer._load_best_model = partial(load_best_whole, trainer._load_best_model, trainer)
         if trainer.accelerator.is_fsdp2:
             WholeFiles(trainer)
 
@@ -250,12 +255,15 @@ def stored_scaling(folder: Path, process: int) -> dict[str, Tensor]:
     return load_file(file) if file.is_file() else {}
 
 
-def keep_in_checkpoints(patches: Patches) -> None:
-    """Let every `Trainer` of a script save and load scaling state with its optimizer's.
+def keep_in_checkpoints(running: Session) -> None:
+    """Let every `Trainer` of a script save and load scaling state, and load all weights.
 
     It never calls `accelerator.save_state` (Transformers 5.23).
     """
     from transformers import Trainer
+
+    patches = running.patches
+    stores = running.prepare_model if running.precision.frozen == "fp8" else None
 
     def backend_of(trainer: Any) -> Backend | None:
         conversion = conversion_of(trainer.accelerator.unwrap_model(trainer.model))
@@ -280,5 +288,16 @@ def keep_in_checkpoints(patches: Patches) -> None:
 
         return load
 
+    def make_load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_weights(trainer: Any, checkpoint: str, model: Any = None) -> None:
+            load_whole(partial(original, trainer), stores, trainer, checkpoint, model)
+
+        return load_weights
+
+    def make_load_best(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda trainer: load_best_whole(partial(original, trainer), trainer)
+
+    patches.replace(Trainer, "_load_from_checkpoint", make_load_weights)
+    patches.replace(Trainer, "_load_best_model", make_load_best)
     patches.replace(Trainer, "_save_optimizer_and_scheduler", make_save)
     patches.replace(Trainer, "_load_optimizer_and_scheduler", make_load)

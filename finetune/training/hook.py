@@ -165,7 +165,7 @@ def _begin(precision: PrecisionConfig) -> session.Session:
     running.again = partial(_begin, precision)
     varlen.register()
     watch_trainers(running)
-    keep_in_checkpoints(running.patches)
+    keep_in_checkpoints(running)
     return running
 
 

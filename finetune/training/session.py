@@ -41,6 +41,7 @@ from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
+from finetune.training.checkpoint_weights import refuse_unsaved_experts
 from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.optimizer_checks import OptimizerChecks
 from finetune.training.patches import Patches, multiplies, patch_accelerator
@@ -153,6 +154,8 @@ class Session:
         made = self.planned
         if made is None or made.precision != self.precision or not _is_of(made, model):
             made = plan(model, self.precision)
+        if before:
+            refuse_unsaved_experts(model, made)
         self._replaced.update((id(p), p) for p in model.parameters() if not p.requires_grad)
         conversion = convert.apply(model, made, hardware=bool(self.device.has_fp8))
         self.conversions.add(conversion)

@@ -1,0 +1,158 @@
+"""Weights of a `Trainer`'s checkpoint, all of them or an error.
+
+Transformers 5.23 gives the tensors of a checkpoint to `load_state_dict(..., strict=False)` and logs
+what was missing. Two kinds of checkpoints lose weights so, and training goes on:
+
+    experts       saved under the names of the published model (`block_sparse_moe.experts.0.w1`),
+                  which the model has in one parameter (`mlp.experts.gate_up_proj`): experts and
+                  routers stay as they were before the checkpoint
+    FP8 codes     of frozen weights that `precision.frozen=fp8` has stored: a model that is not
+                  prepared yet takes them for numbers, without their scales
+
+So the names of a checkpoint are compared with the model's. Where they are others, the model is read
+from the checkpoint as `from_pretrained` reads any, and its tensors are taken over; codes are loaded
+into a model that is prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from finetune.errors import CheckpointError, PrecisionError, some
+from finetune.precision.planner import PrecisionPlan
+from finetune.precision.stored import CodesMixin
+
+CODES = "F8_E4M3"
+"""Type of FP8 codes in the header of a safetensors file."""
+
+Prepare = Callable[[nn.Module], Any]
+
+
+def load_whole(
+    plain: Callable[..., None],
+    prepare: Prepare | None,
+    trainer: Any,
+    checkpoint: str,
+    model: Any = None,
+) -> None:
+    """`Trainer._load_from_checkpoint`, of all weights.
+
+    Args:
+        plain: the trainer's own method, bound.
+        prepare: converts a model whose frozen weights are to be stored in FP8; None if the
+            session's precision stores none, or the model has been loaded so.
+
+    Raises:
+        CheckpointError: file and model differ in their weights.
+    """
+    given = () if model is None else (model,)
+    own = trainer.accelerator.unwrap_model(trainer.model if model is None else model)
+    types = _saved_types(trainer, own, checkpoint)
+    codes = {name for name, dtype in types.items() if dtype == CODES}
+    if prepare is not None and codes and not _codes_of(own):
+        prepare(own)
+    if plain_codes := codes & own.state_dict().keys() - _codes_of(own):
+        raise CheckpointError(
+            "frozen weights of the checkpoint are FP8 codes, and the model's are not",
+            where=f"{checkpoint}: {some(sorted(plain_codes))}",
+            why="codes are no numbers without their scales",
+            fix="frozen='fp8', as in the run that saved it, with the same layers frozen",
+        )
+    if not _difference(own, types):
+        plain(checkpoint, *given)
+    else:
+        _load_renamed(own, checkpoint)
+
+
+def load_best_whole(plain: Callable[[], None], trainer: Any) -> None:
+    """`Trainer._load_best_model`, of all weights."""
+    checkpoint = str(trainer.state.best_model_checkpoint)
+    own = trainer.accelerator.unwrap_model(trainer.model)
+    if not _difference(own, _saved_types(trainer, own, checkpoint)):
+        plain()
+    else:
+        _load_renamed(own, checkpoint)
+
+
+def refuse_unsaved_experts(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Refuse to train beside frozen experts in FP8 where checkpoints hold the whole model.
+
+    Raises:
+        PrecisionError: Transformers saves experts one by one, under the names of the published
+            model, and would do so with codes, whose scales are of all.
+    """
+    from peft import PeftModel
+
+    experts = [layer.name for layer in plan.stored if layer.kind == "parameter" and layer.stored]
+    if experts and not isinstance(model, PeftModel):
+        raise PrecisionError(
+            "frozen experts stored in FP8 cannot be saved with the model they are in",
+            where=f"precision.frozen=fp8, without adapters: {some(experts)}",
+            why="no checkpoint could be read again",
+            fix="precision.frozen=bf16; or train adapters, whose checkpoints leave the base out",
+        )
+
+
+def _saved_types(trainer: Any, model: nn.Module, checkpoint: str) -> dict[str, str]:
+    """Name -> type of the tensors in a checkpoint's files of a whole model; of others nothing."""
+    from peft import PeftModel
+
+    if isinstance(model, PeftModel) or trainer.is_fsdp_enabled:
+        return {}
+    found: dict[str, str] = {}
+    for file in Path(checkpoint).glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def _codes_of(model: nn.Module) -> set[str]:
+    return {
+        f"{name}.{local}"
+        for name, module in model.named_modules()
+        if isinstance(module, CodesMixin)
+        for local in module.code_names()
+    }
+
+
+def _difference(model: nn.Module, types: dict[str, str]) -> list[str]:
+    """Names that only one of the two has; tied weights are saved once."""
+    if not types:
+        return []
+    state = model.state_dict()
+    present = {state[name].data_ptr() for name in types if name in state}
+    missing = [n for n, t in state.items() if n not in types and t.data_ptr() not in present]
+    return [*missing, *(name for name in types if name not in state)]
+
+
+@torch.no_grad()
+def _load_renamed(model: Any, checkpoint: str) -> None:
+    """Take over the tensors of a model that `from_pretrained` reads: in float32, which is exact."""
+    from transformers import PreTrainedModel
+
+    import finetune.storage.loading  # noqa: F401, which lets Transformers read FP8 codes
+
+    lost = ["the model is none of Transformers'"]
+    if isinstance(model, PreTrainedModel):
+        load: Any = type(model).from_pretrained
+        read, told = load(checkpoint, dtype=torch.float32, output_loading_info=True)
+        lost = sorted(
+            {*told["missing_keys"], *told["unexpected_keys"], *map(str, told["mismatched_keys"])}
+        )
+        lost = lost or _difference(model, dict.fromkeys(read.state_dict(), ""))
+        if not lost:
+            model.load_state_dict(read.state_dict(), strict=False)  # tied ones stand there once
+            return
+    raise CheckpointError(
+        "the checkpoint does not have the model's weights, all of them and no others",
+        where=f"{checkpoint}: {some(lost)}",
+        why="Transformers would load the others and log the difference: training would go on with "
+        "weights of before the checkpoint",
+        fix="the model that the checkpoint was saved of",
+    )

@@ -1,0 +1,122 @@
+"""Resuming and the best checkpoint in stock trainers: every weight is loaded, or it is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+
+from finetune import get_receipt, teardown_fp8_mixed_precision_training
+from finetune.errors import CheckpointError, PrecisionError
+from tests.conftest import batch
+
+
+def rows() -> list[dict[str, Any]]:
+    return [{"input_ids": x, "labels": x} for s in range(6) for x in batch(seed=s)["input_ids"]]
+
+
+def mixtral(*, seed: int = 0) -> MixtralForCausalLM:
+    torch.manual_seed(seed)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=272, use_cache=False, num_local_experts=4,
+            pad_token_id=0,
+        )
+    ).train()  # fmt: skip
+
+
+def half_frozen(model: Any) -> Any:
+    model.requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+    return model
+
+
+def trainer_of(model: Any, folder: Path, **settings: Any) -> Trainer:
+    values: dict[str, Any] = {
+        "max_steps": 4, "save_steps": 2, "use_cpu": True, "bf16": True, "report_to": "none",
+        "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 1,
+    }  # fmt: skip
+    args = TrainingArguments(output_dir=str(folder), **values | settings)
+    return Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:2])
+
+
+@pytest.mark.parametrize(("kind", "frozen"), [("llama", "fp8"), ("mixtral", "bf16")])
+def test_resumed_is_whole_to_the_bit(kind, frozen, make_llama, setup_backend, tmp_path) -> None:
+    """Transformers left experts and routers out, and took frozen codes for numbers, proven."""
+
+    def run(folder: str, resume: str | None = None) -> dict[str, torch.Tensor]:
+        setup_backend("emulated", scaling="rowwise", frozen=frozen)
+        model = make_llama() if kind == "llama" else mixtral()
+        trainer = trainer_of(half_frozen(model) if frozen == "fp8" else model, tmp_path / folder)
+        trainer.train(resume_from_checkpoint=resume)
+        assert get_receipt().status == "proven"
+        teardown_fp8_mixed_precision_training()
+        return trainer.model.state_dict()
+
+    whole = run("whole")
+    resumed = run("resumed", str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], w) for name, w in whole.items())
+
+
+def test_the_best_checkpoint_is_loaded_whole(setup_backend, tmp_path) -> None:
+    """It was its dense layers, with the experts of the last step."""
+    setup_backend("emulated", scaling="rowwise")
+    trainer = trainer_of(
+        mixtral(), tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="learning_rate", greater_is_better=True, learning_rate=3e-2,
+    )  # fmt: skip
+    trainer.compute_metrics = None
+    plain = trainer.evaluate
+    trainer.evaluate = lambda *args, **kwargs: (
+        plain(*args, **kwargs) | {"eval_learning_rate": -trainer.state.global_step}
+    )
+    trainer.train()
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2")
+    best = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    found = trainer.model.state_dict()
+    assert all(torch.equal(found[name], w) for name, w in best.items())
+
+
+def test_codes_are_not_loaded_as_numbers(make_llama, setup_backend, tmp_path) -> None:
+    setup_backend("emulated", scaling="rowwise", frozen="fp8")
+    trainer_of(half_frozen(make_llama()), tmp_path, max_steps=2).train()
+    setup_backend("emulated", scaling="rowwise")
+    trainer = trainer_of(half_frozen(make_llama()), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"are FP8 codes, and the model's are not") as caught:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "frozen='fp8'" in caught.value.fix
+
+
+def test_frozen_experts_in_fp8_that_no_checkpoint_could_hold(setup_backend) -> None:
+    """They were saved one by one without their scales, and nothing reads them again."""
+    model = half_frozen(mixtral())
+    with pytest.raises(PrecisionError, match=r"experts stored in FP8 cannot be saved") as caught:
+        setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(model)
+    assert "experts.gate_up_proj" in caught.value.args[0]
+    setup_backend("emulated", scaling="rowwise", frozen="bf16").prepare(model)  # what it says
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_a_checkpoint_without_a_weight_is_an_error(
+    change, make_llama, setup_backend, tmp_path
+) -> None:
+    setup_backend("emulated", scaling="rowwise")
+    trainer_of(make_llama(), tmp_path, max_steps=2).train()
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    tensors = load_file(file)
+    weight = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    if change == "unknown":
+        tensors |= {
+            "model.layers.1.mlp.up_proj.weight": weight,
+            "model.layers.2.mlp.up_proj.weight": weight.clone(),
+        }
+    save_file(tensors, file, metadata={"format": "pt"})
+    trainer = trainer_of(make_llama(), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"all of them and no others\n.*up_proj\.weight"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
