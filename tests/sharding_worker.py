@@ -28,6 +28,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -37,6 +38,7 @@ from finetune import setup_fp8_mixed_precision_training, teardown_fp8_mixed_prec
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
+from finetune.training import session
 from finetune.training.memory_meter import LiveTensors
 
 ROWS, LENGTH = 2, 96
@@ -327,6 +329,8 @@ def run_recipe(case: str, out: Path) -> dict[str, int]:
     AcceleratorState._reset_state(reset_partial_state=True)
     if config.precision.compute == "fp8":
         setup_fp8_mixed_precision_training(cpu=True, **EMULATED)
+    else:
+        session.install(config.precision)
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     live = SizedTensors()
     peaks: list[int] = []
@@ -364,6 +368,9 @@ def main(out: Path, cases: list[str]) -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[LlamaDecoderLayer.__name__], cpu_ram_efficient_loading=False,
+        mixed_precision_policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
+        ),
     )  # fmt: skip
     for name in ("all_gather_single", "reduce_scatter_single"):
         setattr(torch.distributed, name, settled(getattr(torch.distributed, name)))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -116,6 +117,8 @@ def patch_accelerator(session: Any) -> None:
             given = signature.bind(accelerator, *args, **kwargs).arguments
             _refuse_conflicts(given, precision)
             given["mixed_precision"] = MIXED_PRECISION[precision.compute]
+            plugin = given.get("fsdp_plugin")
+            chosen = plugin is not None and plugin.mixed_precision_policy is not None
             del given["self"]
             # Accelerate keeps its first configuration process-wide: another precision would be
             # rejected, and a trainer's FSDP or compile settings silently ignored.
@@ -126,6 +129,8 @@ def patch_accelerator(session: Any) -> None:
             if precision.compute == "fp16":
                 compute_types.complete(accelerator, precision)
             _keep_output_types(accelerator, precision)
+            if not chosen:
+                _reduce_in_float32(accelerator)
             made.add(accelerator)
 
         return init
@@ -222,6 +227,20 @@ def _keep_output_types(accelerator: Any, precision: PrecisionConfig) -> None:
         )
     if policy.output_dtype == computes:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+
+def _reduce_in_float32(accelerator: Any) -> None:
+    """Let FSDP2 sum gradients in float32, as DDP does, unless a policy of the script's says how.
+
+    Accelerate 1.15 has it sum them in the type of its mixed precision: those of all processes, and
+    of all micro-batches of a step. In BF16 a sum of 256 equal gradients is that of 128 or less: an
+    addend below 1/256 of the sum so far is lost. The shards that an optimizer gets are float32
+    either way.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if plugin is not None and policy is not None and plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def test_two_processes_hold_what_is_predicted(steps: dict[str, Any], case: str) 
         if tied
         else accelerate_groups(first, middle, last, tied=False)
     )
-    model = Fsdp2(groups, gpus=2)
+    model = Fsdp2(groups, gpus=2, reduce=4)
     trainable = sum(group.trainable for group in groups)
     peak = highest(
         model,

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
+from finetune.training import session
 from finetune.training.patches import _checkpointed_by_models, _keep_output_types
 from tests.forked import ended, start, start_ranks
 from tests.training.test_processes import GLOBAL_BATCH, SETTINGS
@@ -65,7 +67,7 @@ def test_losses_of_two_sharded_processes_are_those_of_one(recipe, ways, tmp_path
     """Accelerate has FSDP2 round them to BF16's three digits: an eval loss of 5.0 for 4.9597.
 
     The one process has weights in BF16, as FSDP2 gathers them. So nothing but the order of sums
-    differs, and of the gradient norm the type that gradients are summed in.
+    differs, and of the gradient norm the type that gradients are computed in.
     """
     one = first_values(train(tmp_path / "one", recipe, "model.dtype=bfloat16", processes=1))
     for number, words in enumerate(ways):
@@ -101,6 +103,26 @@ def test_results_under_a_policy_of_a_script_keep_their_type(output) -> None:
     kept = plugin.mixed_precision_policy
     assert kept.output_dtype is (None if output is LOW else output)
     assert (kept.param_dtype, kept.reduce_dtype) == (LOW, torch.float32)
+
+
+@pytest.mark.parametrize("chosen", [None, torch.bfloat16])
+def test_gradients_are_summed_in_float32_unless_a_script_chose(chosen, monkeypatch) -> None:
+    """Accelerate's own policy sums them in BF16, over processes and micro-batches."""
+
+    def with_plugin(self: Any, fsdp_plugin: Any = None, **_: Any) -> None:
+        if fsdp_plugin.mixed_precision_policy is None:  # what Accelerate does where it shards
+            fsdp_plugin.set_mixed_precision("bf16")
+            assert fsdp_plugin.mixed_precision_policy.reduce_dtype is LOW
+        self.state = SimpleNamespace(fsdp_plugin=fsdp_plugin)
+
+    monkeypatch.setattr(Accelerator, "__init__", with_plugin)
+    session.install(PrecisionConfig(compute="fp8", backend="emulated", emulation="allow"))
+    policy = chosen and MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=chosen)
+    plugin = plugin_of(mixed_precision_policy=policy)
+    Accelerator(fsdp_plugin=plugin)
+    session.uninstall()  # while the class is as it was found
+    assert plugin.mixed_precision_policy.reduce_dtype is (chosen or torch.float32)
+    assert plugin.mixed_precision_policy.param_dtype is LOW
 
 
 @pytest.mark.parametrize("gathered", [torch.float32, torch.float16, None])

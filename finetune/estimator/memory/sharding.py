@@ -26,8 +26,9 @@ bytes of weights, G = T = R = 10. Besides the 12 there are
     in backward of 1      34        1 and 0; 10 being reduced; 4 of the shard of 2's gradients
 
 A group with `reshard_after_forward=False` stays from its forward to its backward. With
-`mixed_precision`, trainable parameters, their gradients and states are stored in float32, and
-gathered and reduced in the lower dtype; frozen ones stay as they are.
+`mixed_precision`, trainable parameters, their gradients and states are stored in float32, gathered
+in the lower dtype, and reduced in float32 (`training.patches`); frozen ones stay as they are.
+Whole gradients, summed over several batches, are float32, and those of the last one come on top.
 
 The rest (activations, logits, temporaries) comes moment by moment from a rehearsal of one GPU with
 weights in the gathered dtype. States that its optimizer made in that dtype count in float32.
@@ -117,7 +118,7 @@ class Fsdp2:
         gpus: number of GPUs that share the model, at least 2.
         compute: bytes per element as gathered and computed with (`param_dtype`).
         stored: bytes per element of a trainable parameter's shard.
-        reduce: bytes per element of a gradient as reduced.
+        reduce: bytes per element of a gradient as reduced and summed over batches.
     """
 
     groups: tuple[Group, ...]
@@ -168,8 +169,9 @@ class _Step:
         self.ahead: dict[int, int] = {}  # gathered ahead, by group
         self.buffer = 0  # of the last gather of forward
         self.sending = self.reduced = 0
-        # Whole gradients, of batches before and of this one.
-        sizes = (group.trainable * model.compute * accumulates for group in model.groups)
+        # Whole gradients, of batches before and of this one; summed in the dtype of reduction.
+        sizes = [group.trainable * model.reduce * accumulates for group in model.groups]
+        self.summed = sizes if model.reduce != model.compute else [0] * len(sizes)
         self.pending = dict(enumerate(sizes))
         self.order: list[int] = []  # in which groups ended forward
         self.last = {(moment.phase, moment.group): i for i, moment in enumerate(moments)}
@@ -194,7 +196,8 @@ class _Step:
                 self.begun.add(moment.group)
                 self._gather_ahead(where)
         if moment.phase == "backward":
-            self.pending[moment.group] = max(self.pending[moment.group], moment.gradients)
+            own = self.summed[moment.group] + moment.gradients
+            self.pending[moment.group] = max(self.pending[moment.group], own)
         self._record(where)
 
     def leave(self, where: int) -> None:
@@ -209,6 +212,7 @@ class _Step:
                 self.whole.discard(index)
             return
         self.whole.discard(index)
+        self.pending[index] = self.summed[index] or self.pending[index]
         self.sending = group.trainable * model.reduce
         self._record(where)  # the gradients, and their copy
         self.pending[index] = 0
@@ -326,8 +330,8 @@ def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
     groups = tuple(replace(g, reshard=False) if kept else g for g in rehearsal.groups.groups)
     trains = sum(group.trainable for group in groups)
     compute = round(rehearsal.groups.trainable_bytes / trains) if trains else FLOAT32
-    mixed = AUTOCAST[config.precision.compute] is not None
-    return Fsdp2(groups, gpus, compute, stored=FLOAT32 if mixed else compute, reduce=compute)
+    stored = FLOAT32 if AUTOCAST[config.precision.compute] is not None else compute
+    return Fsdp2(groups, gpus, compute, stored=stored, reduce=stored)
 
 
 class _ShardedStep:
