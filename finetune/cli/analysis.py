@@ -78,9 +78,8 @@ def benchmark(
     elif as_csv:
         sys.stdout.write(found.to_csv())
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False, width=max(120, Console().width))
+        console = output()
+        console.width = max(120, console.width)
         console.print(found)
         console.print(whole(f"rows: {found.folder}/benchmark.json and .csv"), crop=False)
     if found.interrupted:

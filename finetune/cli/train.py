@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -77,7 +78,8 @@ def resume(
         raise ConfigError(
             f"there is no checkpoint {checkpoint!r}",
             where="--checkpoint",
-            fix=f"a step, last or best: `python -m finetune checkpoints {folder}` lists them",
+            fix="a step, last or best: `python -m finetune checkpoints "
+            f"{shlex.quote(str(folder))}` lists them",
         )
     file = str(folder / "config.yaml")
     if verify:

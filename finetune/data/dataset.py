@@ -252,6 +252,21 @@ def _refuse_other_eval(parts: Sequence[_Part], held_out: Dataset) -> None:
         )
 
 
+def refuse_no_eval_rows(rows: Rows, args: Any) -> None:
+    """Raise `DataError` where a trainer is to evaluate and there are no rows for it.
+
+    Args:
+        args: those of the trainer.
+    """
+    if rows.eval is None and args.eval_strategy != "no":
+        raise DataError(
+            "there are no rows to evaluate on",
+            where=f"train.eval_strategy={getattr(args.eval_strategy, 'value', args.eval_strategy)}",
+            why="data.eval_fraction sets none aside of these rows, and data.eval_path names none",
+            fix="train.eval_strategy=no, or data.eval_path=FILE",
+        )
+
+
 def _joined(
     parts: list[_Part], data: DataConfig, seed: int
 ) -> tuple[Dataset | IterableDataset, str]:

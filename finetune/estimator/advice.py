@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.text import Text
 
 from finetune.config.recipe import with_overrides
@@ -44,7 +44,7 @@ from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.memory.sharding import shares_model
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import check_optimizer_here
-from finetune.logging import plain_table
+from finetune.logging import PIPE_WIDTH, plain_table
 from finetune.units import MEMORY, percent, size
 
 # Changes in speed below this fraction count as none.
@@ -125,8 +125,8 @@ class Advised:
     def __rich__(self) -> RenderableType:
         if self.fit == "fits":
             nothing = f"none of the changes measured makes it {percent(GAIN, 0)} faster"
-            return _table("to make it faster", self.faster) if self.faster else Text(nothing)
-        parts: list[RenderableType] = [_table("what to change", self.each)] if self.each else []
+            return _Table("to make it faster", self.faster) if self.faster else Text(nothing)
+        parts: list[RenderableType] = [_Table("what to change", self.each)] if self.each else []
         if (found := self.together) is None:
             nothing = (
                 "no set of these changes makes it fit: a smaller model, or a GPU with more memory"
@@ -138,13 +138,26 @@ class Advised:
         return Group(*parts, line)
 
 
-def _table(title: str, advices: Sequence[Advice]) -> Table:
-    titles = (title, "memory", "speed", "then it", "what that is")
-    table = plain_table(*titles, fold=titles)
-    for one in advices:
-        changed = "\n".join(as_typed([word]) for word in one.change)
-        table.add_row(changed, one.memory, one.speed, one.fit, one.why)
-    return table
+@dataclass(frozen=True)
+class _Table:
+    """A change per line; in a terminal its settings, and below them what comes of it."""
+
+    title: str
+    advices: Sequence[Advice]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= PIPE_WIDTH:
+            titles = (self.title, "memory", "speed", "then it", "what that is")
+            table = plain_table(*titles)
+            for one in self.advices:
+                table.add_row(one.typed, one.memory, one.speed, one.fit, one.why)
+            yield table
+            return
+        yield Text(self.title, "bold")
+        for one in self.advices:
+            yield Text(one.typed)
+            outcome = f"{one.memory}, {one.speed}, {one.fit}: {one.why}"
+            yield Padding(Text(outcome, "dim"), (0, 0, 0, 2), expand=False)
 
 
 def advise(measured: Measured) -> Advised:

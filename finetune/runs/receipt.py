@@ -9,6 +9,7 @@ alike. The keys named in `Receipt` are stable. Imports no torch.
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -379,8 +380,9 @@ class RunReport(JupyterMixin):
                 style="bold yellow",
             )
         yield whole(f"run folder: {self.folder}")
-        yield whole(f'next: python -m finetune generate {self.folder} "..."')
-        yield whole(f"      python -m finetune report {self.folder}")
+        name = shlex.quote(str(self.folder))
+        yield whole(f'next: python -m finetune generate {name} "..."')
+        yield whole(f"      python -m finetune report {name}")
 
     @property
     def _after_interrupt(self) -> str:

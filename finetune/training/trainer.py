@@ -22,7 +22,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config, without_effect
-from finetune.data.dataset import load_data
+from finetune.data.dataset import load_data, refuse_no_eval_rows
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
 from finetune.logging import busy, counting_rows, output, whole
@@ -143,6 +143,7 @@ class _Run:
             self.rows = load_data(config.data, self.tokenizer, seed, vocabulary=vocabulary)
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
+        refuse_no_eval_rows(self.rows, self.args)
         self._choose_checkpoint(out, state.num_processes)
         if not force:
             check_disk(ahead, out, Checkpoint(self.resume) if self.resume else None)

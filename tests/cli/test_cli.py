@@ -503,6 +503,7 @@ def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
             '{"messages": [{"role": "user", "content": "a"}]}\n',
             ["row 1 of rows.jsonl", "no assistant turn"],
         ),
+        ("data.path=rows.jsonl", '{"text": "a"}\n', ["no rows to evaluate on", "eval_strategy=no"]),
         ("data.name=builtin:harbor", "", ["'builtin:harbor'", "did you mean 'builtin:harbour'?"]),
     ],
     ids=[
@@ -514,6 +515,7 @@ def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
         "null",
         "no-turns",
         "no-answer",
+        "one-row",
         "builtin",
     ],
 )
@@ -639,7 +641,7 @@ def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
     change = (
         "PYTORCH_CUDA_ALLOC_CONF=x",
         "--gpus 4",
-        "lora.r=16",
+        "a=1",
         "train.fsdp_config={version: 2}",
     )
     assert after("does not fit", change, ["--gpu", "RTX 4090"]) == (
@@ -726,7 +728,7 @@ def test_what_is_to_be_copied_is_neither_wrapped_nor_cropped(cli, monkeypatch, t
     from finetune.runs.receipt import Receipt, RunReport
 
     monkeypatch.setenv("COLUMNS", "80")
-    folder = tmp_path / ("a_recipe_with_a_long_name" * 3) / "20261122-120000-aaaa"
+    folder = tmp_path / ("a recipe with a long name" * 3) / "20261122-120000-aaaa"
     for interrupted in (False, True):
         receipt = Receipt("proven", {"ran": "bf16"})
         report = RunReport(folder, receipt, 2.0, 1.0, None, None, 3.0, 0.1, interrupted=interrupted)
@@ -734,7 +736,7 @@ def test_what_is_to_be_copied_is_neither_wrapped_nor_cropped(cli, monkeypatch, t
         lines = cli("tiny_lora_bf16").out.splitlines()
         assert any(str(folder) in line for line in lines), lines
         if not interrupted:
-            assert any(f"generate {folder} " in line for line in lines)
+            assert any(f"generate '{folder}' " in line for line in lines)
 
 
 def test_data_counts_and_shows_what_is_trained_on(cli) -> None:

@@ -340,6 +340,19 @@ def test_advice_in_words_and_as_data(run):
     assert [fact["change"] for fact in facts["each"]] == [list(one.change) for one in found.each]
 
 
+@pytest.mark.parametrize("width", [60, 1000])
+def test_no_setting_of_advice_is_broken_and_a_pipe_has_one_line_for_each(width):
+    change = ("train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=8")
+    found = Advised("does not fit", (Advice(change, None, 2**30, 0.5, "why", "same"),))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(found)
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    for setting in change:
+        assert any(setting in line for line in lines), lines
+    together = [line for line in lines if all(part in line for part in (*change, "50% slower"))]
+    assert len(together) == (width == 1000)
+
+
 def test_a_change_of_gpus_is_priced_by_the_gpu():
     """Four GPUs at half the speed each are twice as fast together."""
     four = Advice(("--gpus 4",), None, 0, 1.0, "", "devices")
