@@ -20,7 +20,7 @@ from finetune.errors import OrderError
 
 
 class OptimizerChecks:
-    """Hooks of optimizer steps.
+    """The hook of optimizer steps, and what it knows of a session.
 
     Attributes:
         models: what `accelerator.prepare` was given, with or without layers to convert.
@@ -35,12 +35,17 @@ class OptimizerChecks:
         self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Reject the first step of a script that prepares nothing; of any optimizer."""
-        session = self._session
+        """Hook of every optimizer's steps.
+
+        Raises:
+            OrderError: what it trains was not prepared, or is plain again.
+        """
+        session, is_prepared = self._session, optimizer in self.optimizers
+        if is_prepared:
+            self._check_owner(optimizer)
         matrices = any(p.dim() > 1 for group in optimizer.param_groups for p in group["params"])
         if not matrices or session.patches.are_aside or session.precision.compute != "fp8":
             return
-        is_prepared = optimizer in self.optimizers
         if session.has_prepared or is_prepared:
             self._check_graded(optimizer, is_prepared=is_prepared)
             return
@@ -53,7 +58,7 @@ class OptimizerChecks:
             "teardown_fp8_mixed_precision_training() first",
         )
 
-    def before_prepared_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _check_owner(self, optimizer: Optimizer) -> None:
         """Reject a step of an optimizer whose model was never prepared, or is plain again."""
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         of_it = [
@@ -91,7 +96,7 @@ class OptimizerChecks:
         prepared = {id(p) for module in self.models for p in module.parameters()}
         others = [p for p in graded if id(p) not in prepared]
         size, left = sum(p.numel() for p in graded), sum(p.numel() for p in others)
-        if not left or (left == size and is_prepared):  # for `before_prepared_step`
+        if not left or (left == size and is_prepared):  # for `_check_owner`
             return
         shapes = ", ".join(str(list(p.shape)) for p in others[:3])
         where = f"{len(others)} of {len(graded)} matrices with gradients: {shapes}"

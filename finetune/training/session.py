@@ -260,8 +260,6 @@ class Session:
         for one in self._proofs:
             if (proof := one()) is not None:
                 self._note_owner(proof, optimizer)
-        hook = optimizer.register_step_pre_hook(self._checks.before_prepared_step)
-        self._undo.callback(hook.remove)
         if self.precision.compute == "fp16" and hasattr(optimizer, "_step_supports_amp_scaling"):
             # A fused optimizer would skip inside its kernel unreported: the learning rate would
             # advance, and skipped steps would count as steps.
