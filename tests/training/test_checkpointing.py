@@ -63,7 +63,7 @@ def test_what_is_set_stays() -> None:
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gradient_checkpointing must be bool"):
+    with pytest.raises(ConfigError, match="gradient_checkpointing must be true or false"):
         load_recipe("tiny_full_fp8", [f"train.{CHECKPOINTING}=perhaps"])
 
 
