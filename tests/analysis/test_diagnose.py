@@ -89,7 +89,8 @@ def test_compiled_layers_in_ranges_are_still_ours(make_llama, setup_backend) -> 
         step()
         running = session.in_force()
         assert running is not None
-        _, conversion = running.training
+        conversion = running.conversion
+        assert conversion is not None
         assert len(conversion.compiled) == 2
         watched = profile(activities=[ProfilerActivity.CPU], acc_events=True)
         with watched as seen, Ranges(conversion):
@@ -104,7 +105,7 @@ def test_a_profile_without_kernels_is_no_diagnosis_of_a_gpu(monkeypatch) -> None
     monkeypatch.setattr(module, "read_profile", lambda *_, **__: Timeline((), 1, 1.0, on_gpu=False))
     receipt = SimpleNamespace(layers=[])
     conversion = SimpleNamespace(plan=SimpleNamespace(layers=[]))
-    running = SimpleNamespace(device=H100, receipt=lambda: receipt, training=(None, conversion))
+    running = SimpleNamespace(device=H100, receipt=lambda: receipt, conversion=conversion)
     seen = SimpleNamespace(events=[], steps=1, step_seconds=1.0)
     with pytest.raises(ProofError, match="saw no kernel of the GPU"):
         module._conclude("a recipe", None, running, seen, "rows", ())

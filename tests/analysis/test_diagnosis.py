@@ -148,24 +148,40 @@ def test_the_part_of_an_operator(operator, part) -> None:
 
 
 class Tracer:
-    """Writes events as a GPU's profile has them: a tree of host events, kernels linked to them."""
+    """Writes events as a GPU's profile has them: a tree of host events, kernels linked to them.
 
-    def __init__(self) -> None:
+    `links`: events have the number of their operator, as from torch 2.12 on. Kernels and CUDA calls
+    have numbers of their own, which are also those of other operators.
+    """
+
+    def __init__(self, *, links: bool = True) -> None:
         self.events: list[FunctionEvent] = []
-        self._id = 0
+        self._id = self._calls = 0
+        self._links = links
+
+    def _add(self, event: FunctionEvent, link: int) -> None:
+        vars(event).pop("linked_correlation_id", None)
+        if self._links:
+            vars(event)["linked_correlation_id"] = link
+        vars(event).pop("activity_type", None)  # older releases of torch have none
+        self.events.append(event)
 
     def host(self, name: str, start: float, end: float, *, thread: int = 1, **more) -> int:
         self._id += 1
         event = FunctionEvent(self._id, name, thread, start, end, use_device="cuda", **more)
-        self.events.append(event)
+        self._add(event, 0)
         return self._id
 
     def kernel(self, name: str, start: float, end: float, launched_by: int, **more) -> None:
-        self._id += 1
-        link = {"linked_correlation_id": launched_by, "device_type": DeviceType.CUDA}
-        event = FunctionEvent(self._id, name, 7, start, end, use_device="cuda", **link, **more)
-        vars(event).pop("activity_type", None)  # older releases of torch have none
-        self.events.append(event)
+        self._calls += 1
+        of_gpu = {"device_type": DeviceType.CUDA, "use_device": "cuda"}
+        event = FunctionEvent(self._calls, name, 7, start, end, **of_gpu, **more)
+        self._add(event, launched_by)
+        operators = [e for e in self.events if e.id == launched_by and e.name.startswith("aten")]
+        for one in operators:
+            begin = one.time_range.start + 1
+            call = (self._calls, "cudaLaunchKernel", one.thread, begin, begin + 1)
+            self._add(FunctionEvent(*call, use_device="cuda"), launched_by)
 
     def read(self, **more) -> Timeline:
         events = EventList(self.events, use_device="cuda")
@@ -176,9 +192,9 @@ class Tracer:
 MM = [[256, 64], [64, 128]]
 
 
-def a_step() -> Tracer:
+def a_step(*, links: bool = True) -> Tracer:
     """q_proj in FP8, the head in BF16, an update, and the host's shadow ranges on the GPU."""
-    t = Tracer()
+    t = Tracer(links=links)
     t.host(WINDOW, 0, 1000)
     t.host("finetune|forward|q_proj", 10, 100)
     cast = t.host("aten::amax", 12, 20, sequence_nr=4)
@@ -205,8 +221,9 @@ def a_step() -> Tracer:
     return t
 
 
-def test_a_gpu_step_is_told_by_kernels_ranges_and_numbers_of_autograd() -> None:
-    trace = a_step().read(low={"q_proj": True}, step_seconds=300e-6)
+@pytest.mark.parametrize("links", [True, False])
+def test_a_gpu_step_is_told_by_kernels_ranges_and_numbers_of_autograd(links) -> None:
+    trace = a_step(links=links).read(low={"q_proj": True}, step_seconds=300e-6)
     assert trace.on_gpu
     parts = {part: round(seconds * 1e6) for part, seconds in trace.parts().items() if seconds}
     assert parts == {

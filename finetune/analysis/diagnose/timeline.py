@@ -65,6 +65,7 @@ _FP8_NAME = re.compile(r"e4m3|e5m2|e2m1|f8f8|float_e\dm\d|_f8_|fp8.*gemm|gemm.*f
 _GEMM_NAME = re.compile(
     r"gemm|nvjet|cublas|splitk|gemv|triton_(mm|tem)|s\d{4,}|wmma|cutlass.*tensorop|Cijk_", re.I
 )
+_CUDA_CALL = re.compile(r"(?:cu|cuda|hip)[A-Z]")
 _NVJET = re.compile(r"nvjet_(?:sm\d+_)?([a-z])([a-z])")
 _TRITON = re.compile(r"^triton_(?:poi|red|per|for|tem)")
 _FUSED_CAST = re.compile(r"amax|_scaled_mm|float8|_to_copy.*clamp|clamp.*_to_copy|aminmax")
@@ -241,10 +242,8 @@ def _kernel_slices(
     low: Mapping[str, bool],
     batched: bool,
 ) -> list[Slice]:
-    by_id = {event.id: event for event in host if not event.linked_correlation_id}
     found = []
-    for event in kernels:
-        launcher = by_id.get(event.linked_correlation_id)
+    for event, launcher in zip(kernels, _launchers(kernels, host), strict=True):
         here = contexts[id(launcher)] if launcher is not None else _Context()
         launched_by = launcher.name if launcher is not None else ""
         part = part_of_kernel(event.name, launched_by, low=here.owner in low, batched=batched)
@@ -254,6 +253,19 @@ def _kernel_slices(
     spans = [(event.time_range.start, event.time_range.end) for event in kernels]
     seconds = _alone(spans, [_RANK.get(piece.part, 0) for piece in found])
     return [replace(p, seconds=s * 1e-6) for p, s in zip(found, seconds, strict=True)]
+
+
+def _launchers(kernels: Sequence[Any], host: Sequence[Any]) -> list[Any]:
+    """The operator that launched each kernel, None where it is not known.
+
+    Events of torch 2.10 and 2.11 do not have its number; there a kernel has that of the CUDA call
+    which launched it, inside the operator.
+    """
+    if all(hasattr(event, "linked_correlation_id") for event in (*kernels, *host)):
+        operators = {event.id: event for event in host if not event.linked_correlation_id}
+        return [operators.get(kernel.linked_correlation_id) for kernel in kernels]
+    calls = {event.id: event.cpu_parent for event in host if _CUDA_CALL.match(event.name)}
+    return [calls.get(kernel.id) for kernel in kernels]
 
 
 def _alone(spans: Sequence[tuple[float, float]], rank: Sequence[int]) -> list[float]:
