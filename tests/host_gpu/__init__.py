@@ -1,6 +1,7 @@
 """A CUDA device made of host memory: what only a GPU takes runs on a machine without one.
 
     export HOST_GPU=H100 PYTHONPATH=$PWD:$PWD/tests/host_gpu/site    # or 4090, L40S, B200, 5090
+    export HOST_GPU_GIB=0.1          # where it is to run out of memory
     pytest -m gpu tests/gpu
     python -m tests.gpu.hour --rehearse
     python -m finetune tiny_lora_fp8

@@ -23,7 +23,7 @@ namespace {
 const c10::Device kDevice(c10::DeviceType::CUDA, 0);
 
 // Memory of the device, and what it is told to when the host would wait for it.
-std::atomic<size_t> bytes_held{0}, bytes_most{0};
+std::atomic<size_t> bytes_held{0}, bytes_most{0}, bytes_all{SIZE_MAX};
 void (*observer)(const char*) = nullptr;
 
 void waits(const char* why) {
@@ -44,6 +44,10 @@ void release(void* p) {
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes_held + n <= bytes_all,
+                     "CUDA out of memory. Tried to allocate ", n, " bytes. GPU 0 has a total "
+                     "capacity of ", bytes_all.load(), " bytes, of which ", bytes_held.load(),
+                     " are in use");
     auto* block = new Block{n ? c10::GetCPUAllocator()->raw_allocate(n) : nullptr, n};
     bytes_held += n;
     bytes_most = std::max(bytes_most.load(), bytes_held.load());
@@ -345,6 +349,7 @@ struct Registered {
 extern "C" {
 size_t bytes_now() { return bytes_held; }
 size_t bytes_peak() { return bytes_most; }
+void bytes_limit(size_t n) { bytes_all = n; }
 size_t bytes_reset() { return bytes_most = bytes_held.load(); }
 void report_to(void (*function)(const char*)) { observer = function; }
 }

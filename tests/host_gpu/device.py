@@ -71,7 +71,10 @@ def install(name: str = "H100") -> None:
     library = build()
     assert library is not None, "no compiler"
     device = ctypes.CDLL(str(library))
-    _python_of_cuda(device, *GPUS[name])
+    full, capability, gib = GPUS[name]
+    gib = float(os.environ.get("HOST_GPU_GIB", gib))
+    device.bytes_limit(ctypes.c_size_t(int(gib * GIB)))
+    _python_of_cuda(device, full, capability, gib)
     _operators()
     _watch(device)
     _profiled()
@@ -352,10 +355,11 @@ def _profiled() -> None:
             return [*host, *(kernel(event) for event in host if self.kernels and launches(event))]
 
     def launches(event: Any) -> bool:
-        from finetune.estimator.speed.operators import LAUNCH_NOTHING
+        from finetune.analysis.diagnose.timeline import _HOST_OPS
 
         space, _, name = event.name.partition("::")
-        return space == "aten" and not event.cpu_children and name not in LAUNCH_NOTHING
+        leaf = not any(map(launches, event.cpu_children))
+        return space == "aten" and leaf and name not in _HOST_OPS
 
     def kernel(event: Any) -> Any:
         return SimpleNamespace(

@@ -16,23 +16,26 @@ ROOT = Path(__file__).parents[2]
 CASES = (
     "tiny_lora_fp8 train.packing=true precision.health_every=4",
     "tiny_lora_fp8 precision.compile=off train.gradient_checkpointing=true",
-    "tiny_full_fp8 precision.scaling=tensorwise precision.compile=off",
+    "tiny_full_fp8 precision.scaling=tensorwise",
 )
+
+
+def on_gpu(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m` of these words on a machine with an H100."""
+    if build() is None:
+        pytest.skip("needs g++ on Linux")
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'tests/host_gpu/site'}"
+    env = os.environ | {"HOST_GPU": "H100", "PYTHONPATH": paths, "COLUMNS": "120"} | environment
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def runs(made_once):
     """What came of each case, on a machine of two H100."""
-    if build() is None:
-        pytest.skip("needs g++ on Linux")
 
     def make(folder: Path) -> dict[str, dict]:
-        command = [sys.executable, "-m", "tests.host_gpu.worker", str(folder), *CASES]
-        paths = f"{ROOT}{os.pathsep}{ROOT / 'tests/host_gpu/site'}"
-        environment = os.environ | {"HOST_GPU": "H100", "HOST_GPUS": "2", "PYTHONPATH": paths}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
+        done = on_gpu("tests.host_gpu.worker", str(folder), *CASES, HOST_GPUS="2")
         assert done.returncode == 0, done.stderr[-4000:]
         found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
         return {run["case"]: run for run in found}
@@ -63,9 +66,32 @@ def test_engines_and_kernels_are_those_of_a_gpu(runs) -> None:
     assert eager["kernels"] == "triton"
     assert full["effective"]["engine"] == "torchao.float8"
     assert not full["effective"]["emulate"]
+    assert full["compile"] == "on: 4 decoder layers, after the witnessed step"
 
 
 @pytest.mark.long
 def test_one_process_takes_one_gpu_of_several_and_says_so(runs) -> None:
     for run in runs.values():
         assert run["notes"][0].startswith("1 of 2 GPUs trains; all of them: torchrun")
+
+
+@pytest.mark.long
+def test_a_diagnosis_of_compiled_layers_ends_in_kernels(tmp_path) -> None:
+    done = on_gpu("finetune", "diagnose", "tiny_lora_fp8", "--steps", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "torch.compile: on: 4 decoder layers" in done.stdout
+    assert "slowest kernels" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_a_run_that_has_no_memory_is_refused_and_if_forced_says_what_to_do(tmp_path) -> None:
+    words = ("finetune", "tiny_full_fp8", "precision.scaling=tensorwise", "train.eval_strategy=no")
+    refused = on_gpu(*words, cwd=tmp_path, HOST_GPU_GIB="0.08")
+    assert refused.returncode == 2
+    assert "does not fit here" in refused.stderr
+    forced = on_gpu(*words, "--force", cwd=tmp_path, HOST_GPU_GIB="0.08")
+    assert forced.returncode == 2
+    assert "error: the run is out of memory" in forced.stderr
+    assert "train.gradient_checkpointing=true" in forced.stderr
+    assert "Traceback" not in forced.stderr.partition("error: ")[2]
