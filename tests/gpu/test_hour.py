@@ -15,6 +15,7 @@ from finetune.cli.app import main
 from tests.docs.commands import check
 from tests.docs.test_findings import commands_of
 from tests.gpu.hour import __main__ as hour
+from tests.gpu.hour import kernels, parts
 from tests.gpu.hour.parts import PARTS, PROMISES, promises_markdown, read_part
 
 BY_NAME = {part.name: part for part in PARTS}
@@ -181,6 +182,21 @@ def test_each_promise_has_a_figure() -> None:
     assert "| LoRA r=8, FP8 over fused BF16, memory | 0.70x | 0.65x, missed |" in text
     assert "| full, FP8 over BF16, tokens/s | not measured |  |" in text
     assert len(text.splitlines()) == 2 + len(PROMISES)
+
+
+@pytest.mark.parametrize(
+    ("rows", "failed"),
+    [
+        ([{"rates": {"rowwise": {"reason": "no"}, "BF16": {"reason": "no memory"}}}], "no"),
+        ([{"rates": {"rowwise": {"reason": "no"}, "BF16": {"tflops": 1.0, "reason": "n"}}}], ""),
+        ([{"kernel": "SDPA", "reason": "no"}, {"kernel": "varlen", "reason": "none"}], "no"),
+        ([{"kernel": "SDPA", "reason": "no"}, {"kernel": "varlen", "tflops": 1.0}], ""),
+    ],
+)
+def test_kernels_of_which_none_ran_are_tried_again(tmp_path, rows, failed) -> None:
+    found = {"rows": rows, "markdown": "", "failed": kernels.why_nothing(rows)}
+    (tmp_path / "stdout.txt").write_text(json.dumps(found), "utf-8")
+    assert parts.read_printed(tmp_path).failed == failed
 
 
 def test_failed_tests_are_counted_and_named(tmp_path) -> None:

@@ -257,7 +257,8 @@ def _operators() -> None:
             assert scale_b.t().is_contiguous()
             assert scale_b.data_ptr() % 16 == 0, "CUTLASS reads scales of columns by four"
             assert out.dtype == torch.bfloat16, "2.10: BF16 results only"
-            assert torch.cuda.get_device_capability()[0] != 12, "CUBLAS_STATUS_NOT_SUPPORTED"
+            if torch.cuda.get_device_capability()[0] == 12:
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
         y = (a.float() @ b.float()) * scale_a * scale_b
         return out.copy_(y if bias is None else y + bias)
 
@@ -323,6 +324,9 @@ def _without_triton() -> None:
     stub.cast_rows, stub.transpose_codes = kernels._cast_rows, kernels._transpose
     stub.hash_weight = kernels.matrix_hash
     sys.modules[stub.__name__] = stub
+    testing: Any = types.ModuleType("triton.testing")
+    testing.do_bench = _milliseconds
+    sys.modules[testing.__name__] = testing
     from finetune.hardware import requirements
     from finetune.precision.backends import frozen
 
@@ -338,6 +342,12 @@ def _without_triton() -> None:
     cached.compiled_once = lambda function: function
 
 
+def _milliseconds(call: Callable[[], Any], **_: Any) -> float:
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e3
+
+
 def _profiled() -> None:
     """A profile's kernels: each operator of torch's that launches one is its own kernel."""
     from torch import profiler
@@ -348,7 +358,8 @@ def _profiled() -> None:
     class Profile(plain):
         def __init__(self, *, activities: Any = None, **settings: Any) -> None:
             self.kernels = cuda in (activities or ())
-            super().__init__(activities=[x for x in activities or () if x != cuda], **settings)
+            on_host = [x for x in activities or () if x != cuda] or [profiler.ProfilerActivity.CPU]
+            super().__init__(activities=on_host, **settings)
 
         def events(self) -> Any:
             host: Any = super().events()

@@ -247,6 +247,12 @@ def _attention_rate(
     return {"forward_s": forward, "both_s": both, "tflops": tflops, "error": error.item()}
 
 
+def why_nothing(rows: list[Found]) -> str:
+    """The reason of the first figure if there is none at all, else ""."""
+    found = [rate for row in rows for rate in row.get("rates", {"": row}).values()]
+    return "" if any("tflops" in rate for rate in found) else found[0]["reason"]
+
+
 def table(lines: list[list[str]], notes: list[str]) -> str:
     """Markdown of a head, rows and sentences below."""
     clean = [[cell.replace("|", "/") for cell in line] for line in lines]
@@ -265,7 +271,8 @@ def main() -> None:
     device = this_device().kind
     act = {"gemm": gemm_rates, "attention": attention_rates}[args.kind]
     rows, markdown = act("cuda" if device == "cuda" else "cpu", args.shrink)
-    print(json.dumps({"rows": rows, "markdown": markdown}) if args.json else markdown)
+    found = {"rows": rows, "markdown": markdown, "failed": why_nothing(rows)}
+    print(json.dumps(found) if args.json else markdown)
 
 
 if __name__ == "__main__":

@@ -83,9 +83,9 @@ def read_doctor(folder: Path) -> Result:
 
 
 def read_printed(folder: Path) -> Result:
-    """Last line of a command that prints `{"rows": ..., "markdown": ...}` under `--json`."""
+    """Last line of a command that prints rows and Markdown, and why there is no figure, as JSON."""
     found = json.loads((folder / "stdout.txt").read_text("utf-8").strip().splitlines()[-1])
-    return Result(found["rows"], found["markdown"])
+    return Result(found["rows"], found["markdown"], found.get("failed", ""))
 
 
 def read_tests(folder: Path) -> Result:
