@@ -221,10 +221,12 @@ def resolve(
             reason = verdict.reason
             if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
                 reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
+            if name == "emulated" and device.has_fp8 and refused:
+                reason = f"{reason} ({_listed(refused)})"
             return Resolution(chosen, precision, reason)
         reason = verdict.reason if hardware else device.has_fp8.reason
         refused.setdefault(reason, []).append(name)
-    why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
+    why = _listed(refused)
     if precision.on_unsupported == "bf16":
         line = f"FP8 was requested, BF16 will run ({why})"
         return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
@@ -241,6 +243,11 @@ def resolve(
         why=why,
         fix=", or ".join(_ways(precision, device)),
     )
+
+
+def _listed(refused: dict[str, list[str]]) -> str:
+    """Engines and the reasons why they were refused."""
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
 
 
 def _check_kernels(precision: PrecisionConfig, device: Device, backend: str) -> None:

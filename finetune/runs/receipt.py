@@ -223,7 +223,17 @@ class Receipt(JupyterMixin):
         p = self.precision
         engine, scaling = p.get("backend", ""), p.get("scaling", "")
         scales = SCALES.get(scaling, f"{scaling} scaling")
-        return f"{'frozen base' if engine == 'frozen' else engine}, {scales}"
+        return f"{'frozen base' if engine == 'frozen' else engine}, {scales}{self.emulated}"
+
+    @property
+    def emulated(self) -> str:
+        """`, emulated` after an engine whose name does not say so, on a GPU.
+
+        A CPU has no FP8 units that it could be taken for.
+        """
+        p, device = self.precision, self.environment.get("device") or {}
+        unsaid = p.get("gemm") == "emulated" and "emulated" not in p.get("backend", "")
+        return ", emulated" if unsaid and device.get("kind") == "cuda" else ""
 
     @property
     def _verdict(self) -> str:

@@ -195,6 +195,8 @@ class _Run:
             f"[bold]{self.recipe.name}[/]: {config.model.name}, {method}, "
             f"{ahead.resolution.label} on {ahead.device.name}" + ", emulated" * emulated
         )
+        if emulated and units:
+            self.console.print(f"[yellow]! {escape(ahead.resolution.reason)}[/]")
         if decides_checkpointing(self.recipe.config):
             on = config.train[CHECKPOINTING]
             why = "on, memory is too small without" if on else "off, memory is enough without"

@@ -458,7 +458,7 @@ def test_utilisation_is_what_the_peaks_would_take_over_what_it_took() -> None:
         gemms = (precision, precision, "none")
         return LayerReceipt(precision, (n, k), "base", *gemms, calls, 2 * once, "")
 
-    facts = {"backend": "torchao"}
+    facts = {"backend": "torchao", "gemm": "cuBLASLt tensorwise"}
     receipt = Receipt("proven", facts, layers=[layer("fp8"), layer("bf16")])
     found = points._work(receipt, job, H100)
     assert found["tflop"] == pytest.approx(4 * once / 1e12)
@@ -468,7 +468,7 @@ def test_utilisation_is_what_the_peaks_would_take_over_what_it_took() -> None:
     row = Row("a", 2, 16, 32, rounds=[[4 * at_peak]], peak_seconds=at_peak)
     assert row.facts()["mfu"] == pytest.approx(0.25)
     assert "| 25.0% |" in Benchmark([row]).to_markdown()
-    emulated = Receipt("proven", {"backend": "emulated"}, layers=[layer("fp8")])
+    emulated = Receipt("proven", {"backend": "frozen", "gemm": "emulated"}, layers=[layer("fp8")])
     assert "peak_seconds" not in points._work(emulated, job, H100)
     assert "peak_seconds" not in points._work(receipt, job, CPU)
 

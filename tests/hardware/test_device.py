@@ -270,6 +270,13 @@ def test_auto_does_not_emulate_silently_on_an_fp8_gpu(no_te):
         assert reason in caught.value.why
 
 
+def test_an_fp8_gpu_that_emulates_says_what_refused_the_recipe(no_te):
+    found = resolve(fp8(scaling="rowwise", frozen="fp8", emulation="allow"), RTX5090)
+    assert found.precision.backend == "emulated"
+    for reason in ("no FP8 speed", "torchao: torch cannot multiply row-wise", "scaling=tensorwise"):
+        assert reason in found.reason
+
+
 def test_emulation_comes_after_every_engine():
     assert AUTO_ORDER[-1] == "emulated"
 

@@ -17,6 +17,7 @@ from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.runs.folder import QUIET, Run, write_start
 from finetune.runs.lookup import find_comparisons, find_run, read_run
+from finetune.runs.receipt import Receipt
 from tests.run_folders import make_comparison, make_run
 
 
@@ -299,3 +300,17 @@ def test_ls_runs_needs_no_torch_and_no_time(run, tmp_path):
     )
     assert len(json.loads(done.stdout)["runs"]) == 100
     assert float(done.stderr) < 1.0  # 0.3 s on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("kind", "gemm", "engine"),
+    [
+        ("cuda", "emulated", "frozen base, row-wise scales, emulated"),
+        ("cuda", "CUTLASS rowwise", "frozen base, row-wise scales"),
+        ("cpu", "emulated", "frozen base, row-wise scales"),
+    ],
+)
+def test_a_gpu_whose_fp8_was_emulated_is_said_in_the_first_line(kind, gemm, engine) -> None:
+    facts = {"ran": "fp8", "backend": "frozen", "scaling": "rowwise", "gemm": gemm}
+    found = Receipt("proven", facts, 0.5, environment={"device": {"kind": kind}})
+    assert found.headline == f"FP8 verified: 50.0% of matmul FLOPs ({engine})"

@@ -137,7 +137,8 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
             attention=ahead.attention,
             monitored=True,
         )
-        receipt, label = running.receipt(), running.resolution.label
+        receipt = running.receipt()
+        label = f"{running.resolution.label}{receipt.emulated}"
     executed = {key: receipt.precision[key] for key in ("backend", "scaling", "compile")}
     facts = {"precision": label, "proven": receipt.status, "fp8_share": receipt.fp8_flop_share}
     return measured | executed | facts | _work(receipt, job, device)
@@ -227,7 +228,7 @@ def _work(receipt: Receipt, job: Job, device: Device) -> dict[str, Any]:
     steps = job.tokens / job.point.tokens
     found: dict[str, Any] = {"tflop": sum(work.flops.values()) * steps / 1e12}
     gpu = find_gpu(device) if device.kind == "cuda" else None
-    if gpu is None or "emulated" in receipt.precision["backend"]:
+    if gpu is None or receipt.precision["gemm"] == "emulated":
         return found
     tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
     return found | {"peak_seconds": mfu(work, job.tokens, 1.0, gpu, tf32=tf32)}
