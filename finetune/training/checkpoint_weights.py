@@ -26,7 +26,7 @@ from torch import nn
 
 from finetune.errors import CheckpointError, PrecisionError, some
 from finetune.precision.planner import PrecisionPlan
-from finetune.precision.stored import CodesMixin
+from finetune.precision.stored import CodesMixin, iter_scales
 
 CODES = "F8_E4M3"
 """Type of FP8 codes in the header of a safetensors file."""
@@ -87,10 +87,8 @@ def refuse_unsaved_experts(model: nn.Module, plan: PrecisionPlan) -> None:
         PrecisionError: Transformers saves experts one by one, under the names of the published
             model, and would do so with codes, whose scales are of all.
     """
-    from peft import PeftModel
-
     experts = [layer.name for layer in plan.stored if layer.kind == "parameter" and layer.stored]
-    if experts and not isinstance(model, PeftModel):
+    if experts and not saves_adapters(model):
         raise PrecisionError(
             "frozen experts stored in FP8 cannot be saved with the model they are in",
             where=f"precision.frozen=fp8, without adapters: {some(experts)}",
@@ -99,11 +97,32 @@ def refuse_unsaved_experts(model: nn.Module, plan: PrecisionPlan) -> None:
         )
 
 
-def _saved_types(trainer: Any, model: nn.Module, checkpoint: str) -> dict[str, str]:
-    """Name -> type of the tensors in a checkpoint's files of a whole model; of others nothing."""
+def refuse_sharded_codes(model: nn.Module) -> None:
+    """Refuse to shard codes that checkpoints would have to hold: FSDP2 moves them without scales.
+
+    Raises:
+        PrecisionError: the model trains beside frozen weights in FP8, without adapters.
+    """
+    trains = any(p.requires_grad for p in model.parameters())
+    if trains and not saves_adapters(model) and next(iter_scales(model), None) is not None:
+        raise PrecisionError(
+            "FSDP2 cannot save a model whose frozen weights are stored in FP8",
+            where="frozen='fp8' without adapters, under FSDP2",
+            why="it moves their codes without their scales",
+            fix="frozen='bf16', or adapters, whose checkpoints leave the base out, or DDP",
+        )
+
+
+def saves_adapters(model: nn.Module) -> bool:
+    """True if the checkpoints of a model hold its adapters alone."""
     from peft import PeftModel
 
-    if isinstance(model, PeftModel) or trainer.is_fsdp_enabled:
+    return isinstance(model, PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _saved_types(trainer: Any, model: nn.Module, checkpoint: str) -> dict[str, str]:
+    """Name -> type of the tensors in a checkpoint's files of a whole model; of others nothing."""
+    if saves_adapters(model) or trainer.is_fsdp_enabled:
         return {}
     found: dict[str, str] = {}
     for file in Path(checkpoint).glob("model*.safetensors"):

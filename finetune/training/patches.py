@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ from finetune.precision.compiling import never_compiled
 from finetune.precision.layers import iter_weights
 from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types
+from finetune.training.checkpoint_weights import refuse_sharded_codes
 
 MIXED_PRECISION: dict[Compute, str] = {
     "fp8": "bf16",  # around FP8 GEMMs
@@ -126,6 +128,8 @@ def patch_accelerator(session: Any) -> None:
             if precision.compute == "fp16":
                 compute_types.hand_over(given, precision)
             original(accelerator, **given)
+            if plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+                _refuse_copies(accelerator)
             if precision.compute == "fp16":
                 compute_types.complete(accelerator, precision)
             _keep_output_types(accelerator, precision)
@@ -148,6 +152,7 @@ def patch_accelerator(session: Any) -> None:
             if "FSDP" not in str(accelerator.distributed_type):
                 return original(accelerator, *args, **kwargs)
             for model in models:
+                refuse_sharded_codes(model)
                 before_sharding(model)
             with _checkpointed_by_models(accelerator.state.fsdp_plugin, models):
                 prepared = original(accelerator, *args, **kwargs)
@@ -227,6 +232,18 @@ def _keep_output_types(accelerator: Any, precision: PrecisionConfig) -> None:
         )
     if policy.output_dtype == computes:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+
+def _refuse_copies(accelerator: Any) -> None:
+    """Reject FSDP where each of several processes would have a copy of the model."""
+    if accelerator.num_processes > 1 and "FSDP" not in str(accelerator.distributed_type):
+        raise PrecisionError(
+            "FSDP was requested of processes without GPUs",
+            where="fsdp, FullyShardedDataParallelPlugin, or accelerate launch",
+            why=f"Accelerate shards on GPUs alone; here it is {accelerator.distributed_type}, with "
+            "a copy of the model in each process, and says nothing",
+            fix="leave FSDP out, or run on GPUs",
+        )
 
 
 def _reduce_in_float32(accelerator: Any) -> None:

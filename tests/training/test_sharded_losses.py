@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
+from finetune.precision.stored import store
 from finetune.training import session
-from finetune.training.patches import _checkpointed_by_models, _keep_output_types
+from finetune.training.checkpoint_weights import refuse_sharded_codes
+from finetune.training.patches import (
+    _check_accelerator,
+    _checkpointed_by_models,
+    _keep_output_types,
+    _refuse_copies,
+)
 from tests.forked import ended, start, start_ranks
 from tests.training.test_processes import GLOBAL_BATCH, SETTINGS
 from tests.training.test_sharded_checkpoints import sharded_on_cpus
@@ -113,14 +122,16 @@ def test_gradients_are_summed_in_float32_unless_a_script_chose(chosen, monkeypat
         if fsdp_plugin.mixed_precision_policy is None:  # what Accelerate does where it shards
             fsdp_plugin.set_mixed_precision("bf16")
             assert fsdp_plugin.mixed_precision_policy.reduce_dtype is LOW
-        self.state = SimpleNamespace(fsdp_plugin=fsdp_plugin)
+        self.state = SimpleNamespace(fsdp_plugin=fsdp_plugin, num_processes=1)
 
     monkeypatch.setattr(Accelerator, "__init__", with_plugin)
     session.install(PrecisionConfig(compute="fp8", backend="emulated", emulation="allow"))
     policy = chosen and MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=chosen)
     plugin = plugin_of(mixed_precision_policy=policy)
-    Accelerator(fsdp_plugin=plugin)
-    session.uninstall()  # while the class is as it was found
+    try:
+        Accelerator(fsdp_plugin=plugin)
+    finally:
+        session.uninstall()  # while the class is as it was found
     assert plugin.mixed_precision_policy.reduce_dtype is (chosen or torch.float32)
     assert plugin.mixed_precision_policy.param_dtype is LOW
 
@@ -137,3 +148,33 @@ def test_checkpointing_by_fsdp_of_a_model_that_has_none_is_refused() -> None:
     refused = pytest.raises(PrecisionError, match=r"Linear[\s\S]*leave activation_checkpointing")
     with refused, _checkpointed_by_models(plugin, [torch.nn.Linear(4, 4)]):
         pass
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def test_the_older_fsdp_of_a_script_is_refused() -> None:
+    plugin = SimpleNamespace(fsdp_version=1)
+    accelerator = SimpleNamespace(
+        num_processes=1, distributed_type="FSDP", state=SimpleNamespace(fsdp_plugin=plugin)
+    )
+    with pytest.raises(PrecisionError, match=r"FSDP1 is not supported[\s\S]*fsdp_version=2"):
+        _check_accelerator(accelerator, SimpleNamespace(precision=FP8), known=True)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("MULTI_CPU", True), ("FSDP", False), ("NO", False)])
+def test_sharding_that_accelerate_would_leave_out_is_refused(kind, refused) -> None:
+    processes = 1 if kind == "NO" else 2
+    accelerator = SimpleNamespace(num_processes=processes, distributed_type=kind)
+    with pytest.raises(PrecisionError, match="a copy of") if refused else nullcontext():
+        _refuse_copies(accelerator)
+
+
+def test_codes_that_fsdp_would_save_without_scales_are_refused(make_llama) -> None:
+    """Of a model without adapters: Transformers saved bytes, which nothing can read."""
+    model = make_llama()
+    store(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(PrecisionError, match=r"FSDP2 cannot save[\s\S]*without their scales"):
+        refuse_sharded_codes(model)
+    refuse_sharded_codes(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    refuse_sharded_codes(make_llama())
