@@ -79,6 +79,21 @@ def test_optimizer_inside_the_backward(make_llama, setup_backend) -> None:
         accelerator.backward(model(**batch()).loss)
 
 
+def test_a_state_that_torch_makes_to_load_into_is_no_step(make_llama, setup_backend) -> None:
+    """It steps with zeros before the first forward: so did every run under FSDP2 that went on."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    inner = optimizer.optimizer
+    assert get_optimizer_state_dict(model, inner)["state"]
+    assert inner.state
+    assert get_receipt().status == "not proven: no training step yet"
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "proven"
+    assert get_receipt().held["steps"] == 2
+
+
 def test_save_state_keeps_delayed_scales(make_llama, setup_backend, tmp_path) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend, scaling="delayed")
     for seed in range(3):

@@ -42,7 +42,7 @@ from finetune.precision.compiling import (
 )
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
-from finetune.precision.proof.movement import Movement
+from finetune.precision.proof.movement import Movement, local_part
 from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
@@ -99,6 +99,7 @@ class Proof:
         self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
         self._flops: Flops = {}
         self._left = ""
+        self._makes_state = False  # the step that is being taken
         self._steppers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         conversion.proof = self
         conversion.around += [self._around_forward, self.sentinel.around_forward]
@@ -281,7 +282,11 @@ class Proof:
         return known
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._makes_state = False
         if self.is_released or self.is_stopped or not self.concerns(optimizer):
+            return None
+        if self._witness is not None and not self._witness.called and _changes_nothing(optimizer):
+            self._makes_state = True
             return None
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
@@ -318,7 +323,7 @@ class Proof:
             self._movement.before_step(optimizer, trainable, self.sentinel.idle)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_open or not self.concerns(optimizer):
+        if self._makes_state or not self.is_open or not self.concerns(optimizer):
             return
         self._movement.after_step(optimizer, named_trainable(self.model))
         self.status = f"not proven: {self._movement.missing}"
@@ -349,6 +354,19 @@ def _row(
     calls = {gemm: sum(s.calls for of, _, s in seen if of == gemm) for gemm in GEMMS}
     flops = sum(s.flops for _, _, s in seen)
     return LayerReceipt(name, shape, role, calls=calls, flops=flops, reason=reason, **ran)
+
+
+def _changes_nothing(optimizer: Optimizer) -> bool:
+    """True for a step by which torch makes an optimizer's state before it loads one into it.
+
+    `torch.distributed.checkpoint` (torch 2.13, `_init_optim_state`) steps with gradients of zeros
+    and a learning rate of zero, as Accelerate does when a run under FSDP2 goes on.
+    """
+    groups = optimizer.param_groups
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return not any(float(group.get("lr", 1.0)) for group in groups) and not any(
+        bool((local_part(gradient) != 0).any()) for gradient in gradients
+    )
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
