@@ -26,12 +26,14 @@ from finetune.errors import ConfigError, did_you_mean, nearest
 if TYPE_CHECKING:
     from trl import SFTConfig
 
+_COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 OWNED_BY_US = {
     "use_cpu": "FP8 and memory follow the device: CUDA_VISIBLE_DEVICES='' hides the GPUs",
     "output_dir": "the run folder holds it (use --out to choose the folder of runs)",
     "bf16": "precision.compute decides it",
     "fp16": "precision.compute decides it",
     "model_init_kwargs": "the model section decides it",
+    **dict.fromkeys(_COMPILING, "precision.compile decides it"),
 }
 """Keys of `trl.SFTConfig` that a recipe may not set, and why."""
 CHECKPOINTING = "gradient_checkpointing"
@@ -301,8 +303,7 @@ def refused(
     Left out, the fix is to take those of section `train` back that the error names.
     """
     if (train or {}).get("push_to_hub") and is_of_the_hub(error):
-        fix = "~train.push_to_hub, and `hf upload` of the run's model/ later; or a connection, and "
-        fix += "`hf auth login`"
+        fix = "~train.push_to_hub, and `hf upload` of model/ later; or, online, `hf auth login`"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return ConfigError(
         f"{who} refuses this combination: {kind}{shorten(str(error), 400)}",
@@ -394,12 +395,11 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("max_steps", "local_rank"), (-1, LARGEST)),
     "label_smoothing_factor": (0, 1),
     "dataloader_num_workers": (0, 4096),
+    "max_grad_norm": (0, math.inf),  # infinite: gradients are measured, and not clipped
 }
 """Setting -> smallest and largest value; others are zero or more."""
 BELOW_ONE = ("adam_beta1", "adam_beta2")
 ABOVE_ZERO = ("num_train_epochs",)
-ENDLESS = ("max_grad_norm",)
-"""Settings that may be infinite: gradients are then measured, and not clipped."""
 CHOICES = {
     "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
 }
@@ -434,7 +434,7 @@ def check_range(key: str, value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     low, high = RANGES.get(key, (0, LARGEST))
-    inside = low <= value <= (math.inf if key in ENDLESS else high)  # False of NaN
+    inside = low <= value <= high  # False of NaN
     if key in BELOW_ONE:
         inside, high = inside and value < 1, 1
     if key in ABOVE_ZERO:
@@ -442,7 +442,7 @@ def check_range(key: str, value: Any, where: str) -> None:
     if not inside:
         least = "more than 0" if key in ABOVE_ZERO else f"{low:g} or more"
         end = "below" if key in BELOW_ONE else "at most"
-        most = "" if high == LARGEST else f", {end} {high:.15g}"
+        most = "" if high >= LARGEST else f", {end} {high:.15g}"
         raise ConfigError(
             f"train.{key} cannot be {value}",
             where=where,
