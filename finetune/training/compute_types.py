@@ -29,14 +29,16 @@ PyTorch notes on numerical accuracy, `torch.backends.*.fp32_precision`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from finetune.config.schema import Compute, PrecisionConfig
-from finetune.errors import PrecisionError, ProofError
+from finetune.errors import PrecisionError, ProofError, some
 
 AUTOCAST: dict[Compute, torch.dtype | None] = {
     "fp8": torch.bfloat16,  # around FP8 GEMMs
@@ -79,6 +81,18 @@ def complete(accelerator: Any, precision: PrecisionConfig) -> None:
     if accelerator.device.type == "cpu":
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", **scaler_arguments(precision))
+
+
+def warn_of_half_weights(model: nn.Module) -> None:
+    """Warn of float16 weights that train without a loss scale: in FP8 or BF16 compute."""
+    half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+    if half:
+        warnings.warn(
+            f"! {len(half)} weights that train are float16 ({some(half, 3)}), and so are their "
+            "gradients: without loss scaling those below 6e-8 are zero, many of a language model. "
+            "Load the model with dtype=torch.bfloat16 or float32",
+            stacklevel=2,
+        )
 
 
 def refuse_vanished_scale(scale: float, skipped: int) -> None:

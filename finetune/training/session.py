@@ -148,6 +148,8 @@ class Session:
             refuse_quantized(model, self.resolution.asked)
         if self.precision.compute == "fp16":
             refuse_half_weights(model)
+        else:
+            compute_types.warn_of_half_weights(model)
         if self.precision.compute == "fp32":
             self._undo.callback(compute_types.make_exact())
         self._choose_engine_for(model)
