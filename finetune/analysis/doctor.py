@@ -22,6 +22,7 @@ from finetune.hardware.device import (
     this_device,
     version,
 )
+from finetune.hardware.launcher import has_launcher
 from finetune.hardware.requirements import backend_verdict, resolve
 from finetune.logging import plain_table
 from finetune.training.evidence import LIBRARIES
@@ -44,6 +45,7 @@ class Findings(JupyterMixin):
         backends: verdict by `backend/scaling`, with emulation allowed.
         auto: engine that `precision.backend=auto` selects, or the reason for none.
         gemm: result of a real FP8 forward and backward; None without FP8 hardware.
+        triton: whether compiled layers can run; None without FP8 hardware.
     """
 
     device: Device
@@ -54,6 +56,7 @@ class Findings(JupyterMixin):
     backends: dict[str, Verdict]
     auto: str
     gemm: Verdict | None
+    triton: Verdict | None = None
     known_bad: list[str] = field(default_factory=list)
     advice: str = ""
 
@@ -64,6 +67,7 @@ class Findings(JupyterMixin):
         d = self.device
         shown = ".".join(map(str, d.capability)) if d.capability else "none"
         gemm = {} if self.gemm is None else {"FP8 GEMM, real": self.gemm}
+        gemm |= {} if self.triton is None else {"compiled layers": self.triton}
         hardware = {"FP8 hardware": self.fp8, "MXFP8 / NVFP4 hardware": self.block_fp8}
         table = plain_table("", "here", "why")
         shown_before: set[str] = set()
@@ -109,6 +113,7 @@ def examine(device: Device | None = None) -> Findings:
         backends=backends,
         auto=auto,
         gemm=real_gemm() if real and device.has_fp8 else None,
+        triton=has_launcher() if real and device.has_fp8 else None,
         known_bad=known_bad(versions),
         advice=advice(device),
     )

@@ -25,6 +25,7 @@ from finetune.config.sft import (
 )
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes
+from finetune.hardware.launcher import check_launcher
 from finetune.hardware.requirements import Resolution, check_here, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
@@ -116,6 +117,7 @@ def preflight(
             raise forecast.explain(refusal, Planned(config, device, made, model)) from None
         raise
     made = check_settings(config, model, None if resolution.fallback else resolution.precision)
+    check_launcher(resolution.precision, device)
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
     attention = resolve_attention(config, model, device)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
-from finetune.hardware import requirements
+from finetune.hardware import launcher, requirements
 from finetune.hardware.requirements import FP8_GPUS, check_here, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 from tests.hardware.test_gemm_engine import RTX5090
@@ -105,3 +107,41 @@ def test_bitsandbytes_without_kernels_is_refused_before_a_model_is_loaded(
     check_here(config, RTX4090)  # some other machine's
     lib.compiled_with_cuda = True
     check_here(config, H100)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Failed to find C compiler."), "Failed to find C compiler"),
+        (AssertionError("libcuda.so cannot found!"), "libcuda.so cannot found!"),
+        (subprocess.CalledProcessError(1, ["gcc", "-c"]), "gcc cannot compile Triton's launcher"),
+    ],
+)
+def test_a_machine_without_a_c_compiler_is_refused_before_a_model_is_loaded(
+    monkeypatch, error, said
+) -> None:
+    class Driver:
+        @property
+        def active(self) -> None:
+            raise error
+
+    runtime = SimpleNamespace(driver=Driver())
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+    monkeypatch.setattr(launcher, "this_device", lambda: H100)
+    launcher.has_launcher.cache_clear()
+
+    def check(*overrides: str) -> None:
+        precision = load_recipe(overrides[0], overrides[1:]).config.precision
+        launcher.check_launcher(resolve(precision, H100).precision, H100)
+
+    try:
+        for recipe in (("tiny_lora_fp8",), ("tiny_full_fp8", "precision.scaling=tensorwise")):
+            with pytest.raises(MissingExtraError, match="Triton cannot run kernels") as refused:
+                check(*recipe)
+            assert said in refused.value.why
+            without = refused.value.fix.rpartition("; or ")[2].partition(",")[0]
+            check(*recipe, without)
+        check("tiny_lora_bf16")
+    finally:
+        launcher.has_launcher.cache_clear()

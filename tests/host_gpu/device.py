@@ -317,6 +317,7 @@ def _without_triton() -> None:
 
     from torch import nn
 
+    from finetune.hardware import launcher
     from finetune.hardware.device import Verdict
     from finetune.precision import kernels
 
@@ -330,7 +331,9 @@ def _without_triton() -> None:
     from finetune.hardware import requirements
     from finetune.precision.backends import frozen
 
-    requirements.has_triton = frozen.has_triton = lambda: Verdict(True, "a double of Triton")
+    double = Verdict(True, "a double of Triton")
+    requirements.has_triton = frozen.has_triton = lambda: double
+    launcher.has_launcher = lambda: double
     compile = nn.Module.compile
 
     def only_traced(self: nn.Module, *args: Any, options: Any = None) -> None:
