@@ -33,6 +33,9 @@ from finetune.hardware.gpus import Place
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
 
+TE_EXTRA = "pip install 'fp8-finetune[te]' (builds against your CUDA and torch)"
+
+
 def backend_verdict(
     name: str, precision: PrecisionConfig, device: Device, engine: Verdict | None = None
 ) -> Verdict:
@@ -234,8 +237,7 @@ def resolve(
         raise MissingExtraError(
             "precision.backend=te needs Transformer Engine",
             why=why,
-            fix="pip install 'fp8-finetune[te]' (builds against your CUDA and torch), or "
-            "precision.backend=torchao",
+            fix=", or ".join([TE_EXTRA, *_ways(precision, device)]),
         )
     raise PrecisionError(
         f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",

@@ -13,7 +13,7 @@ import pytest
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
 from finetune.hardware import launcher, requirements
-from finetune.hardware.requirements import FP8_GPUS, check_here, resolve
+from finetune.hardware.requirements import FP8_GPUS, TE_EXTRA, check_here, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 from tests.hardware.test_gemm_engine import RTX5090
 
@@ -34,10 +34,8 @@ def ways(device, overrides):
         return []  # settings that exclude one another, on every device
     try:
         resolve(precision, device)
-    except MissingExtraError:
-        return []  # the fix is to install it
-    except PrecisionError as error:
-        return [way for way in error.fix.split(", or ") if way != FP8_GPUS]
+    except (MissingExtraError, PrecisionError) as error:
+        return [way for way in error.fix.split(", or ") if way not in (FP8_GPUS, TE_EXTRA)]
     return []
 
 
