@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -279,6 +280,12 @@ def keep_in_checkpoints(running: Session) -> None:
     def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(trainer: Any, checkpoint: str | None) -> None:
             original(trainer, checkpoint)
+            if checkpoint is not None and not any(Path(checkpoint).glob("optimizer*")):
+                warnings.warn(
+                    f"! {checkpoint} has no state of optimizer and schedule (save_only_model): its "
+                    "weights train on with moments of zero, and the learning rate begins anew",
+                    stacklevel=2,
+                )
             backend = backend_of(trainer)
             if checkpoint is None or backend is None:
                 return

@@ -87,6 +87,23 @@ def test_weights_cast_in_mid_run(make_llama, setup_backend, adapted) -> None:
         step(accelerator, model, optimizer, seed)
 
 
+@pytest.mark.parametrize("proven", [False, True])
+def test_training_without_its_adapters(make_llama, setup_backend, proven) -> None:
+    """torch's error named neither adapters nor a way out."""
+    model = get_peft_model(make_llama(), LoraConfig(r=4, target_modules="all-linear"))
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    for seed in range(2 * proven):
+        step(accelerator, model, optimizer, seed)
+    with (
+        pytest.raises(OrderError, match=r"adapters are switched off[\s\S]*leave the block"),
+        model.disable_adapter(),
+    ):
+        step(accelerator, model, optimizer)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "proven"
+
+
 def test_calling_the_inner_model(make_llama, setup_backend) -> None:
     accelerator, model, _ = prepared(make_llama(), setup_backend)
     ids = batch()["input_ids"]

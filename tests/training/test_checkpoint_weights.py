@@ -83,6 +83,15 @@ def test_the_best_checkpoint_is_loaded_whole(setup_backend, tmp_path) -> None:
     assert all(torch.equal(found[name], w) for name, w in best.items())
 
 
+def test_a_checkpoint_without_an_optimizer_is_said(make_llama, setup_backend, tmp_path) -> None:
+    """Transformers trains on with moments of zero, and warms up again, without a word."""
+    setup_backend("emulated", scaling="rowwise")
+    trainer_of(make_llama(), tmp_path, max_steps=2, save_only_model=True).train()
+    trainer = trainer_of(make_llama(), tmp_path / "other")
+    with pytest.warns(UserWarning, match="no state of optimizer and schedule"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 def test_codes_are_not_loaded_as_numbers(make_llama, setup_backend, tmp_path) -> None:
     setup_backend("emulated", scaling="rowwise", frozen="fp8")
     trainer_of(half_frozen(make_llama()), tmp_path, max_steps=2).train()
