@@ -180,9 +180,13 @@ def modeled(config: RunConfig) -> dict[str, Any]:
     for layers in (2, 3):
         rehearsal = rehearse(config, place.device, resolution, layers=layers)
         trace = as_compiled(rehearsal).trace
+        before = {
+            x.storage for op in trace.ops if base_name(op) in BEFORE_LAYERS for x in op.outputs
+        }
+        given = trace.initial.keys() | before  # weights, and their codes where they are kept
         saved = sum(
             trace.storages[number].nbytes
-            for number in trace.alive(trace.marks["backward"] - 1) - trace.initial.keys()
+            for number in trace.alive(trace.marks["backward"] - 1) - given
             if trace.storages[number].phase == "forward"
         )
         moved = {"forward": 0.0, "backward": 0.0}  # which recomputes in its own graph

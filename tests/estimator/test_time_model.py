@@ -331,23 +331,6 @@ def test_what_a_product_reads_is_written_and_read_again_behind_it():
     assert (last.read, last.written) == (2 * SIZE, SIZE)
 
 
-@pytest.mark.parametrize("wider", [0, 16])
-def test_a_compiled_pad_by_nothing_is_no_kernel(wider):
-    """What was made before it is written once, and read by the product behind it."""
-    x, h, z = operand(1, M, H), operand(2, M, H), operand(4, M, H)
-    padded, weight = operand(3, M, H + wider), operand(9, H + wider, H)
-    outside = [
-        op("aten.constant_pad_nd.default", [h], [padded]),
-        op("aten.mm.default", [padded, weight], [z]),
-    ]
-    by_itself = list(launches(outside, everything))  # of a weight's codes, made before the step
-    assert len(by_itself) == (2 if wider else 1)
-    fused = list(launches([op("aten.neg.default", [x], [h]), *outside], everything))
-    assert len(fused) == 2
-    assert (fused[0].read, fused[0].written) == (SIZE, padded.nbytes)
-    assert len(list(launches(outside))) == 2  # uncompiled it is a copy
-
-
 def test_a_maximum_over_all_costs_a_second_pass_and_one_over_rows_does_not():
     x, wide, codes = operand(1, M, H), operand(2, M, H, dtype=F32), operand(3, M, H, dtype=FP8)
 

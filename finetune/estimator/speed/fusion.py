@@ -79,16 +79,15 @@ def launches(
     `compiled` tells apart the regions (layers) in which operators may fuse; empty: not in any.
     """
     starts: dict[int, list[Launch]] = {}
-    kinds: list[Kind] = [kind_of(op) for op in ops]
     fused: Sequence[object] = [()] * len(ops)
     if compiled is not None:
-        fusion = _Fusion(ops, kinds, [compiled(op) for op in ops])
-        kinds, fused = fusion.kinds, fusion.places
+        fusion = _Fusion(ops, [compiled(op) for op in ops])
+        fused = fusion.places
         for kernel in fusion.kernels():
             starts.setdefault(kernel.ops[0], []).append(kernel)
     before: Op | None = None
     for index, op in enumerate(ops):
-        if (kind := kinds[index]) == "none":
+        if (kind := kind_of(op)) == "none":
             continue
         if not fused[index]:
             read, written = traffic(op)
@@ -109,21 +108,15 @@ class _Fusion:
 
     Attributes:
         places: kernels of each fused operator; none of any other.
-        kinds: kind of each operator; none of those that Inductor drops.
     """
 
-    def __init__(
-        self, ops: Sequence[Op], kinds: Sequence[Kind], inside: Sequence[str | bool]
-    ) -> None:
+    def __init__(self, ops: Sequence[Op], inside: Sequence[str | bool]) -> None:
         self._ops = ops
-        self.kinds: list[Kind] = [
-            "none" if where and _pads_nothing(op) else kind
-            for op, kind, where in zip(ops, kinds, inside, strict=True)
-        ]
+        self._kinds = [kind_of(op) for op in ops]
         self._makers: list[list[int]] = []  # by operator: what made each operand, -1 if unknown
         self._readers: list[list[int]] = [[] for _ in ops]
         self._fused = [
-            bool(where) and kind in FUSABLE for where, kind in zip(inside, self.kinds, strict=True)
+            bool(where) and kind in FUSABLE for where, kind in zip(inside, self._kinds, strict=True)
         ]
         self._regions = self._trace(inside)
         self._generations = self._follow()
@@ -135,9 +128,7 @@ class _Fusion:
         region = 0
         for index, op in enumerate(self._ops):
             self._makers.append([now.get(x.storage, -1) for x in op.inputs])
-            if self.kinds[index] == "none":
-                if _pads_nothing(op):  # its result is its operand
-                    now[op.outputs[0].storage] = self._makers[index][0]
+            if self._kinds[index] == "none":
                 continue
             if (here := (inside[index], op.phase == "forward")) != last:
                 region, last = region + 1, here
@@ -177,7 +168,7 @@ class _Fusion:
                 for place in places[r] or {Place(self._regions[r], self._generations[r])}
                 if place.region == here.region
             }
-            if self.kinds[index] == "reduction" or not wanted:
+            if self._kinds[index] == "reduction" or not wanted:
                 places[index] = {here._replace(columns=pattern_of(self._ops[index]) == "columns")}
             else:
                 places[index] = {max(here, min(wanted))} if stored[index] else wanted
@@ -193,7 +184,7 @@ class _Fusion:
                 loads[index] |= loads[maker] if inlines else {operand.storage}
             many = len(readers) > 1 and len(loads[index]) > INLINED_READS
             leaves = not all(self._fused[r] and self._near(index, r) for r in readers)
-            inlined = self._fused[index] and self.kinds[index] != "reduction"
+            inlined = self._fused[index] and self._kinds[index] != "reduction"
             stored.append(not inlined or many or leaves)
         return stored
 
@@ -230,14 +221,14 @@ class _Fusion:
             op = self._ops[index]
             first = base_name(op) == "copy_"  # whose first operand is not read
             whole = sum(operand.nbytes for operand in op.inputs[first:]) or 1
-            share = traffic(op)[0] / whole if self.kinds[index] == "gather" else 1.0
+            share = traffic(op)[0] / whole if self._kinds[index] == "gather" else 1.0
             for operand, maker in list(self._operands(index))[first:]:
                 if not self._hands_on(maker, place):
                     key = operand.storage, maker
                     reads[key] = max(reads.get(key, 0.0), share * operand.nbytes)
             if place == min(self.places[index]) and self._is_written(index):
                 written += sum(operand.nbytes for operand in _results(op))
-        reduces = any(self.kinds[index] == "reduction" for index in members)
+        reduces = any(self._kinds[index] == "reduction" for index in members)
         patterns = {pattern_of(self._ops[index]) for index in members}
         rest: Pattern = "transpose" if "transpose" in patterns else "straight"
         return Launch(
@@ -256,12 +247,6 @@ class _Fusion:
             not self.places[r] or not all(self._hands_on(index, place) for place in self.places[r])
             for r in readers
         )
-
-
-def _pads_nothing(op: Op) -> bool:
-    """True for a pad by nothing: a copy uncompiled, and dropped by Inductor (torch 2.13)."""
-    same = [x.shape for x in op.inputs[:1]] == [x.shape for x in op.outputs]
-    return same and base_name(op) in ("pad", "constant_pad_nd")
 
 
 def _results(op: Op) -> tuple[Operand, ...]:
