@@ -288,7 +288,7 @@ class NoSession:
 
     device: Device
     compiled: str = "off"
-    training: tuple[Proof | None, None] = (None, None)
+    proof: Proof | None = None
 
 
 class Movement(TrainerCallback):
