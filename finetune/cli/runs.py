@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
 from finetune.errors import ConfigError
 from finetune.logging import output, plain_table, print_blocks, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
+from finetune.runs.folder import Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
 from finetune.units import size, size_of_gib
 
@@ -177,7 +179,12 @@ def checkpoints(
             else Text(row["problem"], style="bold red"),
         )
     console.print(table)
-    console.print(whole(f"next: {resume_command(folder)}"), crop=False)
+    command = resume_command(folder)
+    if Run(folder).state == "finished":  # no step is left
+        sound = [f" --checkpoint {row['step']}" for row in rows if not row["problem"]]
+        command = f'python -m finetune generate {shlex.quote(str(folder))} "..."'
+        command += "".join(sound[-1:])
+    console.print(whole(f"next: {command}"), crop=False)
 
 
 def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:

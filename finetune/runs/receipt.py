@@ -386,7 +386,7 @@ class RunReport(JupyterMixin):
         if self.receipt.status != "proven":
             yield Text(
                 "! this run is not verified: the proof needs two optimizer steps with a learning "
-                "rate above zero",
+                "rate above zero and gradients that are not all zero",
                 style="bold yellow",
             )
         yield whole(f"run folder: {self.folder}")

@@ -314,3 +314,15 @@ def test_a_gpu_whose_fp8_was_emulated_is_said_in_the_first_line(kind, gemm, engi
     facts = {"ran": "fp8", "backend": "frozen", "scaling": "rowwise", "gemm": gemm}
     found = Receipt("proven", facts, 0.5, environment={"device": {"kind": kind}})
     assert found.headline == f"FP8 verified: 50.0% of matmul FLOPs ({engine})"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_command_after_checkpoints_is_one_that_works(tmp_path, cli, finished) -> None:
+    """Of a finished run no step is left: going on would be an error."""
+    run = make_run(tmp_path / "runs" / "tiny_full_fp8" / "20260101-000000-aaaa", steps=8)
+    (run / "checkpoints" / "checkpoint-8").mkdir(parents=True)
+    if not finished:
+        (run / "report.json").unlink()
+    last = cli("checkpoints", run).out.splitlines()[-1]
+    generates = f'next: python -m finetune generate {run} "..."'  # the checkpoint is not whole
+    assert last == (generates if finished else f"next: python -m finetune resume {run}")

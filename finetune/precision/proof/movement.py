@@ -37,6 +37,7 @@ EFFECTIVE_STEPS = 2
 IDLE_STEPS = 8
 """Steps that count, within which every trainable parameter must have had a gradient."""
 STILL = "weights have not been seen to move"
+ZEROS = "; all gradients were zero"
 
 
 class Movement:
@@ -65,7 +66,7 @@ class Movement:
         self._steps: Counter[int] = Counter()  # that count, of each optimizer
         self._with_gradient: Counter[str] = Counter()  # steps, of each parameter
         self._state_bytes: dict[int, int] = {}
-        self._said = False
+        self._said = self._without_gradient = False
 
     def before_step(
         self, optimizer: Optimizer, trainable: dict[str, nn.Parameter], idle: Set[int] = frozenset()
@@ -93,8 +94,10 @@ class Movement:
         if _maximum([[counts]], self._device)[0][0]:
             self._steps[id(optimizer)] += 1
             self._with_gradient.update(with_gradient.keys())
+        else:
+            self._without_gradient |= rising
         if not self._steps:
-            self.missing = STILL + ("; all gradients were zero" if rising else "")
+            self.missing = STILL + (ZEROS if rising else "")
         elif self.missing.startswith(STILL):
             self.missing = STILL
         # A gradient without an optimizer counts, too: nothing would ever apply it.
@@ -114,6 +117,7 @@ class Movement:
         done = max(self._steps.values(), default=0)
         if done == 1:
             self.missing = f"one optimizer step was seen, and it takes {EFFECTIVE_STEPS}"
+            self.missing += ZEROS.replace("; ", "; in the others ") * self._without_gradient
         if done >= EFFECTIVE_STEPS:  # by now all optimizers have stepped
             self._judge_optimizers(trainable, graded)
             self._judge_movement(trainable, rounded, graded, done)
