@@ -641,7 +641,7 @@ def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
     change = (
         "PYTORCH_CUDA_ALLOC_CONF=x",
         "--gpus 4",
-        "a=1",
+        "lora.r=16",
         "train.fsdp_config={version: 2}",
     )
     assert after("does not fit", change, ["--gpu", "RTX 4090"]) == (
