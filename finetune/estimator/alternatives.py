@@ -89,8 +89,8 @@ class Alternative(Option):
 
 
 def table_of(alternatives: Sequence[Alternative]) -> Table:
-    titles = ("alternative", "memory", "speed", "range", "settings")
-    table = plain_table(*titles, right=("memory", "speed"))
+    titles = ("alternative", "allocated", "speed", "range", "settings")
+    table = plain_table(*titles, right=("allocated", "speed"))
     for other in alternatives:
         if other.allocated is None:
             table.add_row(other.label, "-", "-", "", other.why[0], style="dim")

@@ -274,8 +274,8 @@ class Choices:
 
     def __rich__(self) -> RenderableType:
         priced = any(choice.usd_per_million is not None for choice in self.choices)
-        right = ("needs", "of", "tokens/s", "$ a million")
-        titles = ("GPU", "needs", "of", "", "tokens/s", *(["$ a million"] if priced else []))
+        right = ("needs GiB", "of GiB", "tokens/s", "$ a million")
+        titles = ("GPU", *right[:2], "", *(right[2:] if priced else right[2:3]))
         table = plain_table(*titles, right=right, title=self.order, title_justify="left")
         for choice in self.choices:
             if choice.measured is None:
@@ -317,7 +317,7 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
             found.append(Choice((), None, place, error.what))
     found.sort(key=_rank)
     priced = any(choice.usd_per_million is not None for choice in found)
-    order = "the cheapest first" if priced else "those that fit, the fastest first; no prices known"
+    order = "the cheapest first" if priced else "the fastest that fits first; no prices known"
     return Choices(tuple(found), order)
 
 

@@ -371,7 +371,8 @@ class RunReport(JupyterMixin):
 
     def _parts(self) -> Iterator[RenderableType]:
         yield Text()
-        yield Text(", ".join(self._losses()), style="bold")
+        if losses := ", ".join(self._losses()):
+            yield Text(losses, style="bold")
         yield Text(", ".join(self._costs()))
         for sample in self.samples:
             yield Text("> ", style="dim") + Text(sample.prompt, style="italic")

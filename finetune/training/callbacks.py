@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from finetune.hardware.device import synchronize
 from finetune.training.compute_types import refuse_vanished_scale
@@ -82,7 +82,7 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
 
     50 steps of 4 micro-batches, where the rows make 400: half an epoch.
     """
-    if not isinstance(getattr(loader, "dataset", None), Sized) or not len(loader):
+    if loader is None or not has_length(loader) or not len(loader):
         return ""
     epochs = state.max_steps * args.gradient_accumulation_steps / len(loader)
     line = f"steps: {state.max_steps:,}, {epochs:.2f} epochs"

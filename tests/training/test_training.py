@@ -249,6 +249,21 @@ def test_a_run_says_how_many_of_its_rows_its_steps_read(max_steps, rows, said) -
     assert ("train.num_train_epochs=1" in line) == (": 75%" in said)
 
 
+def test_a_stream_has_no_epochs_also_as_the_share_of_a_process() -> None:
+    from accelerate.data_loader import IterableDatasetShard
+
+    from finetune.training.callbacks import extent
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(9))
+
+    state: Any = SimpleNamespace(max_steps=50)
+    for rows in (Stream(), IterableDatasetShard(Stream(), num_processes=2)):
+        loader = torch.utils.data.DataLoader(rows, batch_size=4)
+        assert extent(SimpleNamespace(gradient_accumulation_steps=1), state, loader) == ""
+
+
 @pytest.mark.parametrize(
     "number",
     [
