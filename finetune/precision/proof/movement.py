@@ -37,7 +37,7 @@ EFFECTIVE_STEPS = 2
 IDLE_STEPS = 8
 """Steps that count, within which every trainable parameter must have had a gradient."""
 STILL = "weights have not been seen to move"
-ZEROS = "; all gradients were zero"
+ZEROS = "all gradients were zero"
 
 
 class Movement:
@@ -97,7 +97,7 @@ class Movement:
         else:
             self._without_gradient |= rising
         if not self._steps:
-            self.missing = STILL + (ZEROS if rising else "")
+            self.missing = STILL + (f"; {ZEROS}" if rising else "")
         elif self.missing.startswith(STILL):
             self.missing = STILL
         # A gradient without an optimizer counts, too: nothing would ever apply it.
@@ -117,7 +117,8 @@ class Movement:
         done = max(self._steps.values(), default=0)
         if done == 1:
             self.missing = f"one optimizer step was seen, and it takes {EFFECTIVE_STEPS}"
-            self.missing += ZEROS.replace("; ", "; in the others ") * self._without_gradient
+            if self._without_gradient:
+                self.missing += f"; in the others {ZEROS}"
         if done >= EFFECTIVE_STEPS:  # by now all optimizers have stepped
             self._judge_optimizers(trainable, graded)
             self._judge_movement(trainable, rounded, graded, done)
