@@ -1,4 +1,4 @@
-"""`torch.compile` of decoder layers: what torch has to be told, and what it leaves uncompiled.
+"""`torch.compile` of decoder layers: how torch is set up for it, and what it leaves uncompiled.
 
 Layers are compiled one by one, in place, and share graphs (`19-one-graph-for-all-layers.md` of
 `docs/notes`). Those that run uncompiled for a while, to be observed, are checkpointed. A layer in

@@ -160,9 +160,13 @@ def _load_renamed(model: Any, checkpoint: str) -> None:
     lost = ["the model is none of Transformers'"]
     if isinstance(model, PreTrainedModel):
         load: Any = type(model).from_pretrained
-        read, told = load(checkpoint, dtype=torch.float32, output_loading_info=True)
+        read, report = load(checkpoint, dtype=torch.float32, output_loading_info=True)
         lost = sorted(
-            {*told["missing_keys"], *told["unexpected_keys"], *map(str, told["mismatched_keys"])}
+            {
+                *report["missing_keys"],
+                *report["unexpected_keys"],
+                *map(str, report["mismatched_keys"]),
+            }
         )
         lost = lost or _difference(model, dict.fromkeys(read.state_dict(), ""))
         if not lost:

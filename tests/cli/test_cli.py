@@ -645,7 +645,7 @@ def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
         "train.fsdp_config={version: 2}",
     )
     assert after("does not fit", change, ["--gpu", "RTX 4090"]) == (
-        f"next: {again} train.seed=1 --gpu 'RTX 4090' --gpus 4 a=1 "
+        f"next: {again} train.seed=1 --gpu 'RTX 4090' --gpus 4 lora.r=16 "
         "'train.fsdp_config={version: 2}'"
     )
 

@@ -79,7 +79,7 @@ def _whole_recomputation(trace: Trace, step: int) -> Trace:
     """Trace in which a checkpointed layer computes again all of its forward, needed or not.
 
     Uncompiled, it stops at the last tensor that backward needs; and operators of the layer itself
-    are not told from those of backward, since a checkpoint does not call the module.
+    look like those of backward, since a checkpoint does not call the module.
     """
     forward: dict[str, list[Op]] = defaultdict(list)
     for op in trace.ops[step:]:
