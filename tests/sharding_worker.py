@@ -327,10 +327,13 @@ def run_recipe(case: str, out: Path) -> dict[str, int]:
         },
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
+    # `SFTConfig` has set it, and CPUs are no GPUs yet: FSDP would be refused.
+    shards = {"ACCELERATE_USE_FSDP": os.environ.pop("ACCELERATE_USE_FSDP")}
     if config.precision.compute == "fp8":
         setup_fp8_mixed_precision_training(cpu=True, **EMULATED)
     else:
         session.install(config.precision)
+    os.environ |= shards
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     live = SizedTensors()
     peaks: list[int] = []

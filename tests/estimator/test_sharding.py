@@ -40,8 +40,8 @@ def run_worker(out: Path, cases: Sequence[str]) -> dict[str, Any]:
         )
         for rank in "01"
     ]  # fmt: skip
-    for run in runs:
-        _, errors = run.communicate(timeout=300)
+    said = [run.communicate(timeout=300)[1] for run in runs]
+    for run, errors in zip(runs, said, strict=True):
         assert run.returncode == 0, errors[-3000:]
     names = ("alone", "sharded-0", "sharded-1")
     return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
