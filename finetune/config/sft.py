@@ -1,58 +1,22 @@
-"""The `train` section: checked against the fields of `trl.SFTConfig`, converted, and made one."""
+"""`trl.SFTConfig` of a run, and what its `train` section means for others."""
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
-import math
 import re
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from finetune.config.aliases import in_recipe
-from finetune.config.optimizers import OWN_NAMES, check_name
+from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
-from finetune.config.section import LARGEST, check_text
-from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
-from finetune.errors import ConfigError, did_you_mean, nearest
+from finetune.config.train import decides_checkpointing
+from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from trl import SFTConfig
-
-_COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-OWNED_BY_US = {
-    "use_cpu": "FP8 and memory follow the device: CUDA_VISIBLE_DEVICES='' hides the GPUs",
-    "output_dir": "the run folder holds it (use --out to choose the folder of runs)",
-    "bf16": "precision.compute decides it",
-    "fp16": "precision.compute decides it",
-    "model_init_kwargs": "the model section decides it",
-    **dict.fromkeys(_COMPILING, "precision.compile decides it"),
-}
-"""Keys of `trl.SFTConfig` that a recipe may not set, and why."""
-CHECKPOINTING = "gradient_checkpointing"
-CHECKPOINT_ARGUMENTS = (
-    *("use_reentrant", "preserve_rng_state", "determinism_check"),
-    *("debug", "early_stop", "context_fn"),
-)
-"""Of `torch.utils.checkpoint.checkpoint`, torch 2.10."""
-
-
-def decides_checkpointing(config: RunConfig) -> bool:
-    """True if `train.gradient_checkpointing` is `auto`: on where memory is too small without it."""
-    return config.train.get(CHECKPOINTING) == "auto"
-
-
-def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
-    """The same run with `train.gradient_checkpointing` decided, as TRL knows it."""
-    return config.model_copy(update={"train": {**config.train, CHECKPOINTING: on}})
-
 
 _OF_LONG_RUNS = (
     *("num_train_epochs", "eval_on_start", "eval_steps", "per_device_eval_batch_size"),
@@ -83,150 +47,6 @@ def shortened(
     silent = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
     kept = {k: value for k, value in train.items() if k not in (*_OF_LONG_RUNS, *without)}
     return kept | silent | {"report_to": "none", "max_steps": steps}
-
-
-def _import_config() -> type[SFTConfig]:
-    """Import TRL, torch and Transformers with it, without a look for garbage in between or later.
-
-    Modules stay, so each look at their millions of objects finds nothing, and takes half a second.
-    """
-    collects, no_tensors = gc.isenabled(), "torch" not in sys.modules
-    gc.disable()
-    try:
-        from trl import SFTConfig
-
-        if no_tensors:  # else some might be among the frozen, and keep their memory for ever
-            gc.freeze()
-            atexit.register(gc.unfreeze)  # or nanobind reports its functions as leaked
-    finally:
-        if collects:
-            gc.enable()
-    return SFTConfig
-
-
-def sft_arguments() -> tuple[str, ...]:
-    """Names of the arguments that `trl.SFTConfig` takes; imports trl (seconds)."""
-    import dataclasses
-
-    return tuple(f.name for f in dataclasses.fields(_import_config()) if f.init)
-
-
-def convert_train(
-    train: dict[str, Any], where: Callable[[KeyPath], str] = ".".join
-) -> dict[str, Any]:
-    """Check keys of the `train` section against `trl.SFTConfig` and convert values by field type.
-
-    Args:
-        train: key -> value as read (text for plain scalars).
-        where: from a path such as `("train", "optim")` to `file:line` for messages.
-
-    Raises:
-        ConfigError: an unknown or reserved key, or a value of the wrong type.
-    """
-    import dataclasses
-    import typing
-
-    config_class = _import_config()
-    fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
-    types = typing.get_type_hints(config_class)
-    result: dict[str, Any] = {}
-    for key, value in train.items():
-        at = ("train", key)
-        if key in OWNED_BY_US:
-            raise ConfigError(
-                f"train.{key} cannot be set here: {OWNED_BY_US[key]}",
-                where=where(at),
-                fix=f"~train.{key}, or delete that line of the recipe",
-            )
-        if key not in fields:
-            replacement, remove = in_recipe(key, value), f"~train.{key}"
-            meant = None if replacement else nearest(key, fields)
-            if meant:
-                replacement = f"write train.{meant}={value} instead"
-            raise ConfigError(
-                f"trl.SFTConfig has no argument {key!r}"
-                + (f"; did you mean {meant!r}?" if meant else ""),
-                where=where(at),
-                why="the train section is handed unchanged to trl.SFTConfig",
-                fix=replacement
-                or f"{remove}, or delete that line of the recipe (TRL's page on SFTConfig has all "
-                "arguments)",
-            )
-        if key == CHECKPOINTING and str(value) == "auto":  # a value of ours
-            result[key] = "auto"
-            continue
-        result[key] = _convert(key, plain_data(value), types[key], where(at))
-        check_range(key, result[key], where(at))
-        if key == f"{CHECKPOINTING}_kwargs":
-            _check_checkpointing(result[key], where(at))
-        if key == "optim":
-            check_name(str(result[key]), where(at))
-    return result
-
-
-def _check_checkpointing(given: Any, where: str) -> None:
-    """Reject arguments that `torch.utils.checkpoint` would refuse in the first forward."""
-    for name in given if isinstance(given, dict) else ():
-        if name not in CHECKPOINT_ARGUMENTS:
-            raise ConfigError(
-                f"torch.utils.checkpoint has no argument {name!r}"
-                + did_you_mean(name, CHECKPOINT_ARGUMENTS),
-                where=where,
-                fix=f"known: {', '.join(CHECKPOINT_ARGUMENTS)}; "
-                f"~train.{CHECKPOINTING}_kwargs takes the defaults",
-            )
-
-
-def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
-    kinds = _members(annotation)
-    try:
-        check_text(value if isinstance(value, str) else ())
-    except ValueError as error:
-        raise ConfigError(
-            f"train.{key}: {error}", where=where, fix=f"~train.{key} takes TRL's default"
-        ) from None
-    if not isinstance(value, PlainText):
-        if type(value) not in kinds:
-            raise _wrong_kind(key, _in_words(kinds), value, where)
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-            raise _wrong_kind(key, "a list of names", value, where)  # it has no other lists
-        return value
-    text = SPECIAL_FLOATS.get(value, str(value)) if float in kinds else str(value)
-    if text in ("true", "false") and bool not in kinds and str in kinds:
-        return text == "true"  # fields such as `fsdp: str | None` take a truth value too
-    if str in kinds and not kinds & {int, float, bool}:
-        return text
-    for kind in (bool, int, float):
-        if kind in kinds and not (kind is bool and int in kinds and text in ("0", "1")):
-            try:
-                return TypeAdapter(kind).validate_python(text)
-            except ValidationError:
-                continue
-    if str in kinds or not kinds & {bool, int, float}:
-        return text
-    raise _wrong_kind(key, _in_words(kinds), text, where)
-
-
-def _wrong_kind(key: str, names: str, value: Any, where: str) -> ConfigError:
-    fix = f"~train.{key} takes TRL's default"
-    return ConfigError(f"train.{key} must be {names}, not {value!r}", where=where, fix=fix)
-
-
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
-_KINDS |= {str: "text", list: "a list", dict: "a mapping"}
-
-
-def _in_words(kinds: set[type]) -> str:
-    return " or ".join(words for kind, words in _KINDS.items() if kind in kinds)
-
-
-def _members(annotation: Any) -> set[type]:
-    args, origin = (getattr(annotation, name, None) for name in ("__args__", "__origin__"))
-    if origin in (list, dict, tuple):
-        return {origin}
-    if args:
-        return set().union(*(_members(a) for a in args))
-    return {annotation} if isinstance(annotation, type) else set()
 
 
 def sft_config(
@@ -378,73 +198,3 @@ def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
         checkpointing=str(found.get("activation_checkpointing", False)).lower() == "true",
         offload=str(found.get("cpu_offload", False)).lower() == "true",
     )
-
-
-# ------------------------------------------------------------------------------------------ ranges
-
-# `trl.SFTConfig` takes numbers as they come: a NaN, an infinite or a negative one trains nothing,
-# trains everything, or ends in a traceback minutes later.
-AT_LEAST_ONE = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("max_length", "dataset_num_proc", "torch_empty_cache_steps", "eval_accumulation_steps"),
-    *("ddp_bucket_cap_mb", "dataloader_prefetch_factor", "pad_to_multiple_of", "ddp_timeout"),
-)
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(AT_LEAST_ONE, (1, LARGEST)),
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),  # of numpy
-    **dict.fromkeys(("max_steps", "local_rank"), (-1, LARGEST)),
-    "label_smoothing_factor": (0, 1),
-    "dataloader_num_workers": (0, 4096),
-    "max_grad_norm": (0, math.inf),  # infinite: gradients are measured, and not clipped
-}
-"""Setting -> smallest and largest value; others are zero or more."""
-BELOW_ONE = ("adam_beta1", "adam_beta2")
-ABOVE_ZERO = ("num_train_epochs",)
-CHOICES = {
-    "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
-}
-"""Words of which Transformers takes any other for the first, without a word."""
-
-MOST_TOKENS = 2**24
-"""Tokens of a micro-batch: a hundred times what the largest GPUs hold of the smallest models."""
-
-
-def check_batch(train: Mapping[str, Any]) -> None:
-    """Reject a micro-batch of more than `MOST_TOKENS`, before it is planned or simulated."""
-    rows = train.get("per_device_train_batch_size", 8)
-    length = 1024 if train.get("max_length", 1024) is None else train.get("max_length", 1024)
-    if int(rows) * int(length) > MOST_TOKENS:
-        raise ConfigError(
-            f"a micro-batch of {rows:,} rows of {length:,} tokens fits no machine",
-            where="train.per_device_train_batch_size and train.max_length",
-            why=f"{MOST_TOKENS:,} tokens are the most that is planned for",
-            fix="train.per_device_train_batch_size=8 train.max_length=1024; "
-            "train.gradient_accumulation_steps makes a larger batch of small ones",
-        )
-
-
-def check_range(key: str, value: Any, where: str) -> None:
-    """Reject a NaN, a number out of the setting's range, or a word that it does not have."""
-    if key in CHOICES and value not in CHOICES[key]:
-        raise ConfigError(
-            f"train.{key} cannot be {value!r}{did_you_mean(str(value), CHOICES[key])}",
-            where=where,
-            fix=f"one of {', '.join(CHOICES[key])}; ~train.{key} takes TRL's default",
-        )
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    low, high = RANGES.get(key, (0, LARGEST))
-    inside = low <= value <= high  # False of NaN
-    if key in BELOW_ONE:
-        inside, high = inside and value < 1, 1
-    if key in ABOVE_ZERO:
-        inside = inside and value > 0
-    if not inside:
-        least = "more than 0" if key in ABOVE_ZERO else f"{low:g} or more"
-        end = "below" if key in BELOW_ONE else "at most"
-        most = "" if high >= LARGEST else f", {end} {high:.15g}"
-        raise ConfigError(
-            f"train.{key} cannot be {value}",
-            where=where,
-            fix=f"a number of {least}{most}; ~train.{key} takes TRL's default",
-        )

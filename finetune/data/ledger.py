@@ -27,7 +27,8 @@ from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import is_conversational
 
 from finetune.config.schema import RunConfig
-from finetune.config.sft import REFUSALS, refused, sft_config, with_checkpointing
+from finetune.config.sft import REFUSALS, refused, sft_config
+from finetune.config.train import with_checkpointing
 from finetune.data.chat import training_template
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data

@@ -27,7 +27,7 @@ import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from torch import nn
@@ -195,16 +195,6 @@ def _named_before_dtype(cls: type[nn.Module]) -> tuple[str, ...]:
     except (OSError, TypeError):  # written in C, or in a notebook cell that is gone
         return ()
     return tuple(re.findall(r"self\.(\w+)\.weight\.dtype", source))
-
-
-READS_WEIGHT = ("FRoD", "GLoRA", "HiRA", "HRA", "PEANuT", "SHiRA", "Supertuning")
-"""Methods of PEFT 0.21 whose layers read `base_layer.weight` in their forward."""
-
-
-def method_of(layer: nn.Module, methods: Collection[str]) -> str:
-    """The one of these methods of PEFT that a layer is of, or ""."""
-    package = ".".join(type(layer).__module__.split(".")[:3])
-    return next((m for m in methods if package == f"peft.tuners.{m.lower()}"), "")
 
 
 # ------------------------------------------------------------------------------------------- roles

@@ -30,7 +30,6 @@ from finetune.config.schema import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
 from finetune.logging import plain_table
 from finetune.precision.layers import (
-    READS_WEIGHT,
     Role,
     are_served_experts,
     decoder_blocks,
@@ -43,7 +42,6 @@ from finetune.precision.layers import (
     iter_roles,
     iter_weights,
     linear_shape,
-    method_of,
     parameter_role,
     past_forward_here,
     plain_name,
@@ -52,6 +50,7 @@ from finetune.precision.layers import (
     why_own_forward,
 )
 from finetune.precision.overrides import Choices, Part, mlp_widths, part_of
+from finetune.precision.peft_methods import READS_WEIGHT, method_of
 from finetune.precision.stored import Fp8Bits, StoredMixin, stored_as
 from finetune.precision.weights import Granularity
 

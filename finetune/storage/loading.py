@@ -28,24 +28,21 @@ import copy
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 import finetune.storage.bdh  # noqa: F401  makes our own model types known
 from finetune.config.paths import user_path
 from finetune.config.schema import Storage
-from finetune.errors import ConfigError, PlanError, StorageNotComputeError
+from finetune.errors import ConfigError, PlanError
+from finetune.precision import peft_methods  # noqa: F401  watches what PEFT attaches to codes
 from finetune.precision.experts import store_experts
-from finetune.precision.layers import READS_WEIGHT, method_of
 from finetune.precision.stored import (
-    StoredMixin,
     iter_stored,
     leave_out,
     release,
@@ -354,67 +351,3 @@ def _refuse_uninitialized(model: nn.Module) -> None:
             why="they would hold whatever was in memory: _init_weights has to set them",
             fix="build it with from_config, in full, and load_in_fp8 what was saved of it",
         )
-
-
-# ---------------------------------------------------------------- adapters that start from weights
-#
-# Some of PEFT's methods start from a layer's weight itself, past what the layer computes, and would
-# take codes for numbers. Those of `READS_WEIGHT` do so in each forward, and cannot adapt stored
-# weights at all. Those of `BEGINS_FROM_WEIGHT` do so when they are attached: over a plain model,
-# whose base `frozen=fp8` stores afterwards, they are as good as any. Nothing of ours runs when PEFT
-# attaches adapters to a model of `load_in_fp8`: the moment to refuse is when PEFT's layer takes the
-# stored one for its own, or its model ours where no layer of PEFT's is made before it fails.
-
-BEGINS_FROM_WEIGHT = ("AdaMSS", "DEFT", "DeLoRA", "OSF", "PSOFT", "TinyLoRA", "UniLoRA")
-"""Those whose first values are made of the weight, or of its type: UniLoRA's are rounded to it."""
-FAILS_FIRST = ("GLoRA", "TinyLoRA")
-"""Those of both kinds that fail, in words of PEFT (0.21) or torch, before they make a layer."""
-INITIAL = {
-    "pissa_init": "PiSSA",
-    "olora_init": "OLoRA",
-    "corda_init": "CorDA",
-    "mica_init": "MiCA",
-    "loftq_init": "PEFT's LoftQ",
-    "orthogonal_init": "init_lora_weights='orthogonal'",
-}
-"""Methods of LoRA's layers for `init_lora_weights` that start from the weight, or from its type."""
-VELORA = "lora_velora_embed"
-"""What VeLoRA, an option of LoRA, keeps in the type of the weight."""
-
-
-def _refuse_as_base(parent: nn.Module, name: str, child: Any) -> None:
-    """Hook of torch, called for each module that becomes a child."""
-    if name == "base_layer" and isinstance(child, StoredMixin):
-        method = method_of(parent, (*READS_WEIGHT, *BEGINS_FROM_WEIGHT))
-        if method:
-            raise _reads_codes(method, plain_first=method in BEGINS_FROM_WEIGHT)
-        if type(parent).__name__ == "ParamWrapper":
-            raise _reads_codes("target_parameters of LoRA", plain_first=False)
-        for initial in INITIAL.keys() & set(dir(parent)):
-            parent.__dict__[initial] = partial(_refuse_initial, INITIAL[initial])
-    elif name == "model" and (method := method_of(parent, FAILS_FIRST)):
-        if any(isinstance(module, StoredMixin) for module in child.modules()):
-            raise _reads_codes(method, plain_first=method in BEGINS_FROM_WEIGHT)
-    elif name == VELORA and isinstance(getattr(parent, "base_layer", None), StoredMixin):
-        raise _reads_codes("VeLoRA", plain_first=True)
-
-
-def _refuse_initial(method: str, *_: Any) -> None:
-    raise _reads_codes(method, plain_first=True)
-
-
-def _reads_codes(method: str, *, plain_first: bool) -> StorageNotComputeError:
-    fix = "load the model plain; or LoRA by target_modules, which adds to what the layer gives"
-    if plain_first:
-        fix = "attach it to the model loaded plain, which frozen='fp8' of "
-        fix += "setup_fp8_mixed_precision_training stores in FP8 afterwards; or LoRA"
-    return StorageNotComputeError(
-        f"{method} cannot be attached to weights that are stored in FP8",
-        where="a model of load_in_fp8, or one that was prepared with frozen='fp8'",
-        why=f"{method} starts from the layer's weight itself, or from its type, and that is codes, "
-        "which are no numbers without their scales",
-        fix=fix,
-    )
-
-
-register_module_module_registration_hook(_refuse_as_base)

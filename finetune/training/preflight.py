@@ -17,12 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
-from finetune.config.sft import (
-    check_batch,
-    decides_checkpointing,
-    fsdp_settings,
-    with_checkpointing,
-)
+from finetune.config.sft import fsdp_settings
+from finetune.config.train import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes
 from finetune.hardware.launcher import check_launcher

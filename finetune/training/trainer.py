@@ -21,7 +21,8 @@ from finetune.config import sft
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
-from finetune.config.sft import CHECKPOINTING, decides_checkpointing, sft_config, without_effect
+from finetune.config.sft import sft_config, without_effect
+from finetune.config.train import CHECKPOINTING, decides_checkpointing
 from finetune.data.dataset import load_data, refuse_no_eval_rows
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device

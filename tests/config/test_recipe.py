@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from finetune.config.paths import find_recipe, is_text, list_recipes
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.sft import (
+from finetune.config.sft import sft_config, without_effect
+from finetune.config.train import (
     check_range,
     convert_train,
     decides_checkpointing,
-    sft_config,
     with_checkpointing,
-    without_effect,
 )
 from finetune.config.yaml import dump_yaml, parse_yaml
 from finetune.errors import ConfigError, RecipeNotFoundError

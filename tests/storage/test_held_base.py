@@ -24,10 +24,9 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import FinetuneError, PlanError, StorageNotComputeError
 from finetune.estimator.gate import bound
-from finetune.precision.layers import READS_WEIGHT
+from finetune.precision.peft_methods import BEGINS_FROM_WEIGHT, READS_WEIGHT
 from finetune.precision.planner import plan
 from finetune.precision.stored import StoredMixin, iter_stored, release, store
-from finetune.storage.loading import BEGINS_FROM_WEIGHT
 from finetune.training.model import load_model, sketch
 from finetune.training.preflight import check_settings
 from tests.conftest import batch, slow_but
