@@ -189,6 +189,11 @@ class Resolution:
         return f"{p.low.upper()} {engine}/{p.scaling}"
 
 
+def emulates(precision: PrecisionConfig, device: Device) -> bool:
+    """True if a concrete precision multiplies in FP8 (or FP4) by exact rounding on this device."""
+    return precision.compute == "fp8" and (precision.backend == "emulated" or not device.has_fp8)
+
+
 def _in_bf16(precision: PrecisionConfig) -> PrecisionConfig:
     """The same run without FP8: settings of FP8 alone go back to their defaults."""
     update: dict[str, Any] = {"compute": "bf16", "backend": "auto"}

@@ -226,14 +226,15 @@ class Receipt(JupyterMixin):
         return f"{'frozen base' if engine == 'frozen' else engine}, {scales}{self.emulated}"
 
     @property
-    def emulated(self) -> str:
-        """`, emulated` after an engine whose name does not say so, on a GPU.
+    def is_emulated(self) -> bool:
+        """True if FP8 was computed by exact rounding: its speed is not that of FP8."""
+        return self.precision.get("gemm") == "emulated"
 
-        A CPU has no FP8 units that it could be taken for.
-        """
-        p, device = self.precision, self.environment.get("device") or {}
-        unsaid = p.get("gemm") == "emulated" and "emulated" not in p.get("backend", "")
-        return ", emulated" if unsaid and device.get("kind") == "cuda" else ""
+    @property
+    def emulated(self) -> str:
+        """`, emulated` after an engine whose name does not say so."""
+        unsaid = "emulated" not in self.precision.get("backend", "")
+        return ", emulated" if unsaid and self.is_emulated else ""
 
     @property
     def _verdict(self) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, gemm_engine, version
-from finetune.hardware.requirements import Resolution
+from finetune.hardware.requirements import Resolution, emulates
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import E4M3
@@ -128,7 +128,7 @@ def _gemm(p: PrecisionConfig, device: Device) -> str:
     """Library that multiplies FP8 here; empty in another precision."""
     if p.compute != "fp8":
         return ""
-    if device.capability is None or not device.has_fp8 or p.backend == "emulated":
+    if device.capability is None or emulates(p, device):
         return "emulated"
     if p.backend == "te" and p.frozen != "fp8":
         return "Transformer Engine"

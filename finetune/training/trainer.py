@@ -26,6 +26,7 @@ from finetune.config.train import CHECKPOINTING, decides_checkpointing
 from finetune.data.dataset import load_data, refuse_no_eval_rows
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device
+from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, output, whole
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import model_card
@@ -189,14 +190,14 @@ class _Run:
 
     def _introduce(self, ahead: Preflight) -> None:
         """Print model, method, precision, engine and device."""
-        config, p, units = self.config, ahead.resolution.precision, ahead.device.has_fp8
+        config, p = self.config, ahead.resolution.precision
         method = "full fine-tuning" if config.lora is None else f"LoRA r={config.lora.r}"
-        emulated = p.compute == "fp8" and (p.backend == "emulated" or not units)
+        emulated = emulates(p, ahead.device)
         self.console.print(
             f"[bold]{self.recipe.name}[/]: {config.model.name}, {method}, "
             f"{ahead.resolution.label} on {ahead.device.name}" + ", emulated" * emulated
         )
-        if emulated and units:
+        if emulated and ahead.device.has_fp8:
             self.console.print(f"[yellow]! {escape(ahead.resolution.reason)}[/]")
         if decides_checkpointing(self.recipe.config):
             on = config.train[CHECKPOINTING]

@@ -253,7 +253,7 @@ def receipt(precision: str) -> dict:
     """A receipt as a run of the tiny pair leaves it, as far as fairness reads it."""
     return {
         "status": "proven",
-        "precision": {"asked": precision, "ran": precision, "storage": {}, "reason": "emulation"},
+        "precision": {"asked": precision, "ran": precision, "storage": {}, "gemm": "emulated"},
         "trainable": {"in_optimizer": 1000},
         "layers": [{"name": "q_proj", "role": "base", "shape": [64, 64]}],
         "environment": {

@@ -307,10 +307,10 @@ def test_ls_runs_needs_no_torch_and_no_time(run, tmp_path):
     [
         ("cuda", "emulated", "frozen base, row-wise scales, emulated"),
         ("cuda", "CUTLASS rowwise", "frozen base, row-wise scales"),
-        ("cpu", "emulated", "frozen base, row-wise scales"),
+        ("cpu", "emulated", "frozen base, row-wise scales, emulated"),
     ],
 )
-def test_a_gpu_whose_fp8_was_emulated_is_said_in_the_first_line(kind, gemm, engine) -> None:
+def test_emulated_fp8_is_said_in_the_first_line(kind, gemm, engine) -> None:
     facts = {"ran": "fp8", "backend": "frozen", "scaling": "rowwise", "gemm": gemm}
     found = Receipt("proven", facts, 0.5, environment={"device": {"kind": kind}})
     assert found.headline == f"FP8 verified: 50.0% of matmul FLOPs ({engine})"

@@ -228,7 +228,7 @@ def _work(receipt: Receipt, job: Job, device: Device) -> dict[str, Any]:
     steps = job.tokens / job.point.tokens
     found: dict[str, Any] = {"tflop": sum(work.flops.values()) * steps / 1e12}
     gpu = find_gpu(device) if device.kind == "cuda" else None
-    if gpu is None or receipt.precision["gemm"] == "emulated":
+    if gpu is None or receipt.is_emulated:
         return found
     tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
     return found | {"peak_seconds": mfu(work, job.tokens, 1.0, gpu, tf32=tf32)}

@@ -237,7 +237,7 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
         f"speed: medians over steps, the first {warm_up} left out (witness, proof, compiling); "
         f"interval over {unit}"
     )
-    if any("emulation" in str(outcome.receipt["precision"].get("reason")) for outcome in pairs[0]):
+    if any(outcome.receipt["precision"].get("gemm") == "emulated" for outcome in pairs[0]):
         found.notes.append(EMULATED)
     return SpeedRatio(
         ratio=ratio.value,

@@ -39,6 +39,7 @@ from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import Gpu, place_here
+from finetune.hardware.requirements import emulates
 
 FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
 """Bytes moved per element cast: read and written once, or read once more for its amax."""
@@ -176,8 +177,7 @@ class Facts:
 
     @property
     def emulated(self) -> bool:
-        emulates = self.config.precision.backend == "emulated" or not self.device.has_fp8
-        return self.ran_fp8 and emulates
+        return self.ran_fp8 and emulates(self.config.precision, self.device)
 
     @property
     def is_compiled(self) -> bool:

@@ -96,7 +96,7 @@ class RunSource(Source):
 
     @property
     def is_emulated(self) -> bool:
-        return self.is_low and "emulation" in str(self.facts("precision.reason"))
+        return self.is_low and self._receipt.is_emulated
 
     @property
     def verdict(self) -> tuple[Num, Tone]:
