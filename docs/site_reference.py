@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from finetune.config.data import CheckpointsConfig, ResumeConfig
 from finetune.config.optimizers import (
     BLOCK,
     FP8_ADAMW,
@@ -41,6 +40,7 @@ from finetune.config.schema import (
     Scaling,
     Section,
 )
+from finetune.config.section import CheckpointsConfig, ResumeConfig
 from finetune.hardware.device import Device, version
 from finetune.hardware.requirements import backend_verdict, engine_verdict, least_capability
 

@@ -17,10 +17,16 @@ from pydantic import (
     model_validator,
 )
 
-from finetune.config.data import BUILTIN as BUILTIN
-from finetune.config.data import CheckpointsConfig, DataConfig, EvalConfig, ResumeConfig
-from finetune.config.lora import LoraSection
-from finetune.config.section import RefusedError, Section
+from finetune.config.section import BUILTIN as BUILTIN
+from finetune.config.section import (
+    CheckpointsConfig,
+    DataConfig,
+    EvalConfig,
+    LoraSection,
+    RefusedError,
+    ResumeConfig,
+    Section,
+)
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 _TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

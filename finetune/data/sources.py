@@ -22,8 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.data import BUILTIN, DataConfig
 from finetune.config.paths import ASSETS, user_path
+from finetune.config.section import BUILTIN, DataConfig
 from finetune.data.checks import LONGEST, check_document, check_lines, not_utf8
 from finetune.errors import (
     DataError,

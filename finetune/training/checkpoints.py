@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerCallback
 
-from finetune.config.data import CheckpointsConfig
+from finetune.config.section import CheckpointsConfig
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import conversion_of

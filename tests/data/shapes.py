@@ -15,8 +15,8 @@ import trl
 from transformers import AutoTokenizer
 from trl import SFTConfig
 
-from finetune.config.data import DataConfig
 from finetune.config.paths import TINY_LLAMA
+from finetune.config.section import DataConfig
 from finetune.data.checks import MASKED
 from finetune.data.dataset import load_data
 from finetune.data.ledger import CountedRows, count

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from trl import SFTConfig
 
-from finetune.config.data import DataConfig
 from finetune.config.paths import TINY_LLAMA
+from finetune.config.section import DataConfig
 from finetune.data.checks import UNKNOWN
 from finetune.data.dataset import load_data
 from finetune.data.ledger import MASKED, AccountedTrainer, account

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from finetune.config.data import DataConfig
+from finetune.config.section import DataConfig
 from finetune.data.dataset import load_data
 from finetune.data.sources import files_of
 from finetune.errors import DataError, DataNotFoundError
