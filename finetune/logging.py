@@ -26,11 +26,14 @@ PIPE_WIDTH = 1000
 
 
 def output(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that wraps lines between words in a terminal, and nowhere in a pipe or file."""
+    """A console that wraps lines between words in a terminal, and nowhere in a pipe or file.
+
+    What it prints is text: markup would drop the `[te]` of what is to be installed, and of paths.
+    """
     from rich.console import Console
 
     fit_streams()
-    console = Console(stderr=stderr, quiet=quiet, highlight=False)
+    console = Console(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
@@ -65,7 +68,9 @@ def fit_streams() -> None:
 
 def busy(console: Console, what: str) -> AbstractContextManager[Status | None]:
     """A sign of life in a terminal while something slow runs: what it is, and a spinner."""
-    return console.status(f"{what} ...") if console.is_terminal else nullcontext()
+    from rich.text import Text
+
+    return console.status(Text(f"{what} ...")) if console.is_terminal else nullcontext()
 
 
 def whole(line: str, style: str = "") -> Group:
@@ -85,10 +90,10 @@ def as_text(thing: Any) -> str:
 
     from rich.console import Console
 
-    console = Console(file=StringIO(), width=output().width, highlight=False)
-    with console.capture() as shown:
-        console.print(thing)
-    return "\n".join(line.rstrip() for line in shown.get().strip("\n").splitlines())
+    shown = StringIO()
+    plain: Any = {"highlight": False, "markup": False, "emoji": False}
+    Console(file=shown, width=output().width, **plain).print(thing)
+    return "\n".join(line.rstrip() for line in shown.getvalue().strip("\n").splitlines())
 
 
 def plain_table(
@@ -99,7 +104,7 @@ def plain_table(
     gap: int = 2,
     **options: Any,
 ) -> Table:
-    """A table without lines, its columns `gap` spaces apart.
+    """A table without lines, its columns `gap` spaces apart, whose cells are text in notebooks too.
 
     Args:
         right, whole, fold: titles of columns that are right-aligned, never wrapped, or broken
@@ -107,6 +112,12 @@ def plain_table(
         options: of `rich.table.Table`.
     """
     from rich.table import Column, Table
+    from rich.text import Text
+
+    class Plain(Table):
+        def add_row(self, *cells: Any, **options: Any) -> None:
+            texts = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
+            super().add_row(*texts, **options)
 
     columns = (
         Column(
@@ -117,7 +128,7 @@ def plain_table(
         )
         for title in titles
     )
-    return Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), **options)
+    return Plain(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), **options)
 
 
 def print_blocks(console: Console, rows: Iterable[dict[str, Any]]) -> None:
@@ -176,6 +187,7 @@ def counting_rows(console: Console, what: str) -> Iterator[None]:
     maps are among them; while this lasts the class is one that reports here.
     """
     from datasets import arrow_dataset, builder
+    from rich.text import Text
     from tqdm import tqdm
 
     with busy(console, what) as status:
@@ -201,7 +213,7 @@ def counting_rows(console: Console, what: str) -> Iterator[None]:
                 if status is None:
                     console.print(line)
                 else:
-                    status.update(f"{what}: {line} ...")
+                    status.update(Text(f"{what}: {line} ..."))
 
         modules: list[Any] = [arrow_dataset, builder]
         before = [module.hf_tqdm for module in modules]

@@ -75,8 +75,7 @@ class Findings(JupyterMixin):
             mark = Text("yes", style="green") if verdict else Text("no", style="yellow")
             repeated = verdict.reason in shown_before and not verdict
             again = "as above" if self.fp8 else "no FP8 unit"
-            # As text: markup would drop the `[te]` of what is to be installed.
-            table.add_row(name, mark, Text(again if repeated else verdict.reason))
+            table.add_row(name, mark, again if repeated else verdict.reason)
             shown_before.add(verdict.reason)
         return Group(
             Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),

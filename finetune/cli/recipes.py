@@ -350,6 +350,8 @@ def _stay_offline_if_out_of_reach() -> None:
 
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and its rows, show each layer's precision; loads no weights."""
+    from rich.text import Text
+
     from finetune.config.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
@@ -394,7 +396,8 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     console.print(whole(f"{checked.name}: valid ({origin})", "bold"), crop=False)
     stored = f"; frozen base stored in {config.model.storage}" if config.model.storage else ""
     console.print(f"parameters: {need.parameters:,}, {need.trainable:,} of them trained{stored}")
-    console.print(f"memory: at least {need}" + (f"; [red]too small here: {short}[/]" * bool(short)))
+    red = (f"; too small here: {short}" * bool(short), "red")
+    console.print(Text.assemble(f"memory: at least {need}", red))
     console.print(f"precision here: {here}", style=None if resolution else "yellow")
     console.print(f"attention here: {attention}")
     if rows is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -405,7 +406,7 @@ def session_of(
     with replacing():
         session = install(resolution, planned)
         if resolution.fallback:
-            console.print(f"[bold red]! {resolution.fallback}[/]", highlight=False)
+            console.print(Text(f"! {resolution.fallback}", "bold red"))
         yield session
 
 

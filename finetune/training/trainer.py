@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from finetune.config import sft
 from finetune.config.optimizers import chosen
@@ -161,7 +161,10 @@ class _Run:
         self.console.print(whole(f"run folder: {self.folder}"), crop=False)
         self.console.print(f"data: {self.rows.description}")
         for line in filter(None, (*without_effect(config.train), *self.rows.notes, note)):
-            self.console.print(f"[yellow]! {escape(line)}[/]")
+            self._warn(line)
+
+    def _warn(self, line: str) -> None:
+        self.console.print(f"! {line}", style="yellow", markup=False)
 
     def _choose_checkpoint(self, out: Path, processes: int) -> None:
         """Set the checkpoint to go on from, if any, and what its manifest says of this run."""
@@ -178,13 +181,13 @@ class _Run:
         self.resume = checkpoint.folder
         self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.config, processes)]
         for path, problem in broken.items():
-            self.console.print(f"[yellow]! {path.name} is passed over: {problem}[/]")
+            self._warn(f"{path.name} is passed over: {problem}")
         self.console.print(whole(f"going on from {checkpoint.folder}"), crop=False)
         if not checkpoint.manifest:
-            self.console.print("[yellow]! it has no manifest: its settings are not compared[/]")
+            self._warn("it has no manifest: its settings are not compared")
         loud = {key: pair for key, pair in self.changed.items() if resume.changes_training(key)}
         for key, (before, now) in loud.items():
-            self.console.print(f"[yellow]! {key}: {before} in the checkpoint, {now} now[/]")
+            self._warn(f"{key}: {before} in the checkpoint, {now} now")
         if others := [key for key in self.changed if key not in loud]:
             self.console.print(f"changed, without an effect on training: {', '.join(others)}")
 
@@ -193,12 +196,11 @@ class _Run:
         config, p = self.config, ahead.resolution.precision
         method = "full fine-tuning" if config.lora is None else f"LoRA r={config.lora.r}"
         emulated = emulates(p, ahead.device)
-        self.console.print(
-            f"[bold]{self.recipe.name}[/]: {config.model.name}, {method}, "
-            f"{ahead.resolution.label} on {ahead.device.name}" + ", emulated" * emulated
-        )
+        facts = f": {config.model.name}, {method}, {ahead.resolution.label} on {ahead.device.name}"
+        facts += ", emulated" * emulated
+        self.console.print(Text.assemble((self.recipe.name, "bold"), facts))
         if emulated and ahead.device.has_fp8:
-            self.console.print(f"[yellow]! {escape(ahead.resolution.reason)}[/]")
+            self._warn(ahead.resolution.reason)
         if decides_checkpointing(self.recipe.config):
             on = config.train[CHECKPOINTING]
             why = "on, memory is too small without" if on else "off, memory is enough without"
@@ -262,12 +264,10 @@ class _Run:
         else:
             self.ledgers["train"] = count(self.rows, self.args, self.tokenizer).ledger
         for warns, line in self.ledgers["train"].lines():
-            console.print(f"[yellow]! {line}[/]" if warns else f"      {line}")
-        self.monitor = HealthMonitor(
-            self.trainer, say=lambda line: console.print(f"[yellow]! {line}[/]")
-        )
+            self._warn(line) if warns else console.print(f"      {line}")
+        self.monitor = HealthMonitor(self.trainer, say=self._warn)
         self.trainer.add_callback(self.monitor)
-        guard_trackers(self.trainer, lambda line: console.print(f"[yellow]! {escape(line)}[/]"))
+        guard_trackers(self.trainer, self._warn)
         self.trainer.remove_callback(PrinterCallback)
         self.trainer.remove_callback(ProgressCallback)
         if session.precision.compute == "fp16":
@@ -306,7 +306,7 @@ class _Run:
                 refuse_disagreement(self.receipt)
         except Exception as error:
             if after is not None:
-                self.console.print(f"[yellow]! no receipt could be written: {error}[/]")
+                self._warn(f"no receipt could be written: {error}")
                 return
             if not isinstance(error, OSError):
                 raise

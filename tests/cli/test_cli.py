@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import finetune
 from finetune.cli import recipes
@@ -21,6 +23,7 @@ from finetune.cli.app import VERBS, command_of
 from finetune.cli.recipes import _as_argument
 from finetune.config.paths import find_recipe, list_recipes, recipes_folder
 from finetune.config.recipe import load_recipe
+from finetune.logging import plain_table
 from tests.asset_makers import make_recipes
 from tests.conftest import CPU, H100
 
@@ -387,6 +390,23 @@ def test_validate_says_what_this_machine_cannot_do(cli, on):
     done = cli("estimate", "llama_8b_full_fp8")
     assert done.code == 2
     assert "fix:   --gpu H100, or another GPU" in done.err
+
+
+def test_brackets_are_text_and_no_markup(cli, on, monkeypatch):
+    """`[te]` fell out of what is to be installed, and `[qk]` out of a pattern."""
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    on(H100)
+    done = cli(
+        "validate", "tiny_full_fp8", "precision.backend=te", "precision.keep=['*.[qk]_proj']"
+    )
+    assert done.code == 0
+    assert "pip install 'fp8-finetune[te]'" in done.out
+    assert "kept by pattern '*.[qk]_proj'" in done.out
+    notebook = Console(file=io.StringIO(), width=80)  # of rich's own, which reads markup
+    table = plain_table("")
+    table.add_row("*.[qk]_proj")
+    notebook.print(table)
+    assert "*.[qk]_proj" in notebook.file.getvalue()  # pyright: ignore
 
 
 # ---------------------------------------------------------------------------------------- doctor

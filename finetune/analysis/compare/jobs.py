@@ -261,7 +261,7 @@ class Watcher:
     def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
         self.console, self.total, self.finished = console, len(jobs), 0
         self.bars = Progress(
-            TextColumn("{task.description:14s}"),
+            TextColumn("{task.description:14s}", markup=False),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[facts]}"),
             console=console,
