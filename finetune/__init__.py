@@ -1,41 +1,20 @@
 """FP8 fine-tuning for Hugging Face models: FP8 asked is FP8 given, proven, or an error.
 
-Importing this package imports no torch: each public name is loaded when it is first used.
+Importing this package imports no torch: each public name is loaded when it is first used, from
+where `__init__.pyi` has it.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "FinetuneError": "errors",
-    "HealthMonitor": "training.health.monitor",
-    "export_run": "export.export",
-    "PrecisionConfig": "config.schema",
-    "RunConfig": "config.schema",
-    "apply": "precision.convert",
-    "benchmark": "analysis.benchmark.benchmark",
-    "diagnose": "analysis.diagnose.diagnose",
-    "compare": "analysis.compare.compare",
-    "disabled": "precision.convert",
-    "estimate": "estimator.estimate",
-    "find_runs": "runs.lookup",
-    "list_recipes": "config.paths",
-    "load_in_fp8": "storage.loading",
-    "load_recipe": "config.recipe",
-    "plan": "precision.planner",
-    "quiet_libraries": "logging",
-    "get_receipt": "training.hook",
-    "report": "analysis.report.report",
-    "register_parameter_matmuls": "precision.layers",
-    "revert": "precision.convert",
-    "setup_fp8_mixed_precision_training": "training.hook",
-    "teardown_fp8_mixed_precision_training": "training.hook",
-    "train": "api",
-}
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_HOME = {n: m for m, n in re.findall(r"from finetune\.(\S+) import \(?\s*\w+ as (\w+)", _STUB)}
 __all__ = list(_HOME)
 
 

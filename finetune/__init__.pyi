@@ -1,11 +1,11 @@
-"""Public names as type checkers see them; `__init__.py` loads each when it is first used."""
+"""Public names: `__init__.py` loads each from here when it is first used; for type checkers too."""
 
 from finetune.analysis.benchmark.benchmark import benchmark as benchmark
 from finetune.analysis.compare.compare import compare as compare
 from finetune.analysis.diagnose.diagnose import diagnose as diagnose
 from finetune.analysis.report.report import report as report
 from finetune.api import train as train
-from finetune.config.recipe import list_recipes as list_recipes
+from finetune.config.paths import list_recipes as list_recipes
 from finetune.config.recipe import load_recipe as load_recipe
 from finetune.config.schema import PrecisionConfig as PrecisionConfig
 from finetune.config.schema import RunConfig as RunConfig
