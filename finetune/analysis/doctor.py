@@ -19,10 +19,10 @@ from finetune.hardware.device import (
     Device,
     Verdict,
     available_gib,
+    has_launcher,
     this_device,
     version,
 )
-from finetune.hardware.launcher import has_launcher
 from finetune.hardware.requirements import backend_verdict, resolve
 from finetune.logging import plain_table
 from finetune.training.evidence import LIBRARIES

@@ -26,6 +26,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -257,6 +258,26 @@ def has_triton() -> Verdict:
     except (ImportError, OSError, RuntimeError) as error:
         return Verdict(False, f"triton does not import: {error}")
     return Verdict(True, f"triton {triton.__version__}")
+
+
+@functools.cache
+def has_launcher() -> Verdict:
+    """True if Triton has its launcher for this machine's GPU, which starts its kernels.
+
+    Triton (3.6, 3.7) compiles it in C at its first kernel, and keeps it in its cache. That takes a
+    C compiler and Python's headers, which slim containers lack; the first kernel, of compiled
+    layers or of our own, is then a traceback, after the model is loaded.
+    """
+    try:
+        from triton.runtime import driver
+
+        driver.active.utils  # noqa: B018  made at the first access
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # libcuda: asserted
+        return Verdict(False, first_line(error))
+    except subprocess.CalledProcessError as error:
+        compiler = error.cmd[0] if isinstance(error.cmd, list) else "the C compiler"
+        return Verdict(False, f"{compiler} cannot compile Triton's launcher: its message is above")
+    return Verdict(True, "Triton has its launcher")
 
 
 GemmEngine = Literal["cuBLASLt tensorwise", "cuBLASLt outer-vector", "CUTLASS rowwise"]

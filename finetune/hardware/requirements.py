@@ -22,6 +22,7 @@ from finetune.hardware.device import (
     Device,
     Verdict,
     has_bitsandbytes,
+    has_launcher,
     has_transformer_engine,
     has_triton,
     shown_capability,
@@ -104,53 +105,33 @@ ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the em
 
 def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
     """Name what an engine lacks of a recipe, and settings under which it lacks it no longer."""
+    return next(_limits(name, precision), ("", {}))
+
+
+def _limits(name: str, precision: PrecisionConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
-    delayed, rowwise = scaling == "delayed", scaling in ("rowwise", "rowwise_with_gw_hp")
-    te = "Transformer Engine"
-    limits: dict[str, list[tuple[bool, str, dict[str, Any]]]] = {
-        "te": [
-            (rowwise, f"{te} has no {scaling} scaling", {}),
-            (fmt == "e5m2", f"{te} has no pure E5M2", {"format": "hybrid"}),
-            (
-                delayed and precision.pow2_scales,
-                f"{te}'s delayed scales are not powers of two",
-                {"power_of_two_scales": None},
-            ),
-            (
-                delayed and bool(high),
-                f"{te} keeps no GEMM high under delayed scaling",
-                {"high_gemms": ()},
-            ),
-            (
-                bool(high) and set(high) != {"dgrad", "wgrad"},
-                f"{te} keeps dgrad and wgrad high together or not at all",
-                {"high_gemms": ("dgrad", "wgrad")},
-            ),
-            (
-                precision.fp8_params,
-                f"with {te} weights stay in model.dtype",
-                {"fp8_params": False},
-            ),
-        ],
-        "torchao": [
-            (
-                not rowwise and scaling != "tensorwise",
-                f"torchao has no {scaling} scaling in training",
-                {},
-            ),
-            (
-                rowwise and fmt != "e4m3",
-                "torchao's rowwise GEMMs take E4M3 operands only",
-                {"format": "e4m3"},
-            ),
-            (
-                fmt == "e5m2",
-                "torchao's GEMMs take no pair of E5M2 operands",
-                {"format": "hybrid"},
-            ),
-        ],
-    }
-    return next(((no, instead) for lacks, no, instead in limits[name] if lacks), ("", {}))
+    rowwise, te = scaling in ("rowwise", "rowwise_with_gw_hp"), ENGINES["te"]
+    if name == "torchao":
+        if not rowwise and scaling != "tensorwise":
+            yield f"torchao has no {scaling} scaling in training", {}
+        if rowwise and fmt != "e4m3":
+            yield "torchao's rowwise GEMMs take E4M3 operands only", {"format": "e4m3"}
+        if fmt == "e5m2":
+            yield "torchao's GEMMs take no pair of E5M2 operands", {"format": "hybrid"}
+        return
+    if rowwise:
+        yield f"{te} has no {scaling} scaling", {}
+    if fmt == "e5m2":
+        yield f"{te} has no pure E5M2", {"format": "hybrid"}
+    if scaling == "delayed" and precision.pow2_scales:
+        yield f"{te}'s delayed scales are not powers of two", {"power_of_two_scales": None}
+    if scaling == "delayed" and high:
+        yield f"{te} keeps no GEMM high under delayed scaling", {"high_gemms": ()}
+    if high and set(high) != {"dgrad", "wgrad"}:
+        both = {"high_gemms": ("dgrad", "wgrad")}
+        yield f"{te} keeps dgrad and wgrad high together or not at all", both
+    if precision.fp8_params:
+        yield f"with {te} weights stay in model.dtype", {"fp8_params": False}
 
 
 LIMITED = ("te", "torchao")
@@ -289,6 +270,30 @@ def _check_saved_mlp(precision: PrecisionConfig, device: Device) -> None:
             why="torch.compile puts the casts into a layer's graph; of uncompiled layers more "
             "would have to be kept than is read",
             fix="precision.compile=on, or ~precision.saved_mlp",
+        )
+
+
+def check_launcher(precision: PrecisionConfig, device: Device) -> None:
+    """Refuse compiled layers, and kernels of our own, that could not be launched on this GPU.
+
+    Args:
+        precision: resolved.
+
+    Raises:
+        MissingExtraError: says what Triton lacks.
+    """
+    if device.kind != "cuda" or device != this_device():
+        return
+    frozen = precision.frozen == "fp8" and precision.backend != "emulated"
+    own = frozen and precision.kernels in ("auto", "triton")
+    if (own or compiles(precision, device)) and not (can := has_launcher()):
+        without = "precision.kernels=eager" if own else "precision.compile=off"
+        raise MissingExtraError(
+            f"Triton cannot run kernels on {device.name}",
+            where="torch.compile, and casts of frozen weights",
+            why=can.reason,
+            fix="install a C compiler and Python's headers (apt-get install gcc python3-dev) or "
+            f"set CC; or {without}, which is slower",
         )
 
 

@@ -21,8 +21,7 @@ from finetune.config.sft import fsdp_settings
 from finetune.config.train import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes
-from finetune.hardware.launcher import check_launcher
-from finetune.hardware.requirements import Resolution, check_here, resolve
+from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
 from finetune.training.model import Attention, resolve_attention, sketch

@@ -12,7 +12,7 @@ import pytest
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
-from finetune.hardware import launcher, requirements
+from finetune.hardware import requirements
 from finetune.hardware.requirements import FP8_GPUS, TE_EXTRA, check_here, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 from tests.hardware.test_gemm_engine import RTX5090
@@ -126,12 +126,12 @@ def test_a_machine_without_a_c_compiler_is_refused_before_a_model_is_loaded(
     runtime = SimpleNamespace(driver=Driver())
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
-    monkeypatch.setattr(launcher, "this_device", lambda: H100)
-    launcher.has_launcher.cache_clear()
+    monkeypatch.setattr(requirements, "this_device", lambda: H100)
+    requirements.has_launcher.cache_clear()
 
     def check(*overrides: str) -> None:
         precision = load_recipe(overrides[0], overrides[1:]).config.precision
-        launcher.check_launcher(resolve(precision, H100).precision, H100)
+        requirements.check_launcher(resolve(precision, H100).precision, H100)
 
     try:
         for recipe in (("tiny_lora_fp8",), ("tiny_full_fp8", "precision.scaling=tensorwise")):
@@ -142,4 +142,4 @@ def test_a_machine_without_a_c_compiler_is_refused_before_a_model_is_loaded(
             check(*recipe, without)
         check("tiny_lora_bf16")
     finally:
-        launcher.has_launcher.cache_clear()
+        requirements.has_launcher.cache_clear()

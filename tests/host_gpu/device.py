@@ -317,7 +317,6 @@ def _without_triton() -> None:
 
     from torch import nn
 
-    from finetune.hardware import launcher
     from finetune.hardware.device import Verdict
     from finetune.precision import kernels
 
@@ -333,7 +332,7 @@ def _without_triton() -> None:
 
     double = Verdict(True, "a double of Triton")
     requirements.has_triton = frozen.has_triton = lambda: double
-    launcher.has_launcher = lambda: double
+    requirements.has_launcher = lambda: double
     compile = nn.Module.compile
 
     def only_traced(self: nn.Module, *args: Any, options: Any = None) -> None:

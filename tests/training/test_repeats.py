@@ -9,8 +9,7 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from finetune.training.health.monitor import HealthMonitor
-from finetune.training.repeats import repeated_rows, repeats_line
+from finetune.training.health.monitor import HealthMonitor, repeated_rows, repeats_line
 
 
 def loader_of(rows: int, batch: int, *, processes: int = 2, drop: bool = False, **settings):
