@@ -100,7 +100,7 @@ _BY_KIND = {
     "dequantize": StepPart.DEQUANTIZE,
 }  # fmt: skip
 SIBLINGS = ".lora_siblings"
-"""Behind a layer's name, the module of products of several adapters (`trace.siblings`)."""
+"""Behind a layer's name, the module of products of several adapters (`trace.compiled_graph`)."""
 _SMALL = 2**16
 _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 

@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
-from finetune.estimator.trace.saved_mlp import Entry, in_order, keep_in_fp8
-from finetune.estimator.trace.siblings import join_siblings
+from finetune.estimator.trace.compiled_graph import Entry, in_order, join_siblings, keep_in_fp8
 from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
 
 if TYPE_CHECKING:
