@@ -81,7 +81,7 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(folder: Path | str) -> Run:
-    """The run in a folder; if it is none, a `ConfigError` names the nearest run."""
+    """The run in a folder; if it is none, a `ConfigError` names that around it, or the nearest."""
     folder = user_path(folder)
     if is_run(folder):
         return Run(folder)
@@ -93,16 +93,18 @@ def read_run(folder: Path | str) -> Run:
         inside = next((p for p in folder.parents if p.is_dir()), Path())
         inside = Path("runs") if inside in (Path(), inside.parent) else inside
     known = [str(run.folder) for run in (find_runs(inside) if inside.is_dir() else [])]
-    fix = "give the folder that the run printed at its end, runs/<recipe>/<time>-<id>"
+    what, fix = "no run folder", "give the folder that the run printed, runs/<recipe>/<time>-<id>"
     close = None if folder.is_dir() else nearest(str(folder), known)
-    if folder.is_file() and is_run(folder.parent):
-        fix = f"it lies in the run {folder.parent}"
+    around = next((p for p in folder.parents if is_run(p)), None) if folder.exists() else None
+    if around is not None:
+        what, fix = "a part of a run, and no run", f"the run is {around}"
+        if (step := folder.name.partition("checkpoint-")[2]).isdigit():
+            fix += f"; --checkpoint {step} of resume, generate and evaluate takes that one"
     elif close:
         fix = f"the nearest run is {close}"
     elif known:
         fix = f"the newest run {'in it ' if folder.is_dir() else ''}is {known[0]}"
-    what = f"{str(folder)!r} is no run folder"
-    raise ConfigError(what, where=str(folder.absolute()), why=why, fix=fix)
+    raise ConfigError(f"{str(folder)!r} is {what}", where=str(folder.absolute()), why=why, fix=fix)
 
 
 def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
@@ -124,28 +126,18 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
     folder, out = user_path(name), user_path(out)
     if (folder / "config.yaml").is_file():
         return folder
-    runs = newest_runs(out) if name == LAST else newest_runs(out, name)
-    if runs and len(Path(name).parts) == 1:
+    runs = newest_runs(out, None if name == LAST else name)
+    if len(Path(name).parts) > 1 or (folder.exists() and not runs):
+        return read_run(folder).folder
+    if runs:
         return runs[0]
-    inside = newest_runs(folder.parent, folder.name) if folder.is_dir() else []
-    recipes = sorted({recipe_of(run) for run in newest_runs(out)})
-    newest = ", ".join(map(str, (inside or newest_runs(out))[:SHOWN]))
-    around = next((p for p in folder.parents if is_run(p)), None)
-    if around is not None and folder.exists():
-        step = folder.name.partition("checkpoint-")[2]
-        option = f"; --checkpoint {step} of resume, generate and evaluate takes that one"
-        raise ConfigError(
-            f"{name!r} is a part of a run, and no run",
-            where=str(folder.absolute()),
-            fix=f"the run is {around}" + option * step.isdigit(),
-        )
-    what = f"there is no run {name!r}{did_you_mean(name, [LAST, *recipes])}"
+    others = newest_runs(out)
+    known = did_you_mean(name, [LAST, *sorted(set(map(recipe_of, others)))])
     raise ConfigError(
-        "there is no run yet" if name == LAST else what,
+        "there is no run yet" if name == LAST else f"there is no run {name!r}{known}",
         where=str((out if name == LAST else folder).absolute()),
-        why="a run folder holds config.yaml" if folder.is_dir() else "",
-        fix=f"the newest: {newest}"
-        if newest
+        fix=f"the newest: {', '.join(map(str, others[:SHOWN]))}"
+        if others
         else "train one: python -m finetune tiny_lora_fp8; a run elsewhere is named by its folder",
     )
 

@@ -491,10 +491,10 @@ def test_unknown_target(lora_run, tmp_path, cli):
 def test_not_a_run_folder(lora_run, tmp_path, cli):
     said = cli("export", tmp_path / "nowhere", "--to", "merged", tmp_path / "out")
     assert said.code == 2
-    assert "there is no run" in said.err
+    assert "is no run folder" in said.err
     said = cli("export", lora_run.parent, "--to", "merged", tmp_path / "out")
     assert said.code == 2
-    assert f"the newest: {lora_run}" in said.err
+    assert f"the newest run in it is {lora_run}" in said.err
 
 
 def test_the_last_run_is_exported_by_that_name(lora_run, tmp_path, cli, monkeypatch):

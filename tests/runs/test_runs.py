@@ -213,7 +213,7 @@ def test_a_folder_that_is_none_names_the_nearest_run(run, tmp_path, path, names)
 def test_a_file_is_called_a_file_and_its_run_named(run):
     with pytest.raises(ConfigError, match="it is a file") as caught:
         read_run(run / "receipt.json")
-    assert caught.value.fix == f"it lies in the run {run}"
+    assert caught.value.fix == f"the run is {run}"
 
 
 def test_a_part_of_a_run_names_the_run_and_its_checkpoint(run):
@@ -224,6 +224,12 @@ def test_a_part_of_a_run_names_the_run_and_its_checkpoint(run):
             find_run(str(part))
         assert caught.value.fix.startswith(f"the run is {run}{says}")
     assert find_run(str(run)) == run
+
+
+def test_a_path_that_is_no_run_is_answered_as_by_report(run, tmp_path):
+    with pytest.raises(ConfigError, match="is no run folder") as caught:
+        find_run(str(run)[:-2])
+    assert caught.value.fix == f"the nearest run is {run}"
 
 
 def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
