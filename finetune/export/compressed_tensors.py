@@ -31,7 +31,8 @@ Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, N
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import importlib
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -108,6 +109,31 @@ def quantization_config(target: str, ignore: list[str]) -> dict[str, Any]:
         ignore=ignore,
     )
     return config.model_dump(mode="json", exclude_none=True)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Load without two progress bars, which compressed-tensors (0.20) shows under TQDM_DISABLE."""
+    from tqdm import tqdm
+
+    class Hidden(tqdm):
+        """A bar that is not shown."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"disable": True})
+
+    modules: list[Any] = []
+    for name in ("offload.dispatch", "quantization.lifecycle.apply"):
+        with contextlib.suppress(ImportError):  # another version has them elsewhere
+            modules.append(importlib.import_module(f"compressed_tensors.{name}"))
+    modules = [module for module in modules if hasattr(module, "tqdm")]
+    for module in modules:
+        module.tqdm = Hidden
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.tqdm = tqdm
 
 
 def encode_fp8(weight: Tensor) -> dict[str, Tensor]:

@@ -162,7 +162,7 @@ def export_run(
     from transformers import AutoTokenizer
 
     say = bind((console or output()).print, soft_wrap=True)
-    finished, out = open_run(run), user_path(out).absolute()
+    finished, out = open_run(run), user_path(out).resolve()
     refuse_foreign_code(finished.config, finished.folder, trust_remote_code)
     _refuse_target(to, finished)
     config, adapter = finished.config, finished.model if finished.has_adapter else None
@@ -231,17 +231,22 @@ def check_export(
     reference: Observation,
 ) -> Parity:
     """Load an export as users would and compare it with the reference's outputs."""
-    if to != "adapter":
-        model = load_stock(folder, run.config)
-    else:
-        from peft import PeftConfig
+    # compressed-tensors unpacks weights when loading, or in the first forward.
+    quiet = compressed_tensors.without_bars() if to in QUANTIZED else contextlib.nullcontext()
+    with quiet:
+        return parity.compare(reference, parity.observe(_loaded(folder, to, run), batches))
 
-        named = PeftConfig.from_pretrained(str(folder))
-        base = str(named.base_model_name_or_path)
-        original = run.config.model.model_copy(update={"name": base, "revision": named.revision})
-        stored = Path(base) if Path(base).is_dir() else weights_folder(original)
-        model = load_stock(stored, run.config, adapter=folder)
-    return parity.compare(reference, parity.observe(model, batches))
+
+def _loaded(folder: Path, to: str, run: FinishedRun) -> Any:
+    if to != "adapter":
+        return load_stock(folder, run.config)
+    from peft import PeftConfig
+
+    named = PeftConfig.from_pretrained(str(folder))
+    base = str(named.base_model_name_or_path)
+    original = run.config.model.model_copy(update={"name": base, "revision": named.revision})
+    stored = Path(base) if Path(base).is_dir() else weights_folder(original)
+    return load_stock(stored, run.config, adapter=folder)
 
 
 def _refuse_target(to: str, run: FinishedRun) -> None:
@@ -278,7 +283,7 @@ def _observe_reference(
     with _naming_the_rows(run):
         batches = batches_of(run.config, model)
     outputs = parity.observe(model.eval(), batches.evaluation)
-    parity.check_reference(outputs.loss, run.eval_loss)
+    parity.check_reference(outputs.loss, parity.likelihood_of(run.config.train, run.eval_loss))
     largest = {}
     if calibrate:
         largest = compressed_tensors.input_amax(model, calibrate, batches.calibration)

@@ -141,7 +141,7 @@ def _most_others(agreement: float, positions: int) -> float:
 
 
 class Batches(NamedTuple):
-    """Batches as the model takes them: of the run's first evaluation rows, and of training rows."""
+    """Batches as the model takes them: of the run's evaluation rows, and of training rows."""
 
     evaluation: list[dict[str, Any]]
     calibration: list[dict[str, Any]]
@@ -196,7 +196,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
     held_out = rows.first(EVALUATION_ROWS) if rows.eval is None else rows.eval
     kind = "training rows (the run kept none for evaluation)" if rows.eval is None else "eval rows"
-    evaluation = _first(held_out, EVALUATION_ROWS)
+    evaluation = _spread(held_out, EVALUATION_ROWS)
     train = {key: value for key, value in config.train.items() if key in ABOUT_ROWS}
     sizes = {f"per_device_{part}_batch_size": BATCH for part in ("train", "eval")}
     only = config.model_copy(update={"train": train | sizes | {"report_to": "none"}})
@@ -215,8 +215,13 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
         )
 
 
-def _first(rows: Dataset, count: int) -> Dataset:
-    return rows.select(range(min(count, len(rows))))
+def _spread(rows: Dataset, count: int) -> Dataset:
+    """So many rows from all parts: the first ones may be of one of several files, or the easy ones.
+
+    Two of the rows 0 to 4 are 0 and 2.
+    """
+    kept = min(count, len(rows))
+    return rows.select([number * len(rows) // kept for number in range(kept)])
 
 
 def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
@@ -274,13 +279,22 @@ def compare(reference: Observation, export: Observation) -> Parity:
     )
 
 
+def likelihood_of(train: dict[str, Any], eval_loss: float | None) -> float | None:
+    """A run's eval loss where it is a mean of -ln p of the labels, as `observe` computes it.
+
+    That of `loss_type=dft` is weighted by p, that under label smoothing has all other tokens in it.
+    """
+    is_other = train.get("loss_type") == "dft" or float(train.get("label_smoothing_factor") or 0)
+    return None if is_other else eval_loss
+
+
 def check_reference(loss: float, reported: float | None) -> None:
     """Raise if the reference is not the model that the run evaluated.
 
     Args:
         loss: loss of the original weights under the run's adapter, over all positions.
-        reported: eval loss of the run, or None. It averages batches instead of positions, and its
-            base may have been stored in FP8 or NF4: a few percent apart.
+        reported: eval loss of the run (`likelihood_of`), or None. It averages batches instead of
+            positions, and its base may have been stored in FP8 or NF4: a few percent apart.
 
     Raises:
         ParityError: they differ by more than that explains.

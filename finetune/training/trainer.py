@@ -281,9 +281,13 @@ class _Run:
         return changed or before not in (None, session.resolution.label)
 
     def was_just_evaluated(self) -> bool:
-        """True if the last metrics row is an evaluation, or there are no evaluation rows."""
+        """True if the last evaluation is of the weights at the end, or no rows are there for it."""
+        state = self.trainer.state
         if self.rows.eval is None:
             return True
+        best = state.best_global_step if state.best_model_checkpoint is not None else None
+        if self.args.load_best_model_at_end and best not in (None, state.global_step):
+            return False  # the best weights have taken the place of the last ones
         steps = [row["step"] for row in self.metrics.rows if "eval_loss" in row]
         return bool(steps) and steps[-1] == self.metrics.rows[-1]["step"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -406,6 +407,25 @@ def test_a_reference_that_is_not_the_run_is_found(loss, held):
         parity.check_reference(loss, 0.77)
 
 
+@pytest.mark.parametrize(
+    ("setting", "held"),
+    [({}, 2.0), ({"loss_type": "nll"}, 2.0), ({"loss_type": "dft"}, None),
+     ({"label_smoothing_factor": 0.1}, None)],
+)  # fmt: skip
+def test_an_eval_loss_that_is_no_likelihood_is_no_reference(setting, held):
+    """A run under label smoothing or DFT could not be exported: its rows were called others."""
+    assert parity.likelihood_of(setting, 2.0) == held
+
+
+def test_rows_to_compare_are_of_all_parts():
+    """The first 128 of two files were of one: 25 % from the loss of all, an export was refused."""
+    rows = Dataset.from_dict({"n": list(range(1000))})
+    chosen = parity._spread(rows, 128)["n"]
+    assert len(set(chosen)) == 128
+    assert sum(n < 500 for n in chosen) == 64
+    assert parity._spread(rows.select(range(5)), 128)["n"] == list(range(5))
+
+
 def test_rows_without_a_position_that_counts():
     batch = {"input_ids": ids(), "labels": torch.full_like(ids(), -100)}
     model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)
@@ -422,7 +442,11 @@ def test_taken_folder_is_refused_unless_forced(lora_run, tmp_path, exported):
     with pytest.raises(ConfigError, match=r"not empty(.|\n)*--force"):
         export_run(lora_run, "adapter", out, console=QUIET)
     (out / "old").write_text("")
-    export_run(lora_run, "adapter", out, force=True, console=QUIET)
+    link = tmp_path / "on another disk"  # it stays a link: what it leads to is replaced
+    link.symlink_to(out)
+    export_run(lora_run, "adapter", link, force=True, console=QUIET)
+    assert link.is_symlink()
+    assert (out / "export.json").is_file()
     assert not (out / "old").exists()
 
 
@@ -467,6 +491,7 @@ def test_stopped_export_leaves_nothing(error, lora_run, tmp_path, monkeypatch, c
 def test_command_prints_the_parity(lora_run, tmp_path, cli):
     said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
     assert said.code == 0
+    assert not {"Applying", "Dispatching"} & set(said.err.split()), "bars of compressed-tensors"
     assert "in fp8: 28 linear layers; as they were: lm_head" in said.out
     assert "parity on 8 of 8 eval rows: loss" in said.out
     record = cli("export", lora_run, "--to", "adapter", tmp_path / "json", "--json")

@@ -407,3 +407,20 @@ def test_training_from_a_thread(tmp_path) -> None:
     thread.start()
     thread.join()
     assert found[0].receipt.status == "proven"
+
+
+def test_the_eval_loss_of_a_run_is_that_of_the_model_it_keeps(tmp_path) -> None:
+    """With `load_best_model_at_end` it was that of the last step, whose weights are gone."""
+    recipe = load_recipe("tiny_full_bf16", [
+        "data.max_rows=160", "eval.samples=false", "train.max_steps=10", "train.learning_rate=2e-2",
+        "train.eval_steps=5", "train.save_strategy=steps", "train.save_steps=5",
+        "train.load_best_model_at_end=true",
+    ])  # fmt: skip
+    report = train(recipe, out=tmp_path, console=QUIET)
+    losses = {}
+    for row in read_run(report.folder).rows:
+        if "eval_loss" in row:
+            losses.setdefault(row["step"], []).append(row["eval_loss"])
+    (best,), (last, kept) = losses[5], losses[10]
+    assert best < last
+    assert report.eval_loss == kept == pytest.approx(best, rel=1e-4)
