@@ -9,9 +9,10 @@ of freedom. It holds for other seeds of the same recipe and rows, not for other 
 the gap is above -margin and below +margin, each at level alpha = 1 - confidence; that is, the
 interval at 1 - 2 alpha lies inside the margin. If it lies wholly outside, the two differ by more
 than the margin; if it straddles the margin, the verdict is `undecided`: a wide interval is no
-evidence of equivalence. So each verdict is wrong in at most alpha of the cases, wherever the true
-gap lies. Requiring it of two losses needs no correction (intersection-union test; Berger 1982,
-Technometrics 24:295). One seed has no spread, so no interval and no verdict.
+evidence of equivalence. So each verdict on a loss is wrong in at most alpha of the cases, wherever
+the true gap lies. Requiring equivalence of two losses needs no correction (intersection-union test;
+Berger 1982, Technometrics 24:295). That one of two differs is said wrongly in up to 2 alpha of the
+cases, where both gaps are the margin itself. One seed has no spread, so no interval and no verdict.
 `python -m tests.benchmarks.interval_coverage` measures the coverage of each statement.
 
 *Speed.* Step s of both sides has the same tokens, so tokens per second are divided step by step;

@@ -13,6 +13,7 @@ from finetune.cli import AsJson, Overrides
 from finetune.errors import ConfigError
 from finetune.logging import busy, output
 from finetune.logging import whole as line
+from finetune.runs.checkpoints import launcher_of
 
 if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
@@ -116,6 +117,7 @@ def estimate(
         console.print(part)
     place = ["--gpu", gpu] if gpu else []
     place += ["--memory", f"{memory:g}"] if memory else []
+    place += ["--gpus", str(gpus)] if gpus > 1 else []
     console.print(line(_next(result, [recipe, *(overrides or ())], place)), crop=False)
 
 
@@ -129,10 +131,14 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
     from finetune.estimator.knobs import as_typed
 
     if found.fit != "does not fit":
-        return f"next{', on such a GPU' * bool(place)}: python -m finetune {shlex.join(run)}"
+        count = found.place.count
+        where = f", on {'such a GPU' if count == 1 else f'{count} such GPUs'}" if place else ""
+        return f"next{where}: {launcher_of(count)} -m finetune {shlex.join(run)}"
     again, change = f"python -m finetune estimate {shlex.join(run)}", ["--fit gpu"]
     if found.advised is not None and found.advised.together is not None:
         change = [x for x in found.advised.together.change if not x[0].isupper()]  # no variables
+        if any(x.startswith("--gpus") for x in change) and "--gpus" in place:
+            place = place[: place.index("--gpus")]
         again += f" {shlex.join(place)}" if place else ""
     return f"next: {again} {as_typed(change)}"
 
@@ -170,10 +176,12 @@ def _searched(
 
 
 def _calibrate() -> None:
-    from finetune.estimator.speed.calibration import calibrate, save_calibration
+    from finetune.estimator.speed.calibration import calibrate, calibration_file, save_calibration
     from finetune.hardware.device import this_device
 
-    found = calibrate(this_device())
+    device = this_device()
+    calibration_file(device.name)  # it may not be writable, which is better known before
+    found = calibrate(device)
     kept = save_calibration(found)
     sustained = ", ".join(f"{name} {value:.3g}" for name, value in found.tflops.items())
     output(stderr=True).print(

@@ -24,8 +24,8 @@ DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
 WIDE = 112
 """Columns of a terminal from which every fact of a run has a column; a pipe is as wide."""
-FACTS = 30
-"""Columns that the facts in a narrow terminal need beside a run's name."""
+FACTS, COMPARED_FACTS = 30, 60
+"""Columns that the facts in a narrow terminal need beside a run's name, or a comparison's."""
 
 
 def list_runs(out: Path | None, *, as_json: bool) -> None:
@@ -51,7 +51,12 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
     elif runs:
         console.print(_table_of(runs, console.width))
     if compared:
-        console.print(_comparisons(compared, gap=bool(runs)))
+        console.print(Text("\ncomparisons" if runs else "comparisons", style="bold"))
+        rows = list(map(_comparison_row, compared))
+        if console.width < COMPARED_FACTS + max(len(row["folder"]) for row in rows):
+            print_blocks(console, rows)
+        else:
+            console.print(_comparisons(rows))
 
 
 def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
@@ -127,20 +132,23 @@ def _comparison(folder: Path) -> dict[str, Any]:
     }
 
 
-def _comparisons(compared: list[dict[str, Any]], *, gap: bool) -> Table:
-    titles = ("verdict", "a against b", "seeds", "loss", "eval loss", "speed", "folder")
-    title = "\ncomparisons" if gap else None
-    options: Any = {"title": title, "title_justify": "left", "title_style": "bold"}
-    table = plain_table(*titles, fold=titles, **options)
-    for one in compared:
-        table.add_row(
-            Text(one["verdict"], style="" if one["verdict"] == "equivalent" else "yellow"),
-            f"{one['a']} against {one['b']}",
-            str(one["seeds"]),
-            *(_shown(one["gap"].get(name), "+z.2%") for name in ("train", "eval")),
-            _shown(one["speed"], ".2f") + "x" * (one["speed"] is not None),
-            one["folder"],
-        )
+def _comparison_row(one: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "folder": one["folder"],
+        "verdict": Text(one["verdict"], style="" if one["verdict"] == "equivalent" else "yellow"),
+        "a against b": f"{one['a']} against {one['b']}",
+        "seeds": str(one["seeds"]),
+        "loss": _shown(one["gap"].get("train"), "+z.2%"),
+        "eval loss": _shown(one["gap"].get("eval"), "+z.2%"),
+        "speed": _shown(one["speed"], ".2f") + "x" * (one["speed"] is not None),
+    }
+
+
+def _comparisons(rows: list[dict[str, Any]]) -> Table:
+    titles = [title for title in rows[0] if title != "folder"] + ["folder"]
+    table = plain_table(*titles, fold=titles)
+    for row in rows:
+        table.add_row(*(row[title] for title in titles))
     return table
 
 

@@ -36,7 +36,7 @@ from pydantic import (
     model_validator,
 )
 
-from finetune.config.paths import ASSETS
+from finetune.config.paths import ASSETS, user_path
 from finetune.config.yaml import parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean, nearest
 from finetune.hardware.device import Device, this_device
@@ -123,7 +123,7 @@ def gpus_with_own() -> tuple[Gpu, ...]:
             GPU has; with file and line.
     """
     named = os.environ.get(OWN_VARIABLE)
-    path = Path(named or OWN_FILE).expanduser()
+    path = user_path(named or OWN_FILE)
     if not named and not path.is_file():
         return gpu_table()
     if not path.is_file():

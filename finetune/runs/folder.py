@@ -277,20 +277,25 @@ class Run:
 
     @cached_property
     def tail(self) -> list[dict[str, Any]]:
-        """The last rows of `metrics.jsonl`, without reading a long one."""
-        file = self.folder / "metrics.jsonl"
+        """The last rows of `metrics.jsonl`, one of a loss among them, without reading a long one.
+
+        A row of long sample answers may be longer than `TAIL_BYTES`.
+        """
+        file, length = self.folder / "metrics.jsonl", TAIL_BYTES
         try:
             if not os.path.isfile(file):
                 return []
             with file.open("rb") as opened:
                 size = opened.seek(0, os.SEEK_END)
-                opened.seek(max(0, size - TAIL_BYTES))
-                text = opened.read().decode("utf-8", errors="replace")
+                while True:
+                    opened.seek(max(0, size - length))
+                    text = opened.read(length).decode("utf-8", errors="replace")
+                    rows = list(_rows_of(text if length >= size else text.partition("\n")[2]))
+                    if length >= size or any("loss" in row for row in rows):
+                        return rows
+                    length *= 4
         except OSError:
             return []
-        if size > TAIL_BYTES:
-            text = text.partition("\n")[2]
-        return list(_rows_of(text))
 
 
 def finite(value: Any) -> float | None:
@@ -332,7 +337,8 @@ def _samples_in(row: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _rows_of(text: str) -> Iterable[dict[str, Any]]:
-    for line in text.splitlines():
+    # `splitlines` would also cut at U+0085 and U+2028, which JSON has as they are within a text.
+    for line in text.split("\n"):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import sys
 from html.parser import HTMLParser
@@ -14,12 +15,14 @@ import pytest
 import finetune
 from finetune.analysis.compare.result import EMULATED, read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
+from finetune.analysis.report.curves import curve
 from finetune.analysis.report.elements import Line, Num, Source, escape_md
 from finetune.analysis.report.report import as_html, as_markdown
-from finetune.analysis.report.run_page import run_page
+from finetune.analysis.report.run_page import names_of, run_page, several_page
 from finetune.analysis.report.run_source import RunSource
 from finetune.cli.app import main
 from finetune.errors import ConfigError
+from finetune.runs.folder import Run
 from finetune.runs.receipt import Receipt
 from tests.run_folders import make_comparison, make_run
 
@@ -176,6 +179,63 @@ def test_no_path_of_the_machine_leaves_with_a_page(tmp_path):
         assert shown in page
     assert "name …/llama" in page
     assert "betas 0.9 0.95" in page
+    other = make_run(tmp_path / "s", steps=8, groups=())
+    (run / "config.yaml").write_text(config.replace("path: null", f"path: {home}/a.jsonl", 1))
+    assert Run(run).config["data"]["path"] == f"{home}/a.jsonl"
+    page = as_markdown(several_page([RunSource(one, tmp_path, one.name) for one in (run, other)]))
+    assert "secret" not in page
+    assert "| data.path | […/a.jsonl]" in page
+
+
+def test_gaps_over_steps_are_of_the_seeds_whose_two_runs_are_there(tmp_path):
+    """A's seeds 43 and 44 were divided by B's 42 and 43."""
+    folder = make_comparison(tmp_path / "c", steps=8)
+    found = read_comparison(folder)
+    shutil.rmtree(folder / found.runs[0].a)
+    shutil.rmtree(folder / found.runs[2].b)
+    plots = {plot.name: plot for plot in comparison_page(found, Source(folder, folder)).plots}
+    a, b = (curve(Run(folder / run).rows, "loss").y for run in (found.runs[1].a, found.runs[1].b))
+    (line,) = plots["gap_train"].series
+    assert line.y == pytest.approx((a / b - 1).tolist())
+    shutil.rmtree(folder / found.runs[1].b)
+    names = [plot.name for plot in comparison_page(found, Source(folder, folder)).plots]
+    assert "loss" in names
+    assert not any(name.startswith("gap_") for name in names)
+
+
+def test_runs_on_a_page_have_names_of_their_own(tmp_path):
+    """Those of one recipe and seed were all called "tiny_full_fp8", and had one color."""
+    names = ("20261101-100000-aaaa-fp8-delayed", "20261101-110000-bbbb-fp8-delayed", "x/m", "y/m")
+    runs = [Run(make_run(tmp_path / name, steps=8, groups=())) for name in names]
+    found = ["aaaa", "bbbb", "m, run 3", "m, run 4"]
+    assert names_of(runs) == [f"tiny_full_fp8, {more}" for more in found]
+    assert names_of(runs[:1]) == ["tiny_full_fp8"]
+
+
+def test_a_run_that_ended_in_no_number_shows_none(tmp_path):
+    """Its last number stood there, that of the step before."""
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": NaN}\n')
+    assert RunSource(run, run).course("loss").last.text == "not finite"
+    assert RunSource(run, run).course("loss").last.key == "loss at step 9"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "loss": 2.5}\n')
+    assert RunSource(run, run).course("loss").last.text == "2.5000"
+
+
+def test_damaged_scores_are_left_out(tmp_path):
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "tasks": [1]}\n{"step": 8, "tasks": {"t": 3, "u": {"acc": 0.5}}}\n')
+    assert [row[:2] for row in RunSource(run, run).tasks.rows][-1] == ("u", "acc")
+
+
+def test_letters_that_a_picture_lacks_are_no_warning(tmp_path, recwarn):
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    (run / "run.json").write_text('{"recipe": "\u65e5\u672c"}')
+    finetune.report([run, make_run(tmp_path / "s", steps=8, groups=())], to=tmp_path / "both")
+    assert not [one for one in recwarn if "Glyph" in str(one.message)]
 
 
 def test_verdicts(reports, tmp_path):

@@ -58,6 +58,8 @@ def test_the_figures_of_an_axis_are_told_apart(low, high, log):
         (range(1, 4), 9, [1, 2, 3]),
         (range(1, 10_001), 4, [0, 5000, 10_000]),
         ([50], 9, [48, 49, 50, 51, 52]),
+        ([4], 9, [4]),
+        ([1, 2], 9, [1, 2]),
     ],
 )
 def test_ticks_of_steps_are_whole_and_round(points, most, ticks):

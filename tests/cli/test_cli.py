@@ -24,6 +24,7 @@ from finetune.cli.recipes import _as_argument
 from finetune.config.paths import find_recipe, list_recipes, recipes_folder
 from finetune.config.recipe import load_recipe
 from finetune.logging import plain_table
+from finetune.runs.checkpoints import launcher_of
 from tests.asset_makers import make_recipes
 from tests.conftest import CPU, H100
 
@@ -649,9 +650,10 @@ def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
     """Training what does not fit, or on a machine that was not asked about, is no next step."""
     from finetune.cli.estimate import _next
 
-    def after(fit: str, change: tuple[str, ...] | None, place: list[str]) -> str:
-        together = change and SimpleNamespace(change=change)
-        found: Any = SimpleNamespace(fit=fit, advised=SimpleNamespace(together=together))
+    def after(fit: str, change: tuple[str, ...] | None, place: list[str], gpus: int = 1) -> str:
+        advised = SimpleNamespace(together=change and SimpleNamespace(change=change))
+        count = SimpleNamespace(count=gpus)
+        found: Any = SimpleNamespace(fit=fit, advised=advised, place=count)
         return _next(found, ["r.yaml", "train.seed=1"], place)
 
     run, again = "python -m finetune r.yaml train.seed=1", "python -m finetune estimate r.yaml"
@@ -668,6 +670,12 @@ def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
         f"next: {again} train.seed=1 --gpu 'RTX 4090' --gpus 4 lora.r=16 "
         "'train.fsdp_config={version: 2}'"
     )
+    eight = ["--gpu", "H100", "--gpus", "8"]  # one process would train on one of them
+    said = after("fits", None, eight, 8)
+    assert said == f"next, on 8 such GPUs: {run}".replace("python", launcher_of(8))
+    again += " train.seed=1 --gpu H100"
+    assert after("does not fit", ("lora.r=16",), eight, 8) == f"next: {again} --gpus 8 lora.r=16"
+    assert after("does not fit", ("--gpus 4",), eight, 8) == f"next: {again} --gpus 4"
 
 
 def test_the_scoreboard_says_where_it_is(cli) -> None:

@@ -19,7 +19,7 @@ from finetune.estimator.speed.calibration import (
 from finetune.estimator.speed.operators import Product
 from finetune.estimator.speed.roofline import Roofline, efficiency_of, host, shape_share
 from finetune.hardware.device import Device, this_device
-from finetune.hardware.gpus import find_gpu, named_gpu
+from finetune.hardware.gpus import find_gpu, gpu_table, gpus_with_own, named_gpu
 from tests.benchmarks.score.setting import Setting, Shape
 from tests.benchmarks.score.workload import write_step
 
@@ -54,6 +54,30 @@ def test_a_file_that_is_no_calibration_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         load_calibration(H100.device)
     assert str(path) in str(caught.value)
+
+
+def test_a_user_without_a_home_has_no_calibration_and_no_gpus_of_its_own(monkeypatch):
+    """As in a container started with a number for a user: each estimate was a traceback."""
+    for name in ("HOME", "XDG_CACHE_HOME", "FINETUNE_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert load_calibration(H100.device) is None
+    assert gpus_with_own() == gpu_table()
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        save_calibration(H100)
+
+
+def test_a_calibration_that_could_not_be_kept_is_not_measured(tmp_path, monkeypatch, cli):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("finetune.estimator.speed.calibration.calibrate", pytest.fail)
+    done = cli("estimate", "--calibrate")
+    assert done.code == 2
+    assert "XDG_CACHE_HOME=FOLDER" in done.err
 
 
 def test_shares_give_back_what_was_measured():

@@ -15,7 +15,7 @@ from finetune import find_runs
 from finetune.config.paths import find_recipe
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
-from finetune.runs.folder import QUIET, Run, write_start
+from finetune.runs.folder import QUIET, TAIL_BYTES, Run, write_start
 from finetune.runs.lookup import find_comparisons, find_run, read_run
 from finetune.runs.receipt import Receipt
 from tests.run_folders import make_comparison, make_run
@@ -165,6 +165,30 @@ def test_a_long_log_is_summed_up_from_its_end(tmp_path):
     assert (run / "metrics.jsonl").stat().st_size > 3 * 2**16
     assert found.summary()["step"] == 2000
     assert "rows" not in vars(found), "the whole file was read"
+
+
+def test_a_row_that_is_longer_than_the_end_which_is_read_hides_no_step(tmp_path):
+    """Twenty long answers are more: a run in its third hour was at step 0."""
+    run = make_run(tmp_path / "long", steps=400)
+    (run / "report.json").unlink()
+    said = [{"prompt": "?", "answer": "word " * TAIL_BYTES}]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 400, "samples": said, "precision": "BF16"}) + "\n")
+    found = Run(run).summary()
+    assert (found["step"], found["precision"]) == (400, "BF16")
+    losses = [row["loss"] for row in Run(run).rows if "loss" in row]
+    assert found["loss"] == losses[-1]
+
+
+@pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85"])
+def test_a_line_break_of_unicode_in_an_answer_ends_no_row(letter, run):
+    """JSON has them as they are; `str.splitlines` cuts there, and the row was left out."""
+    whole = Run(run).rows
+    row = {"step": 41, "samples": [{"prompt": f"a{letter}b", "answer": f"{letter}c"}]}
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    assert Run(run).rows == [*whole, row]
+    assert Run(run).last_step == 41
 
 
 def test_steps_of_an_epoch_run_follow_from_its_epochs(run):

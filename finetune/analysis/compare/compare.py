@@ -81,7 +81,8 @@ def compare(
         overrides: `section.key=value` for both; prefixed `a.` or `b.` for one of them.
         seeds: number of seeds, counted up from the recipe's own, or a list of seeds.
         margin: relative gap of final losses that counts as none.
-        confidence: of the intervals; the verdict errs in at most 1 - confidence of the cases.
+        confidence: of the intervals; the verdict on a loss errs in at most 1 - confidence of the
+            cases.
         allow: compare although training settings differ; the result lists the differences.
         out: folder of runs; the comparison is in `out/compare/<a>-vs-<b>/<time>`.
         jobs: concurrent runs on a CPU; default two where there are two cores.

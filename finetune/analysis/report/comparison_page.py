@@ -214,13 +214,16 @@ class Losses(NamedTuple):
 
 def _trajectories(c: Sides) -> list[Plot | Row]:
     parts: list[Plot | Row] = []
+    seeds = {s.label for s in c.a} & {s.label for s in c.b}  # a run folder may be gone
+    paired = [[s for s in side if s.label in seeds] for side in (c.a, c.b)]
     for key, (title, column) in LOSSES.items():
         a, b = _losses(c.a, column), _losses(c.b, column)
         if a is None or b is None:
             continue
         links = tuple(s.num(f"{s.run.recipe}, {s.label}", METRICS, column) for s in (*c.a, *c.b))
         plots = [_band_plot(c, "loss" if key == "train" else "eval_loss", title, a, b, links)]
-        if (gap := _gap_plot(c, key, title, a, b, links)) is not None:
+        pairs = [_losses(side, column) for side in paired]
+        if (gap := _gap_plot(c, key, title, pairs[0], pairs[1], links)) is not None:
             plots.append(gap)
         if key == "eval" and len(plots) > 1:  # few points need no more width
             parts.append(Row(tuple(replace(plot, size="half") for plot in plots)))
@@ -278,11 +281,13 @@ def _band_plot(
 
 
 def _gap_plot(
-    c: Sides, key: str, title: str, a: Losses, b: Losses, links: tuple[Num, ...]
+    c: Sides, key: str, title: str, a: Losses | None, b: Losses | None, links: tuple[Num, ...]
 ) -> Plot | None:
     """A / B - 1 at each step: mean and range over paired seeds."""
+    if a is None or b is None:
+        return None
     steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    if len(a.losses) != len(b.losses) or len(steps) < 2:
+    if len(steps) < 2:
         return None
     gaps = a.losses[:, at_a] / b.losses[:, at_b] - 1
     end = signed(float(gaps[:, -1].mean()))

@@ -159,6 +159,9 @@ def draw_plot(axes: Axes, plot: Plot) -> None:
     values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
     axes.set_xlabel(plot.over, loc="right", labelpad=1)
     axes.margins(x=0.01)
+    left, right = axes.get_xlim()
+    if right - left < 1 and plot.over == "step":  # a single step: no other one is on the axis
+        axes.set_xlim((left + right - 1) / 2, (left + right + 1) / 2)
     low, high = axes.get_ylim()
     if plot.log and min(values) > 0 and max(values) > 4 * min(values):
         axes.set_yscale("log")
@@ -179,7 +182,9 @@ def draw_plot(axes: Axes, plot: Plot) -> None:
 def set_ticks(axes: Axes, plot: Plot, ticks: int) -> None:
     """Put at most `ticks` figures on the horizontal axis."""
     if plot.over == "step":
-        axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(
+            MaxNLocator(ticks, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+        )
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))

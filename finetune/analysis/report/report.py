@@ -14,6 +14,7 @@ import hashlib
 import html
 import re
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,9 @@ def write_report(
     home = paths[0] if len(paths) == 1 else Path("runs") / "reports" / stamp
     base = user_path(home if to is None else to)
     where, fix = str(base.absolute()), "choose another folder with --to"
-    with writing("the report cannot be written", where=where, fix=fix):
+    with writing("the report cannot be written", where=where, fix=fix), warnings.catch_warnings():
+        # Letters that matplotlib's own font lacks are boxes in pictures; the page has them.
+        warnings.filterwarnings("ignore", "Glyph")
         base.mkdir(parents=True, exist_ok=True)
         return _write(_page(compared, runs, base), base)
 
@@ -209,7 +212,7 @@ def as_html(page: Page, drawings: Sequence[Drawing] = ()) -> str:
 
 
 def as_markdown(page: Page) -> str:
-    lines = [line.rstrip() for line in _body(_environment("md"), page).splitlines()]
+    lines = [line.rstrip() for line in _body(_environment("md"), page).split("\n")]
     kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
     return "\n".join(kept).strip() + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from finetune.analysis.report.curves import (
 )
 from finetune.analysis.report.elements import CONFIG, MISSING, RECEIPT, Cell, Line, Num, Page, Table
 from finetune.analysis.report.run_source import RunSource
+from finetune.runs.card import without_paths
 from finetune.runs.folder import Run
 
 
@@ -69,10 +71,11 @@ def several_page(runs: Sequence[RunSource]) -> Page:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Name runs on a page: the recipe, with seed or id where names repeat."""
+    """Name runs on a page: the recipe, with seed, id or a number where names repeat."""
     names = [run.recipe for run in runs]
     seeds = [f"seed {run.config.get('train', {}).get('seed', 42)}" for run in runs]
-    for extra in (seeds, [run.name.rpartition("-")[2] for run in runs]):
+    numbers = [f"run {number}" for number in range(1, len(runs) + 1)]
+    for extra in (seeds, [_id_of(run) for run in runs], numbers):
         longer = [
             f"{name}, {more}" if names.count(name) > 1 else name
             for name, more in zip(names, extra, strict=True)
@@ -80,6 +83,12 @@ def names_of(runs: Sequence[Run]) -> list[str]:
         if len(set(longer)) > len(set(names)):
             names = longer
     return names
+
+
+def _id_of(run: Run) -> str:
+    """`2cfd` of `20261123-063059-2cfd-fp8-rowwise`; of another name all of it."""
+    stamped = re.match(r"\d{8}-\d{6}-([0-9a-f]{4})\b", run.name)
+    return stamped[1] if stamped else run.name
 
 
 def _row(s: RunSource) -> tuple[Cell, ...]:
@@ -95,7 +104,7 @@ def _row(s: RunSource) -> tuple[Cell, ...]:
 def _differences(runs: Sequence[RunSource]) -> Table:
     flat = [_flat(s.run.config) for s in runs]
     rows = [
-        (key, *(s.num(str(one.get(key, MISSING)), CONFIG, key)
+        (key, *(s.num(without_paths(str(one.get(key, MISSING))), CONFIG, key)
                 for one, s in zip(flat, runs, strict=True)))
         for key in dict.fromkeys(k for one in flat for k in one)
         if len({str(one.get(key)) for one in flat}) > 1

@@ -34,7 +34,7 @@ from finetune.analysis.report.elements import (
 from finetune.errors import ConfigError
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import COMPARISON
-from finetune.runs.receipt import Receipt, group_layers, metrics_of
+from finetune.runs.receipt import Receipt, group_layers, metrics_of, scores_in
 from finetune.units import count, elapsed, percent, plural, size_of_gib
 
 LOW = ("FP8", "FP4")
@@ -55,7 +55,7 @@ SHOWN_PROMPTS = 4
 
 
 class Course(NamedTuple):
-    """First and last value of a metric, linked, and all finite ones."""
+    """First and last value of a metric, linked, and all finite ones; the last may be none."""
 
     first: Num
     last: Num
@@ -188,12 +188,14 @@ class RunSource(Source):
         return next((row[key] for row in reversed(self.run.rows) if row.get(key)), None)
 
     def course(self, key: str) -> Course:
-        x, y, _ = curve(self.run.rows, key)
+        x, y, broken = curve(self.run.rows, key)
         if not len(y):
             return Course(Num(MISSING), Num(MISSING), [])
         first, last = (
             self.num(fixed(float(y[i])), METRICS, f"{key} at step {x[i]:.0f}") for i in (0, -1)
         )
+        if broken and broken[-1] > x[-1]:
+            last = self.num("not finite", METRICS, f"{key} at step {broken[-1]:.0f}")
         return Course(first, last, y.tolist())
 
     @property
@@ -363,7 +365,7 @@ class RunSource(Source):
     def tasks(self) -> Table:
         rows = []
         for row in self.run.rows:
-            for task, scores in (row.get("tasks") or {}).items():
+            for task, scores in scores_in(row).items():
                 for metric, value, error in metrics_of(scores):
                     key = f"tasks.{task}.{metric} at step {row['step']}"
                     step = self.num(f"{row['step']:,}", METRICS, "step")

@@ -31,7 +31,8 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from finetune.errors import ConfigError
+from finetune.config.paths import user_path
+from finetune.errors import ConfigError, writing
 from finetune.estimator.speed.operators import Precision, Product
 from finetune.estimator.speed.roofline import (
     Direction,
@@ -86,14 +87,37 @@ class Calibration(BaseModel):
 
 
 def calibration_path(device: str) -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # As typed: `Path.home()` raises for a user of a container that no file of users knows.
+    home = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower() or "device"
     return home / "fp8-finetune" / "calibration" / f"{name}.json"
 
 
+def calibration_file(device: str) -> Path:
+    """File to keep a calibration in, its folder made; asked for before a minute is measured.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path, fix = calibration_path(device), "XDG_CACHE_HOME=FOLDER, one that you may write to"
+    what = "a calibration cannot be kept"
+    if path.parts[0] == "~":
+        raise ConfigError(what, where=str(path), why="this user has no home folder", fix=fix)
+    with writing(what, where=str(path), fix=fix):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if not path.stat().st_size:  # it was not there
+            path.unlink()
+    return path
+
+
 def save_calibration(calibration: Calibration) -> Path:
-    path = calibration_path(calibration.device)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keep a calibration for predictions on this device.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = calibration_file(calibration.device)
     path.write_text(calibration.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return path
 
@@ -108,7 +132,7 @@ def load_calibration(device: str) -> Calibration | None:
     if not path.is_file():
         return None
     try:
-        return Calibration.model_validate_json(path.read_text(encoding="utf-8"))
+        return Calibration.model_validate_json(path.read_text("utf-8", errors="replace"))
     except ValidationError as error:
         raise ConfigError(
             "a stored calibration cannot be read",
