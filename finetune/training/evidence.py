@@ -104,7 +104,7 @@ def receipt_of(
         trainable=dict(proof.trainable) if proof else {},
         layers=proof.layers if proof else [],
         held=proof.sentinel.described() if proof else {},
-        environment=_environment(device) | {"patches": patches},
+        environment=environment(device) | {"patches": patches},
     )
 
 
@@ -170,7 +170,8 @@ def _effective(p: PrecisionConfig, engines: Iterable[Backend]) -> dict[str, Any]
     return found
 
 
-def _environment(d: Device) -> dict[str, Any]:
+def environment(d: Device) -> dict[str, Any]:
+    """Versions, device, processes and seed, as a receipt records them."""
     return {
         "versions": {"python": platform.python_version()}
         | {name: v for name in LIBRARIES if (v := version(name))},

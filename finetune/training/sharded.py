@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
-from finetune.precision.stored import iter_scales
 from finetune.precision.weights import dequantize_weight
 from finetune.training import low_bit
 
@@ -40,15 +39,8 @@ class WholeFiles:
     """Writes and reads a sharded trainer's checkpoints as those of one process."""
 
     def __init__(self, trainer: Any) -> None:
-        """Take the place of the trainer's own methods; rejects FP8 weights that would be saved."""
+        """Take the place of the trainer's own methods."""
         self.trainer = trainer
-        if not self.has_adapters and next(iter_scales(trainer.model), None) is not None:
-            raise ConfigError(
-                "FSDP2 cannot save a model whose frozen weights are stored in FP8",
-                where="train.fsdp, precision.frozen=fp8, no section lora",
-                why="it moves their codes without their scales",
-                fix="precision.frozen=bf16, or lora.r=8, or ~train.fsdp ~train.fsdp_config (DDP)",
-            )
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.accelerator.get_state_dict = self.model_state
         trainer._save_optimizer_and_scheduler = self.save_optimizer

@@ -33,7 +33,7 @@ from finetune.data.dataset import random_rows
 from finetune.errors import ConfigError, FinetuneError, MemoryShortError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.measure import check_sizes, measure_well
-from finetune.hardware.device import Device, available_gib, this_device, version
+from finetune.hardware.device import Device, available_gib, this_device
 from finetune.hardware.gpus import find_gpu, place_here
 from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
@@ -41,7 +41,7 @@ from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import load_tokenizer
 from finetune.training import compute_types
 from finetune.training.callbacks import StepTimer
-from finetune.training.evidence import LIBRARIES
+from finetune.training.evidence import environment
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.health.speed import mfu, work_of
 from finetune.training.memory_meter import MemoryMeter
@@ -213,13 +213,8 @@ def train_steps(
         "reserved_gib": memory.get("reserved_gib"),
         "memory": memory["measured"],
         "note": job.note,
-        "environment": {
-            "versions": {name: v for name in LIBRARIES if (v := version(name))},
-            "device": {"kind": device.kind, "name": device.name,
-                       "memory_gib": round(device.memory_gib, 1)},
-            "threads": torch.get_num_threads(),
-        },
-    }  # fmt: skip
+        "environment": environment(device) | {"threads": torch.get_num_threads()},
+    }
 
 
 def _work(receipt: Receipt, job: Job, device: Device) -> dict[str, Any]:
