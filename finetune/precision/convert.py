@@ -37,6 +37,7 @@ from finetune.precision.layers import decoder_layers, iter_weights
 from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
+from finetune.precision.peft_methods import guard_adapters
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.saved_mlp import SavedMlp
 from finetune.precision.stored import store
@@ -117,6 +118,8 @@ class Conversion:
             if layer.stored and layer.role == "head":
                 self._swap(module, HeadMixin, fp8_name=layer.name, fp8_observers=[])
                 self.head = module
+        if self.frozen is not None:
+            guard_adapters(self.model)
         self._convert_experts(modules)
         for owner, layers in self.plan.fp8_parameters.items():
             assert self.backend is not None

@@ -42,10 +42,11 @@ from finetune.precision.formats import E4M3
 from finetune.precision.gemm import compute_dtype
 from finetune.precision.layers import are_served_experts, declared_matmuls
 from finetune.precision.lora import Adapter
-from finetune.precision.stored import SCALE, CodesMixin, Fp8Bits
+from finetune.precision.stored import SCALE, CodesMixin
 from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import (
     Arithmetic,
+    Fp8Bits,
     Granularity,
     Tile,
     cast,

@@ -189,7 +189,7 @@ class LowAdapters:
     def __init__(self, layers: list[nn.Module]) -> None:
         self.passes, self.sharded = Passes(), False
         self._layers = layers
-        self._made_in = -1
+        self._made_in, self._is_alone = -1, True  # each layer casts for itself
         self._used: dict[int, int] = {}
         self._low: dict[int, tuple[Tensor, ...]] = {}
 
@@ -200,15 +200,23 @@ class LowAdapters:
         if self._made_in != self.passes.number:
             self._made_in = self.passes.number
             self._cast(dtype)
-        a, b, *low = self._low.get(key, (None, None))
-        same = low and low[0].dtype is dtype and a is active(layer)[0] and b is active(layer)[1]
-        return tuple(low) if same else ()
+        elif not self._is_alone and not self._has(layer):
+            # Another adapter computed in the last pass, a reference's or a teacher's, between
+            # forward and the recomputation of a checkpoint: that is to save what forward saved.
+            self._cast(dtype)
+        low = self._low[key][2:] if self._has(layer) else ()
+        return low if low and low[0].dtype is dtype else ()
+
+    def _has(self, layer: nn.Module) -> bool:
+        """True if the adapter of a layer that is active now has been cast."""
+        (a, b), cast = active(layer), self._low.get(id(layer), (None, None))
+        return cast[0] is a and cast[1] is b
 
     def _cast(self, dtype: torch.dtype) -> None:
         fused = [layer for layer in self._layers if layer.training and not why_not_fused(layer)]
         masters = [active(layer) for layer in fused]
         flat = [p for pair in masters for p in pair]
-        self._low = {}
+        self._low, self._is_alone = {}, True
         # Shards are gathered layer by layer (FSDP), after this: each layer casts for itself.
         whole = not self.sharded and all(type(p) in _WHOLE for p in flat)
         if not flat or not whole or any(p.dtype is dtype for p in flat):
@@ -216,6 +224,7 @@ class LowAdapters:
         with torch.inference_mode(False), torch.no_grad():
             low = cast_together(flat, dtype)
         pairs = zip(fused, masters, low[::2], low[1::2], strict=True)
+        self._is_alone = False
         self._low = {id(layer): (*pair, a, b) for layer, pair, a, b in pairs}
 
     def compiled(self, layer: nn.Module) -> None:

@@ -3,17 +3,23 @@
 They go past what the layer computes, and would take codes for numbers. Those of `READS_WEIGHT` do
 so in each forward, and cannot adapt stored weights at all. Those of `BEGINS_FROM_WEIGHT` do so when
 they are attached: over a plain model, whose base `frozen=fp8` stores afterwards, they are as good
-as any.
+as any. LoRA itself adds to what the layer gives, but some of its initial values and variants start
+from the weight, or from its type.
 
-Nothing of ours runs when PEFT attaches adapters to a model of `load_in_fp8`: the moment to refuse
-is when PEFT's layer takes the stored one for its own, or its model ours where no layer of PEFT's is
-made before it fails. Importing this module registers a hook of torch that sees both.
+Nothing of ours runs when PEFT attaches adapters. Importing this module registers a hook of torch
+that sees modules become children. The moment to refuse is
+
+    a first adapter       when PEFT's layer takes the stored one for its own, or its model ours
+                          where no layer of PEFT's is made before it fails
+    LoRA, of any number   when PEFT's layer looks for the variant of an adapter (`guard`)
+
+since a second adapter (`add_adapter`) comes to layers that PEFT made over plain weights, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -29,22 +35,57 @@ BEGINS_FROM_WEIGHT = ("AdaMSS", "DEFT", "DeLoRA", "OSF", "PSOFT", "TinyLoRA", "U
 FAILS_FIRST = ("GLoRA", "TinyLoRA")
 """Those of both kinds that fail, in words of PEFT (0.21) or torch, before they make a layer."""
 INITIAL = {
-    "pissa_init": "PiSSA",
-    "olora_init": "OLoRA",
-    "corda_init": "CorDA",
-    "mica_init": "MiCA",
-    "loftq_init": "PEFT's LoftQ",
-    "orthogonal_init": "init_lora_weights='orthogonal'",
+    "pissa": "PiSSA",
+    "olora": "OLoRA",
+    "corda": "CorDA",
+    "mica": "MiCA",
+    "loftq": "PEFT's LoftQ",
+    "orthogonal": "init_lora_weights='orthogonal'",
 }
-"""Methods of LoRA's layers for `init_lora_weights` that start from the weight, or from its type."""
-VELORA = "lora_velora_embed"
-"""What VeLoRA, an option of LoRA, keeps in the type of the weight."""
+"""Beginnings of LoRA's `init_lora_weights` that start from the weight, or from its type."""
+VARIANTS = {"use_bdlora": "BD-LoRA", "kasa_config": "KaSA", "velora_config": "VeLoRA"}
+"""Settings of LoRA whose parts are made of the weight (KaSA), or in its type."""
 
 
 def method_of(layer: nn.Module, methods: Collection[str]) -> str:
     """The one of these methods of PEFT that a layer is of, or ""."""
     package = ".".join(type(layer).__module__.split(".")[:3])
     return next((m for m in methods if package == f"peft.tuners.{m.lower()}"), "")
+
+
+def guard(layer: Any) -> None:
+    """Let a layer of PEFT's LoRA refuse adapters that would start from codes; others stay."""
+    if hasattr(type(layer), "resolve_lora_variant"):
+        layer.__dict__["resolve_lora_variant"] = MethodType(resolve_lora_variant, layer)
+
+
+def guard_adapters(model: nn.Module) -> None:
+    """`guard` the layers whose base has been stored after PEFT made them."""
+    for module in model.modules():
+        if isinstance(module._modules.get("base_layer"), StoredMixin):
+            guard(module)
+
+
+def resolve_lora_variant(layer: Any, *, config: Any, **kwargs: Any) -> Any:
+    """`LoraLayer.resolve_lora_variant`, which PEFT (0.21) calls before it makes an adapter.
+
+    Raises:
+        StorageNotComputeError: the adapter would start from the weight, which is codes.
+    """
+    base = layer.get_base_layer()
+    if isinstance(base, StoredMixin) and (method := _method_from_weight(config, base)):
+        raise _reads_codes(method, plain_first=True)
+    return type(layer).resolve_lora_variant(layer, config=config, **kwargs)
+
+
+def _method_from_weight(config: Any, base: Any) -> str:
+    """What in a configuration of LoRA starts from the weight, or ""."""
+    first = str(config.init_lora_weights).lower()
+    if first == "lora_ga" and hasattr(base, "_peft_loraga_grad"):  # without, it is the default's
+        return "LoRA-GA"
+    found = [named for start, named in INITIAL.items() if first.startswith(start)]
+    found += [named for key, named in VARIANTS.items() if getattr(config, key, None) is not None]
+    return next(iter(found), "")
 
 
 def _refuse_as_base(parent: nn.Module, name: str, child: Any) -> None:
@@ -55,17 +96,11 @@ def _refuse_as_base(parent: nn.Module, name: str, child: Any) -> None:
             raise _reads_codes(method, plain_first=method in BEGINS_FROM_WEIGHT)
         if type(parent).__name__ == "ParamWrapper":
             raise _reads_codes("target_parameters of LoRA", plain_first=False)
-        for initial in INITIAL.keys() & set(dir(parent)):
-            parent.__dict__[initial] = partial(_refuse_initial, INITIAL[initial])
-    elif name == "model" and (method := method_of(parent, FAILS_FIRST)):
-        if any(isinstance(module, StoredMixin) for module in child.modules()):
-            raise _reads_codes(method, plain_first=method in BEGINS_FROM_WEIGHT)
-    elif name == VELORA and isinstance(getattr(parent, "base_layer", None), StoredMixin):
-        raise _reads_codes("VeLoRA", plain_first=True)
-
-
-def _refuse_initial(method: str, *_: Any) -> None:
-    raise _reads_codes(method, plain_first=True)
+        guard(parent)
+        return
+    fails = method_of(parent, FAILS_FIRST) if name == "model" else ""
+    if fails and any(isinstance(module, StoredMixin) for module in child.modules()):
+        raise _reads_codes(fails, plain_first=fails in BEGINS_FROM_WEIGHT)
 
 
 def _reads_codes(method: str, *, plain_first: bool) -> StorageNotComputeError:

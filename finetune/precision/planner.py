@@ -51,8 +51,8 @@ from finetune.precision.layers import (
 )
 from finetune.precision.overrides import Choices, Part, mlp_widths, part_of
 from finetune.precision.peft_methods import READS_WEIGHT, method_of
-from finetune.precision.stored import Fp8Bits, StoredMixin, stored_as
-from finetune.precision.weights import Granularity
+from finetune.precision.stored import StoredMixin, stored_as
+from finetune.precision.weights import Fp8Bits, Granularity
 
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 ALIGNED = "linear layer, aligned"

@@ -16,8 +16,6 @@ not from the requested precision.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import PlanError, PrecisionError, StorageNotComputeError, did_you_mean, some
+from finetune.errors import PlanError, PrecisionError, did_you_mean, some
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import by_rows
 from finetune.precision.layers import (
@@ -42,84 +40,18 @@ from finetune.precision.layers import (
 from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
 from finetune.precision.weights import (
     GRANULARITIES,
+    Fp8Bits,
     FrozenLinear,
     Granularity,
-    RawCodes,
     Tile,
     dequantize_weight,
     dequantizing,
+    moving,
     quantize_slabs,
     quantize_weight,
-    refuse_merge,
     slab_rows,
     tile_of,
 )
-
-
-class Fp8Bits(nn.Parameter):
-    """A frozen parameter of FP8 bit patterns that raises when other values are assigned.
-
-    PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here;
-    others write there in place (`RawCodes`). Device moves and reloads assign the same bits.
-    """
-
-    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
-        return super().__new__(cls, data.as_subclass(Tensor), requires_grad=requires_grad)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Fp8Bits:
-        if requires_grad:
-            raise refuse_training()
-        return self
-
-    moving = False
-    """Allow assignment of `data` while the module is moved, which keeps the bits."""
-
-    @property
-    def data(self) -> Tensor:
-        bits: Tensor = Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
-        # Not to torch itself: AOTAutograd (torch 2.13) goes by the type of a parameter's data.
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        plain = self.moving or caller.startswith("torch.")
-        return bits if plain else bits.as_subclass(RawCodes)
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        # Not by value: a small adapter rounds to nothing in the type of the codes.
-        elsewhere = self.moving or new.device != self.device
-        same = elsewhere or new.data_ptr() == self.data_ptr()
-        if new.dtype is not self.dtype or not same:
-            raise refuse_merge()
-        new = new.as_subclass(Tensor)
-        Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Fp8Bits, (self.as_subclass(Tensor),)
-
-
-@contextlib.contextmanager
-def moving(parameters: Iterable[Any]) -> Iterator[None]:
-    """Let parameters of codes be moved; where FSDP2 has put its own parameter, it says nothing."""
-    marked = list(parameters)
-    for bits in marked:
-        bits.__dict__["moving"] = True
-    try:
-        yield
-    finally:
-        for bits in marked:
-            bits.__dict__.pop("moving", None)
-
-
-def refuse_training() -> StorageNotComputeError:
-    """The error of training weights that are stored in FP8."""
-    return StorageNotComputeError(
-        "weights stored in FP8 cannot be trained",
-        where="a model of load_in_fp8, or a base with precision.frozen=fp8",
-        why="codes are integers and have no gradient (only floating point has), and an update is "
-        "far smaller than one step of E4M3",
-        fix="to train all weights with FP8 compute, load the model plain and call "
-        "setup_fp8_mixed_precision_training(); to train adapters, attach them with peft",
-    )
-
 
 SCALE = "_scale"
 """Suffix of the buffer with the inverse scales of a parameter of codes."""
@@ -184,6 +116,11 @@ class StoredMixin(CodesMixin):
 
     def code_names(self) -> list[str]:
         return ["weight"]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self.compute_dtype = fn(self.weight_scale.new_empty(0, dtype=self.compute_dtype)).dtype
+        return result
 
     @property
     def bits(self) -> Tensor:

@@ -27,12 +27,14 @@ transposed copy is kept (`precision.transposed_copy`).
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import Gemm
@@ -306,6 +308,76 @@ class RawCodes(Tensor):
             raise refuse_reading(name)
         same = name in ("clone", "detach", "t", "transpose", "__get__")  # `.T` is the last
         return result.as_subclass(cls) if same and result.dtype is torch.uint8 else result
+
+
+class Fp8Bits(nn.Parameter):
+    """A frozen parameter of FP8 bit patterns that raises when other values are assigned.
+
+    PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here;
+    others write there in place (`RawCodes`). Device moves and reloads assign the same bits.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
+        return super().__new__(cls, data.as_subclass(Tensor), requires_grad=requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Fp8Bits:
+        if requires_grad:
+            raise refuse_training()
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "requires_grad" and value:
+            raise refuse_training()
+        super().__setattr__(name, value)
+
+    moving = False
+    """Allow assignment of `data` while the module is moved, which keeps the bits."""
+
+    @property
+    def data(self) -> Tensor:
+        bits: Tensor = Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        # Not to torch itself: AOTAutograd (torch 2.13) goes by the type of a parameter's data.
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        plain = self.moving or caller.startswith("torch.")
+        return bits if plain else bits.as_subclass(RawCodes)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        # Not by value: a small adapter rounds to nothing in the type of the codes.
+        elsewhere = self.moving or new.device != self.device
+        same = elsewhere or new.data_ptr() == self.data_ptr()
+        if new.dtype is not self.dtype or not same:
+            raise refuse_merge()
+        new = new.as_subclass(Tensor)
+        Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Fp8Bits, (self.as_subclass(Tensor),)
+
+
+@contextlib.contextmanager
+def moving(parameters: Iterable[Any]) -> Iterator[None]:
+    """Let parameters of codes be moved; where FSDP2 has put its own parameter, it says nothing."""
+    marked = list(parameters)
+    for bits in marked:
+        bits.__dict__["moving"] = True
+    try:
+        yield
+    finally:
+        for bits in marked:
+            bits.__dict__.pop("moving", None)
+
+
+def refuse_training() -> StorageNotComputeError:
+    """The error of training weights that are stored in FP8."""
+    return StorageNotComputeError(
+        "weights stored in FP8 cannot be trained",
+        where="a model of load_in_fp8, or a base with precision.frozen=fp8",
+        why="codes are integers and have no gradient (only floating point has), and an update is "
+        "far smaller than one step of E4M3",
+        fix="to train all weights with FP8 compute, load the model plain and call "
+        "setup_fp8_mixed_precision_training(); to train adapters, attach them with peft",
+    )
 
 
 def refuse_merge(where: str = "") -> StorageNotComputeError:

@@ -36,8 +36,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from finetune.errors import ModelNotFoundError, StorageNotComputeError, did_you_mean
 from finetune.precision.formats import E4M3
-from finetune.precision.stored import Fp8Bits
-from finetune.precision.weights import BLOCK, GRANULARITIES, Tile, slab_rows, tile_of
+from finetune.precision.weights import BLOCK, GRANULARITIES, Fp8Bits, Tile, slab_rows, tile_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,8 +11,7 @@ scales. Then tensors come one by one from the memory-mapped files:
 * of an FP8 checkpoint, our own or a published one, codes go in as they are.
 
 Afterwards every stored layer is checked: codes without NaN, finite scales of the right shape. All
-parameters are frozen: FP8 storage is a base for adapters, and norms and embeddings alone would
-train by accident.
+parameters are frozen: it is a base for adapters; norms and embeddings would train by accident.
 
 Experts in one 3-D parameter are no linear layers. Of a 16-bit checkpoint they are quantized, stack
 by stack, where they are named (`modules`, as a recipe's plan does); else they stay as they are,
@@ -24,6 +23,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -37,16 +37,15 @@ from finetune.precision.experts import put_experts, quantize_stack, release_expe
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import experts_in, linear_shape, why_own_forward
 from finetune.precision.stored import SCALE as EXPERT_SCALE
-from finetune.precision.stored import (
+from finetune.precision.stored import iter_stored, put, release, resolve, storable
+from finetune.precision.weights import (
+    GRANULARITIES,
     Fp8Bits,
-    iter_stored,
-    put,
+    Granularity,
+    Tile,
+    quantize_weight,
     refuse_training,
-    release,
-    resolve,
-    storable,
 )
-from finetune.precision.weights import GRANULARITIES, Granularity, Tile, quantize_weight
 from finetune.storage.checkpoint_formats import (
     OWN,
     SCALE,
@@ -351,6 +350,8 @@ def adopt(model: Any, quantizer: Fp8StorageQuantizer) -> None:
     model.hf_quantizer = quantizer
     model.is_quantized = True
     model.quantization_method = quantizer.quantization_config.quant_method
+    for cast in (nn.Module.half, nn.Module.float):  # refused (Transformers 5.23), unlike `double`
+        model.__dict__[cast.__name__] = MethodType(cast, model)
 
 
 def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:

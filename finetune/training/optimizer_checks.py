@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -113,3 +114,19 @@ class OptimizerChecks:
             "they are in no plan and no receipt. Pass every model to accelerator.prepare",
             stacklevel=2,
         )
+
+
+def drop(group: dict[str, Any], settings: Collection[str], is_gone: Callable[[Any], bool]) -> None:
+    """Take parameters out of an optimizer's group, and of the lists beside them.
+
+    Torch's `param_names` and those of PEFT's LoRA-FA (`names`, `scaling_factors`) go by order.
+
+    Args:
+        group: one of `optimizer.param_groups`.
+        settings: names of what is no such list (`optimizer.defaults`): betas may be one of two.
+        is_gone: tells the parameters.
+    """
+    stays = [not is_gone(p) for p in group["params"]]
+    for name, values in group.items():
+        if isinstance(values, list) and len(values) == len(stays) and name not in settings:
+            group[name] = [value for value, kept in zip(values, stays, strict=True) if kept]

@@ -1,9 +1,9 @@
-"""Patches of Accelerate during a session: four methods, listed in the receipt.
+"""Patches during a session: four methods, of Accelerate and torch, listed in the receipt.
 
     Accelerator.__init__        mixed precision is that of the session
     Accelerator.prepare         converts models and watches optimizers, before Accelerate's own
     Accelerator.prepare_model   the same for a single model
-    Accelerator.backward        says why a loss has no gradient
+    Tensor.backward             says why a loss has no gradient
 
 Accelerate's own FP8 path is not used (FP8_FINDINGS.md has the reasons). The accelerator runs in
 BF16 mixed precision, for everything outside FP8 GEMMs. Settings of a trainer that contradict the
@@ -177,17 +177,17 @@ def patch_accelerator(session: Any) -> None:
         return prepare_model
 
     def make_backward(original: Any) -> Any:
-        def backward(accelerator: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(loss, torch.Tensor) and not loss.requires_grad:
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            if not loss.requires_grad:
                 _refuse_switched_off(session.conversions)
-            return original(accelerator, loss, *args, **kwargs)
+            return original(loss, *args, **kwargs)
 
         return backward
 
     patches.replace(Accelerator, "__init__", make_init)
     patches.replace(Accelerator, "prepare", make_prepare)
     patches.replace(Accelerator, "prepare_model", make_prepare_model)
-    patches.replace(Accelerator, "backward", make_backward)
+    patches.replace(torch.Tensor, "backward", make_backward)
 
 
 def _refuse_switched_off(conversions: Iterable[Any]) -> None:

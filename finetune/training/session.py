@@ -44,7 +44,7 @@ from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
 from finetune.training.checkpoint_weights import refuse_unsaved_experts
 from finetune.training.evidence import conditions_of, receipt_of
-from finetune.training.optimizer_checks import OptimizerChecks
+from finetune.training.optimizer_checks import OptimizerChecks, drop
 from finetune.training.patches import Patches, multiplies, patch_accelerator
 from finetune.training.references import References
 
@@ -259,7 +259,7 @@ class Session:
             optimizer = optimizer.optimizer
         self._checks.optimizers.add(optimizer)
         for group in optimizer.param_groups:  # or they would stay in memory beside their codes
-            group["params"] = [p for p in group["params"] if self._replaced.get(id(p)) is not p]
+            drop(group, optimizer.defaults, lambda p: self._replaced.get(id(p)) is p)
         for one in self._proofs:
             if (proof := one()) is not None:
                 self._note_owner(proof, optimizer)

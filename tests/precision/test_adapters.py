@@ -341,6 +341,28 @@ def test_two_adapters_one_at_a_time(make_llama):
         model(**batch())  # as PEFT has it
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["up_proj"]])
+def test_another_adapter_between_forward_and_recomputation(make_llama, targets):
+    """A reference or teacher: what was cast of the one that trains was gone (CheckpointError)."""
+    model = adapted(make_llama)
+    model.add_adapter("other", LoraConfig(**LORA | {"target_modules": targets}))
+    convert(model, **FP8)
+    _, plain = gradients(model)
+    model.enable_input_require_grads()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch(length=40)).loss
+        with torch.no_grad():
+            model.set_adapter("other")
+            model(**batch(length=40))
+            model.set_adapter("default")
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[n], plain[n]) for n in plain)
+
+
 def test_adapters_run_as_peft_has_them_in_evaluation_and_when_switched_off(make_llama):
     model = adapted(make_llama)
     convert(model, **FP8)

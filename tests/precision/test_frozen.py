@@ -216,6 +216,31 @@ def test_an_optimizer_over_all_parameters_keeps_no_copy_of_a_held_weight(
     assert held == kept
 
 
+def test_lists_beside_an_optimizers_parameters_keep_their_order(make_llama, setup_backend) -> None:
+    """PEFT's LoRA-FA looks each parameter up by a list of names, torch keeps one as well."""
+    from peft.optimizers import create_lorafa_optimizer
+
+    model = adapted(make_llama)
+    optimizer = create_lorafa_optimizer(model, r=8, lora_alpha=8, lr=1e-2)
+    named = torch.optim.SGD(model.named_parameters(), lr=1e-2)
+    accelerator = setup_backend("emulated", **FROZEN)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, named)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group, key in (
+        (optimizer.param_groups[0], "names"),
+        (named.param_groups[0], "param_names"),
+    ):
+        assert group[key] == [names[id(p)] for p in group["params"]]
+    before = {n: p.clone() for n, p in model.named_parameters() if "lora_" in n}
+    for seed in range(2):
+        accelerator.backward(model(**batch(seed=seed)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {n for n, p in model.named_parameters() if n in before and not p.equal(before[n])}
+    assert moved == {name for name in before if "lora_B" in name}
+    assert get_receipt().status == "proven"
+
+
 def test_evaluation_runs_in_high_precision_from_the_same_codes(make_llama):
     model = adapted(make_llama)
     conversion = apply(model, plan(model, fp8()))

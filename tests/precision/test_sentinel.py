@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from finetune import get_receipt
-from finetune.errors import ProofError
+from finetune.errors import OrderError, ProofError
 from finetune.precision import convert
 from tests.conftest import batch, slow_but
 
@@ -282,3 +282,38 @@ def test_disabled_for_one_late_step(make_llama, setup_backend) -> None:
     accelerator.backward(loss)
     with pytest.raises(ProofError, match="BF16 entered at optimizer step 4: 14 layers"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_adapters_that_do_not_train_come_and_go(make_llama, setup_backend, proven) -> None:
+    """A teacher's, which TRL's SDFT and SDPO add when training begins, or one that is weighted."""
+    accelerator, model, optimizer = prepared(build(make_llama, "lora"), setup_backend, frozen="fp8")
+    for seed in range(2 * proven):
+        step(accelerator, model, optimizer, seed)
+    model.add_adapter("teacher", LoraConfig(r=8, target_modules="all-linear"))
+    for seed in range(2):
+        with torch.no_grad():
+            model.set_adapter("teacher")
+            model(**batch(seed=seed))
+            model.set_adapter("default")
+        step(accelerator, model, optimizer, seed)
+    model.add_weighted_adapter(["default", "teacher"], [0.5, 0.5], "both", combination_type="cat")
+    step(accelerator, model, optimizer)
+    model.delete_adapter("teacher")
+    step(accelerator, model, optimizer)
+    receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert {row.fprop for row in receipt.layers if row.role == "base"} == {"fp8"}
+
+
+@pytest.mark.parametrize("trains", ["the new one", "the deleted one"])
+def test_adapters_that_train_do_not(make_llama, setup_backend, trains) -> None:
+    accelerator, model, optimizer = prepared(build(make_llama, "lora"), setup_backend)
+    step(accelerator, model, optimizer)
+    model.add_adapter("other", LoraConfig(r=8, target_modules="all-linear"))
+    model.set_adapter("other")
+    if trains == "the deleted one":
+        model.delete_adapter("default")
+    said = "linear layers were added|it no longer uses"
+    with pytest.raises((ProofError, OrderError), match=said):
+        step(accelerator, model, optimizer)

@@ -373,16 +373,75 @@ def test_adapters_attached_to_codes_start_from_their_weights_or_are_refused(meth
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", ["pissa", "pissa_niter_4", "olora", "mica", "orthogonal", "loftq"])
+def beginnings() -> dict[str, dict[str, Any]]:
+    """Settings of LoRA whose adapters start from a layer's weight, or from its type."""
+    from peft import LoftQConfig
+    from peft.tuners.lora.config import BdLoraConfig, CordaConfig, KasaConfig
+
+    blocks = BdLoraConfig(target_modules_bd_a=["o_proj"], nblocks=2, match_strict=False)
+    names = ("pissa", "pissa_niter_4", "olora", "mica", "orthogonal")
+    return {name: {"init_lora_weights": name} for name in names} | {
+        "loftq": {"init_lora_weights": "loftq", "loftq_config": LoftQConfig()},
+        "corda": {"init_lora_weights": "corda", "corda_config": CordaConfig()},
+        "bdlora": {"use_bdlora": blocks},
+        "kasa": {"kasa_config": KasaConfig()},
+    }
+
+
+@pytest.mark.parametrize("kind", beginnings())
 def test_initial_values_made_of_codes_are_refused(kind) -> None:
     """PEFT and torch fail at these in words of their own, on a GPU LoftQ after it took codes."""
-    from peft import LoftQConfig, LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
-    extra = {"loftq_config": LoftQConfig()} if kind == "loftq" else {}
     stored = load_in_fp8(str(TINY_LLAMA))
     with pytest.raises(StorageNotComputeError, match=r"cannot be attached to weights") as caught:
-        get_peft_model(stored, LoraConfig(init_lora_weights=kind, **extra))
+        get_peft_model(stored, LoraConfig(target_modules=["o_proj"], **beginnings()[kind]))
     assert "loaded plain, which frozen='fp8'" in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", [k for k in beginnings() if k != "kasa"])  # PEFT's, alone or not
+@pytest.mark.parametrize("unloaded", [False, True])
+def test_a_second_adapter_starts_from_no_codes_either(
+    make_llama, setup_backend, kind, unloaded
+) -> None:
+    """PEFT made its layers over plain weights, which were stored when the model was prepared."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_llama(), LoraConfig(r=4, target_modules=["o_proj"]))
+    model = setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(model)
+    config = LoraConfig(r=4, target_modules=["o_proj"], **beginnings()[kind])
+    if unloaded:
+        model = model.unload()
+    with pytest.raises(StorageNotComputeError, match=r"cannot be attached to weights"):
+        get_peft_model(model, config) if unloaded else model.add_adapter("other", config)
+    if unloaded:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"]))
+    else:
+        model.add_adapter("another", LoraConfig(r=4, target_modules=["o_proj"]))
+        for _, layer in list(iter_stored(model)):
+            release(layer)
+        teardown_fp8_mixed_precision_training()
+        if kind != "loftq":  # which needs a GPU
+            model.add_adapter("plain again", config) if kind != "corda" else None
+    model(**batch())
+
+
+def test_gradients_of_codes_are_refused_before_they_are_asked_for() -> None:
+    """As LoRA-GA does, and scripts that let all parameters train: torch's error named no FP8."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora.config import LoraGAConfig
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    stored = load_in_fp8(str(TINY_LLAMA))
+    config = LoraConfig(
+        target_modules=["o_proj"], init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig()
+    )
+    with pytest.raises(StorageNotComputeError, match="cannot be trained"):
+        preprocess_loraga(stored, config, lambda: None)
+    for _, layer in iter_stored(stored):  # as of its cache
+        layer._peft_loraga_grad = torch.ones(layer.bits.shape)
+    with pytest.raises(StorageNotComputeError, match="LoRA-GA cannot be attached"):
+        get_peft_model(stored, config)
 
 
 def test_parameters_of_stored_layers_are_no_targets() -> None:

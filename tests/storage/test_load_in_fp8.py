@@ -38,7 +38,8 @@ from finetune.errors import (
 )
 from finetune.precision.layers import iter_roles
 from finetune.precision.planner import plan
-from finetune.precision.stored import Fp8Bits, iter_stored, storable, store
+from finetune.precision.stored import iter_stored, storable, store
+from finetune.precision.weights import Fp8Bits
 from finetune.storage.loading import build_stored, load_stored
 from finetune.storage.quantizer import Fp8StorageConfig
 from finetune.training.memory_meter import LiveTensors
@@ -97,6 +98,26 @@ def test_everything_is_frozen_and_in_evaluation_mode(folder):
     assert not [n for n, p in model.named_parameters() if p.requires_grad]
     assert not model.training
     assert model.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["half", "float", "double", "bfloat16"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_it_is_cast_as_any_model_and_its_codes_are_not(folder, name, copied):
+    """Transformers refuses two of these; what was dequantized for others kept its first type."""
+    model, as_before = load_in_fp8(folder), load_in_fp8(folder)
+    cast = copy.deepcopy(model) if copied else model
+    assert getattr(cast, name)() is cast
+    wanted = getattr(torch.empty(0), name)().dtype
+    assert cast.dtype is cast.lm_head.weight.dtype is wanted
+    for (_, layer), (_, before) in zip(iter_stored(cast), iter_stored(as_before), strict=True):
+        assert torch.equal(layer.weight, before.weight)
+        assert torch.equal(layer.weight_scale, before.weight_scale)
+        assert layer.dequantize().dtype is wanted
+    torch.testing.assert_close(
+        cast(TOKENS).logits.float(), as_before(TOKENS).logits.float(), rtol=0.05, atol=0.02
+    )
+    again = pickle.loads(pickle.dumps(cast))
+    assert torch.equal(again(TOKENS).logits, cast(TOKENS).logits)
 
 
 def test_it_takes_half_of_bf16_and_the_scales(folder):

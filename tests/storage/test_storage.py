@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from finetune.errors import StorageNotComputeError
 from finetune.precision import weights
 from finetune.precision.formats import E4M3, decode_bits
-from finetune.precision.stored import Fp8Bits, StoredMixin, iter_stored, put, requantize, store
-from finetune.precision.weights import dequantize_weight, quantize_weight, tile_of
+from finetune.precision.stored import StoredMixin, iter_stored, put, requantize, store
+from finetune.precision.weights import Fp8Bits, dequantize_weight, quantize_weight, tile_of
 
 GRANULARITIES = ("row", "tensor", "block")
 

@@ -3,7 +3,8 @@
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
 the optimizer uses the gradients, seven things are compared, none of which needs the witness:
 
-    tree       every linear layer is the object that was prepared, and there is no other
+    tree       every linear layer is the object that was prepared, and there is no other; adapters
+               that do not train may come and go (a reference's, a teacher's)
     classes    every planned layer is still a converted one
     trainable  the parameters that train are those that trained at preparation
     types      they are of the type that they had in the witnessed micro-step
@@ -44,7 +45,7 @@ from finetune.precision.backends.base import Fp8Mixin, Tally, in_backward
 from finetune.precision.compiling import compiled_later, refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.experts import ConvertedExpertsMixin
-from finetune.precision.layers import iter_linears
+from finetune.precision.layers import is_low_rank, iter_linears
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
 from finetune.precision.proof.movement import local_part
@@ -222,9 +223,17 @@ class Sentinel:
 
     def check_layers(self) -> None:
         """Raise unless the linear layers are those that were prepared."""
-        now = {id(m): name for name, m, _ in iter_linears(self.model)}
-        gone = sorted(name for key, (name, _) in self._linears.items() if key not in now)
-        new = sorted(name for key, name in now.items() if key not in self._linears)
+        now = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
+        gone = sorted(
+            name
+            for key, (name, m) in self._linears.items()
+            if key not in now and not _rests(name, m)
+        )
+        new = sorted(
+            name
+            for key, (name, m) in now.items()
+            if key not in self._linears and not _rests(name, m)
+        )
         if gone:
             self._leave(
                 "linear layers were replaced or removed after preparation",
@@ -243,7 +252,7 @@ class Sentinel:
                 fix="attach adapters first (get_peft_model, or the trainer's peft_config), then "
                 "prepare the model",
             )
-        self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
+        self._linears = now
 
     def check_trainable(self) -> None:
         """Raise unless the parameters that train are those that trained at preparation."""
@@ -408,6 +417,11 @@ class Sentinel:
             "resting": dict(self.resting),
             "entered": dict(self.entered),
         }
+
+
+def _rests(name: str, module: nn.Module) -> bool:
+    """True for a layer of an adapter that does not train: no adapter multiplies in FP8."""
+    return is_low_rank(name) and not any(p.requires_grad for p in module.parameters())
 
 
 def _forward_of(module: nn.Module) -> tuple[Any, Any]:
