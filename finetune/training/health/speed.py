@@ -37,6 +37,7 @@ from torch.optim.optimizer import Optimizer
 
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import Gpu, find_gpu
+from finetune.hardware.requirements import emulates
 from finetune.precision.proof.movement import local_part, stored_bytes
 from finetune.precision.proof.witness import ATTENTION
 from finetune.runs.receipt import LayerReceipt
@@ -193,7 +194,7 @@ class Speed:
             return row
         row["health/bandwidth_at_least"] = speed / gpu.gb_s
         p = running.precision if running is not None else None
-        if p and p.compute == "fp8" and (p.backend == "emulated" or not device.has_fp8):
+        if p and emulates(p, device):
             return row
         tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
         share = mfu(self.work, self.tokens, self.seconds, gpu, tf32=tf32)
