@@ -187,6 +187,7 @@ def _without_context(error: Any) -> ConfigError | None:
 def _as_setting(error: Any) -> ConfigError | None:
     """The error for `--max_steps 30`, as scripts of Transformers take settings; else None."""
     from finetune.config.aliases import in_recipe
+    from finetune.config.sft import OWNED_BY_US
 
     option = getattr(error, "option_name", "")
     takes_settings = error.ctx and "overrides" in {p.name for p in error.ctx.command.params}
@@ -196,6 +197,8 @@ def _as_setting(error: Any) -> ConfigError | None:
     value = words[0] if words and not words[0].startswith("--") else "..."
     key = option[2:].replace("-", "_")
     written = f"write {key if '.' in key else f'train.{key}'}={value}"
+    if key in OWNED_BY_US:
+        written = f"leave it out: {OWNED_BY_US[key]}"
     return ConfigError(
         f"there is no option {option!r}",
         why="a setting of a recipe is given as section.key=value",

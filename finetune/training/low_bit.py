@@ -12,8 +12,10 @@ would get 32 bits for an unrelated weight with the same id.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,17 +82,27 @@ def forget_overrides() -> None:
     GlobalOptimManager.get_instance().initialize()
 
 
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Updates of torchao's optimizers without `torch.compile`."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        # torch 2.12 says so of a whole graph even where nothing was to be compiled.
+        warnings.filterwarnings("ignore", ".*found no compiled frames")
+        yield
+
+
 def step_uncompiled(optimizer: Optimizer) -> Callable[[], None]:
     """Run the update of a torchao optimizer without `torch.compile`; returns a function to end it.
 
     These hooks run inside of the global ones: an error of the proof leaves nothing behind.
     """
+    update = contextlib.ExitStack()
 
     def before(*_: Any) -> None:
-        torch.compiler.set_stance("force_eager")
+        update.enter_context(uncompiled())
 
     def after(*_: Any) -> None:
-        torch.compiler.set_stance("default")
+        update.close()
 
     hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
 

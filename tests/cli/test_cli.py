@@ -448,6 +448,7 @@ RECIPE = (
         (["cp", "tiny_lora_fp8"], ["Missing argument", "destination"]),
         (["tiny_lora_fp8", "--ot", "x"], ["No such option: --ot", "--out"]),
         (["tiny_lora_fp8", "--max_steps", "3"], ["'--max_steps'", "write train.max_steps=3;"]),
+        (["tiny_lora_fp8", "--output-dir", "x"], ["leave it out: the run folder", "use --out"]),
         (["data", "tiny_lora_fp8", "--max-seq-length=64"], ["write train.max_length=64;"]),
         (["ls", "--max_steps", "3"], ["No such option: --max_steps"]),
         (["cat", "tiny_lora_fp8", "compute=fp8"], ["no section 'compute'", "sections are model"]),

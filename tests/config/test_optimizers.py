@@ -118,7 +118,7 @@ def low_bit_adamw(name: str, parameters, lr: float = 1e-3) -> torch.optim.Optimi
 
 
 def eager_step(optimizer: torch.optim.Optimizer) -> None:
-    with torch.compiler.set_stance("force_eager"):
+    with low_bit.uncompiled():
         optimizer.step()
 
 

@@ -56,6 +56,7 @@ from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
+from finetune.training.low_bit import uncompiled
 
 # ------------------------------------------------------------------------------------ casts of ours
 
@@ -304,7 +305,7 @@ def torchao_updates(*, compiled: bool) -> Iterator[None]:
     from torchao.optim import adam
 
     changes = [(adam, "single_param_adam", _update_in_place)] if compiled else []
-    with torch.compiler.set_stance("force_eager"), replaced(changes):
+    with uncompiled(), replaced(changes):
         yield
 
 
