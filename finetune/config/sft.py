@@ -78,6 +78,8 @@ def sft_config(
     compute = config.precision.compute
     # Every parameter of a causal language model takes part; looking for idle ones costs time.
     settings = {"ddp_find_unused_parameters": False, **settings}
+    if isinstance(own := train.get("accelerator_config"), dict):  # others stay those of the rows
+        train["accelerator_config"] = {**settings.get("accelerator_config", {}), **own}
     try:
         args = SFTConfig(
             output_dir=str(folder / "checkpoints"),

@@ -276,15 +276,17 @@ def _joined(
     weights = [part.weight for part in parts if part.weight is not None]
     total, kind = sum(weights), parts[0].kind
     if parts[0].stream is not None:
+        from finetune.data.undivided import undivided
+
         streams: list[Any] = [part.stream for part in parts]
         names = ", ".join(_share(part, total) for part in parts)
         description = f"{kind}, streamed from {names}"
         if not weights:
             whole: Any = concatenate_datasets(streams)
-            return _unending(whole, data, seed), description
+            return undivided(_unending(whole, data, seed)), description
         streams = [_unending(one, data, seed) for one in streams]
         shares = [weight / total for weight in weights]
-        return interleave_datasets(streams, shares, seed), description
+        return undivided(interleave_datasets(streams, shares, seed)), description
     if not weights:
         train = _concatenated([part.train for part in parts])
         of = f" of {len(parts)} sources" if len(parts) > 1 else ""

@@ -32,6 +32,7 @@ from finetune.config.train import with_checkpointing
 from finetune.data.chat import training_template
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data
+from finetune.data.repeats import refuse_uneven
 from finetune.data.rows import TRAINED_TURNS, workers
 from finetune.errors import DataError, FinetuneError
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
@@ -281,6 +282,11 @@ class AccountedTrainer(SFTTrainer):
                 pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
             )
         return done
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; raises where processes have unequal batches: they would wait without end."""
+        refuse_uneven(dataloader, float("inf"))
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's, without the rows that Accelerate repeats to give each process a whole batch.

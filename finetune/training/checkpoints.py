@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -254,6 +255,53 @@ def stored_scaling(folder: Path, process: int) -> dict[str, Tensor]:
     own, first = (folder / scaling_file(i) for i in (process, 0))
     file = own if own.is_file() else first  # resumed by more processes than saved it
     return load_file(file) if file.is_file() else {}
+
+
+def keep_in_states(running: Session) -> None:
+    """Let `accelerator.save_state` of a script keep scaling state, and `load_state` load it.
+
+    In files of its own: what is registered for checkpointing has numbers, by which states of other
+    scalings and of BF16 runs could not be loaded, and is that of the first process alone.
+    """
+
+    def hook(accelerator: Any) -> None:
+        reference = weakref.proxy(accelerator)
+
+        def save(models: Any, weights: Any, output_dir: str) -> None:
+            for backend, folder in _states(reference, Path(output_dir)):
+                save_scaling(backend, folder, reference.process_index)
+
+        def load(models: Any, input_dir: str) -> None:
+            _load_states(reference, Path(input_dir))
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+
+    running.on_accelerator = hook
+
+
+def _states(accelerator: Any, folder: Path) -> list[tuple[Backend, Path]]:
+    """Backends of prepared models that have scaling state, and the folders of their files."""
+    conversions = (conversion_of(accelerator.unwrap_model(m)) for m in accelerator._models)
+    backends = (one.backend for one in conversions if one is not None)
+    stateful = [one for one in backends if one is not None and one.has_state]
+    return [(one, folder / f"model_{i}" if i else folder) for i, one in enumerate(stateful)]
+
+
+def _load_states(accelerator: Any, folder: Path) -> None:
+    found = _states(accelerator, folder)
+    for backend, place in found:
+        if tensors := stored_scaling(place, accelerator.process_index):
+            backend.load_state_tensors(tensors)
+        else:
+            warnings.warn(
+                f"! {place} has no FP8 scaling state: amax histories begin anew", stacklevel=5
+            )
+    if not found and stored_scaling(folder, accelerator.process_index):
+        warnings.warn(
+            f"! the FP8 scaling state in {folder} is left: this run's scales have no history",
+            stacklevel=5,
+        )
 
 
 def keep_in_checkpoints(running: Session) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,24 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         raise found from error
 
 
+@contextlib.contextmanager
+def others_alive(out: Path) -> Iterator[None]:
+    """Raise for a process that ended before there is a run folder, by a bad row for example.
+
+    Args:
+        out: folder of runs.
+
+    Raises:
+        RunFailedError: another process of the run ended.
+    """
+    try:
+        yield
+    except Exception as error:
+        if lost := _connection_lost(error):
+            raise _process_lost(lost, out) from error
+        raise
+
+
 def _explanation(error: Exception, folder: Path, advice: Callable[[], str]) -> Exception:
     if isinstance(error, FinetuneError):
         return error
@@ -108,6 +127,8 @@ def _connection_lost(error: BaseException) -> BaseException | None:
 def _process_lost(error: BaseException, folder: Path) -> RunFailedError:
     """The error of a process whose connection to another broke, with what that one left."""
     own, why = _error_file(folder, rank()), "it was killed, or its machine is gone"
+    if not (folder / "run.json").is_file():  # deleted by one that failed, or not made yet
+        why = "it failed, as its log says, or was killed"
     left = sorted(file for file in folder.glob("error-*.txt") if file != own)
     if left:
         number = left[0].stem.rpartition("-")[2]
@@ -118,6 +139,32 @@ def _process_lost(error: BaseException, folder: Path) -> RunFailedError:
         why=f"{why} ({first_line(error)[:200]})" if not left else why,
         fix=f"look at its log; {go_on(folder)}",
     )
+
+
+def say_lost_processes() -> Callable[[], None]:
+    """Say, under the traceback of a script, that it ends since another process has; returns undo.
+
+    gloo's and NCCL's words are of sockets, and a launcher shows them beside those of the process
+    that failed, or alone if that one was killed.
+    """
+    plain = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        plain(kind, error, trace)
+        if _connection_lost(error):
+            print(
+                "! another process of this script has ended: it failed, which its own output says, "
+                "or was killed (memory?). Nothing is wrong with this one; go on from the last "
+                "checkpoint",
+                file=sys.stderr,
+            )
+
+    def undo() -> None:
+        if sys.excepthook is excepthook:
+            sys.excepthook = plain
+
+    sys.excepthook = excepthook
+    return undo
 
 
 # ----------------------------------------------------------------------------------- disk, memory

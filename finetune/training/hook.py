@@ -158,14 +158,20 @@ def setup_fp8_mixed_precision_training(
 def _begin(precision: PrecisionConfig) -> session.Session:
     """Put the session of a script into effect: now, and after a run of a recipe inside it."""
     from finetune.training import varlen
-    from finetune.training.checkpoints import keep_in_checkpoints
+    from finetune.training.checkpoints import keep_in_checkpoints, keep_in_states
+    from finetune.training.faults import say_lost_processes
     from finetune.training.health.monitor import watch_trainers
+    from finetune.training.loaders import watch_loaders
 
     running = session.install(precision)
     running.again = partial(_begin, precision)
     varlen.register()
     watch_trainers(running)
     keep_in_checkpoints(running)
+    keep_in_states(running)
+    if processes() > 1:
+        watch_loaders(running)
+        running.undo.callback(say_lost_processes())
     return running
 
 

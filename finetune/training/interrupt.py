@@ -93,7 +93,10 @@ class GracefulStop(TrainerCallback):
             raise KeyboardInterrupt
         self.asked = True
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        self.console.print(f"{name}: stopping after this step and saving; again stops at once")
+        line = f"{name}: stopping after this step and saving; again stops at once"
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun (2.13)
+            line += "; torchrun kills what has not ended 30 s later (its --shutdown-timeout)"
+        self.console.print(line)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._agree(args)

@@ -149,7 +149,10 @@ def patch_accelerator(session: Any) -> None:
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
                     session.prepare_optimizer(optimizer)
-            session.after_prepare(accelerator, models)
+            if models and accelerator not in session.accelerators:
+                session.accelerators.add(accelerator)
+                if session.on_accelerator is not None:
+                    session.on_accelerator(accelerator)
             if "FSDP" not in str(accelerator.distributed_type):
                 return original(accelerator, *args, **kwargs)
             for model in models:
@@ -180,6 +183,8 @@ def patch_accelerator(session: Any) -> None:
         def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             if not loss.requires_grad:
                 _refuse_switched_off(session.conversions)
+            if session.before_backward is not None:
+                session.before_backward()
             return original(loss, *args, **kwargs)
 
         return backward

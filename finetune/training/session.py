@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,10 +56,16 @@ class Session:
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
         again: puts the session of a script into effect anew, after a run of a recipe.
+        accelerators: those that have prepared a model.
+        on_accelerator, before_backward: of a script's session, called with each of them, and before
+            each backward.
+        undo: what is undone when the session ends.
         was_replaced: it is such a one, and what the script trained before is not in its receipt.
     """
 
     again: Callable[[], Session] | None = None
+    on_accelerator: Callable[[Any], None] | None = None
+    before_backward: Callable[[], None] | None = None
     was_replaced = False
 
     def __init__(
@@ -79,14 +84,14 @@ class Session:
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared, self.compiled = False, "off"
-        self._stateful: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._undo = contextlib.ExitStack()
+        self.accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.undo = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Patch `Accelerator` so that models prepared from now on follow this session."""
         patch_accelerator(self)
         hook = register_optimizer_step_pre_hook(self._checks.before_step)
-        self._undo.callback(hook.remove)
+        self.undo.callback(hook.remove)
 
     def end(self, *, replaced: bool = False) -> None:
         """Remove the patches and restore every model's plain layers.
@@ -94,7 +99,7 @@ class Session:
         If another session follows (`replaced`), a model of this one that trains on without being
         prepared again raises, instead of silently running in BF16.
         """
-        self._undo.close()
+        self.undo.close()
         self.patches.restore()
         for conversion in list(self.conversions):
             conversion.revert()
@@ -152,7 +157,7 @@ class Session:
         else:
             compute_types.warn_of_half_weights(model)
         if self.precision.compute == "fp32":
-            self._undo.callback(compute_types.make_exact())
+            self.undo.callback(compute_types.make_exact())
         self._choose_engine_for(model)
         made = self.planned
         if made is None or made.precision != self.precision or not _is_of(made, model):
@@ -237,20 +242,6 @@ class Session:
         self.resolution = Resolution(other.precision, r.asked, f"{other.reason}; {why}")
         self.precision = other.precision
 
-    def after_prepare(self, accelerator: Any, models: Sequence[nn.Module]) -> None:
-        """Let `accelerator.save_state` keep the scaling state of prepared models."""
-        for model in models:
-            backend = getattr(convert.conversion_of(model), "backend", None)
-            if backend is not None and backend.has_state and backend not in self._stateful:
-                self._stateful.add(backend)
-                # It asks for these two methods.
-                accelerator.register_for_checkpointing(
-                    SimpleNamespace(
-                        state_dict=backend.state_tensors,
-                        load_state_dict=backend.load_state_tensors,
-                    )
-                )
-
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Watch an optimizer that Accelerate is about to prepare."""
         from accelerate.optimizer import AcceleratedOptimizer
@@ -268,7 +259,7 @@ class Session:
             # advance, and skipped steps would count as steps.
             optimizer._step_supports_amp_scaling = False
         if self.device.kind == "cpu" and is_torchao(optimizer):
-            self._undo.callback(low_bit.step_uncompiled(optimizer))
+            self.undo.callback(low_bit.step_uncompiled(optimizer))
 
     def stop(self, error: BaseException) -> None:
         """End the proof of a run that has failed, so that nothing of it watches later runs."""

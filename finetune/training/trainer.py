@@ -38,7 +38,7 @@ from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
 from finetune.training.evidence import refuse_disagreement
-from finetune.training.faults import explained, guard_trackers, write_failure
+from finetune.training.faults import explained, guard_trackers, others_alive, write_failure
 from finetune.training.model import VARLEN, Attention, load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
@@ -83,7 +83,8 @@ def train(
     """
     with busy(console or output(), f"checking {recipe.name}"):
         ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
-    run = _Run(recipe, ahead, Path(out), console, force=force)
+    with others_alive(Path(out)):
+        run = _Run(recipe, ahead, Path(out), console, force=force)
     run.until = until
     guarded = partial(explained, run.folder, lambda: advice(forecast, ahead))
     begins = session_of(ahead.resolution, ahead.plan, run.console)

@@ -106,6 +106,29 @@ def test_save_state_keeps_delayed_scales(make_llama, setup_backend, tmp_path) ->
     assert model(**batch(seed=7)).loss.item() == expected
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [("delayed", "rowwise", "is left"), ("rowwise", "delayed", "histories begin anew")],
+)
+def test_load_state_under_another_scaling(
+    before, now, said, make_llama, setup_backend, tmp_path
+) -> None:
+    """Accelerate counts what is registered: it refused such states, beside objects of a script."""
+    counters = [torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))] * 2
+    for scaling, counter in zip((before, now), counters, strict=True):
+        accelerator, model, optimizer = prepared(make_llama(), setup_backend, scaling=scaling)
+        accelerator.register_for_checkpointing(counter)
+        if scaling == before:
+            step(accelerator, model, optimizer)
+            accelerator.save_state(str(tmp_path))
+            expected = [p.detach().clone() for p in model.parameters()]
+            teardown_fp8_mixed_precision_training()
+    with pytest.warns(match=said):
+        accelerator.load_state(str(tmp_path))
+    assert all(map(torch.equal, model.parameters(), expected))
+    step(accelerator, model, optimizer)
+
+
 def test_trainers_checkpoints_keep_delayed_scales(make_llama, setup_backend, tmp_path) -> None:
     """A stock `Trainer` that goes on from its checkpoint ends bit for bit where one run ends."""
     rows = [{"input_ids": x, "labels": x} for s in range(6) for x in batch(seed=s)["input_ids"]]

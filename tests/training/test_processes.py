@@ -187,6 +187,30 @@ def another_receipt() -> None:
     session.receipt_of = receipt_of
 
 
+def test_a_row_that_is_refused_ends_all_processes_with_a_sentence(tmp_path) -> None:
+    """The first one reads it; the others wait for it in a collective, without a run folder."""
+    good, bad = '{"prompt": "a", "completion": "b"}', '{"prompt": "", "completion": "b"}'
+    (tmp_path / "rows.jsonl").write_text(f"{good}\n{bad}\n")
+    words = (*DELAYED, *SETTINGS, "~data.name", "data.path=rows.jsonl")
+    assert ended(start_ranks(tmp_path, *words, processes=2)) == [2, 2]
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert "row 2 of rows.jsonl cannot be trained on" in first
+    assert "another process of the run has ended" in second
+    assert "Traceback" not in second
+
+
+@pytest.mark.parametrize("rows", ["train", "eval"])
+def test_unequal_numbers_of_batches_end_all_processes(rows, tmp_path) -> None:
+    """Accelerate's `even_batches: false`: one process waited for the other for half an hour."""
+    count = {"train": ("data.max_rows=17", "data.eval_fraction=0"), "eval": ("data.max_rows=15",)}
+    words = (*DELAYED, *SETTINGS, *count[rows], "train.accelerator_config={even_batches: false}")
+    words += ("train.eval_strategy=steps", "train.eval_steps=1") * (rows == "eval")
+    words += ("train.per_device_eval_batch_size=4", "train.per_device_train_batch_size=4")
+    assert ended(start_ranks(tmp_path, *words, processes=2)) == [2, 2]
+    for rank in range(2):
+        assert "fewer batches for one process" in (tmp_path / f"{rank}.txt").read_text()
+
+
 GONE = "it was killed, or its machine is gone"
 
 

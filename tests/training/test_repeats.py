@@ -1,15 +1,34 @@
-"""Rows that several processes train on once more: as many as Accelerate hands out."""
+"""Rows that several processes train on once more, or not together: as Accelerate hands them out."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+import torch
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import Trainer
 
-from finetune.training.health.monitor import HealthMonitor, repeated_rows, repeats_line
+from finetune.config.schema import PrecisionConfig
+from finetune.data.repeats import (
+    eval_line,
+    refuse_uneven,
+    repeated_rows,
+    repeats_line,
+    uneven_batches,
+)
+from finetune.errors import ConfigError, OrderError
+from finetune.training import session
+from finetune.training.health.monitor import HealthMonitor
+from finetune.training.loaders import watch_loaders
 
 
 def loader_of(rows: int, batch: int, *, processes: int = 2, drop: bool = False, **settings):
@@ -52,7 +71,7 @@ def test_the_monitor_of_every_trainer_says_it(make_llama) -> None:
         accelerator=accelerator, model=model, training_step=None, _get_grad_norm=None,
         _save_checkpoint=None,
     )  # fmt: skip
-    args = SimpleNamespace(gradient_accumulation_steps=1)
+    args = SimpleNamespace(gradient_accumulation_steps=1, max_steps=4)
     for zero in (False, True):
         state = SimpleNamespace(max_steps=4, is_world_process_zero=zero)
         monitor = HealthMonitor(trainer, say=said.append)
@@ -60,3 +79,144 @@ def test_the_monitor_of_every_trainer_says_it(make_llama) -> None:
         monitor.close()
     (line,) = said
     assert line.startswith("each epoch of 5 rows has 3 of them once more")
+
+
+class Unequal:
+    """A script's own batches, of changing sizes: it has neither `batch_size` nor `drop_last`."""
+
+    def __iter__(self):
+        yield from ([0], [1, 2], [3])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_batches_of_changing_sizes_are_left_alone() -> None:
+    plain = DataLoader(list(range(4)), batch_sampler=Unequal())
+    loader = prepare_data_loader(plain, num_processes=2, process_index=0)
+    assert not repeats_line(loader, 9)
+    assert uneven_batches(loader) is None
+
+
+def test_a_run_that_goes_on_has_the_shares_of_its_first_part() -> None:
+    assert repeated_rows(skip_first_batches(loader_of(5, 2), 1), 9) == (3, 5)
+
+
+@pytest.mark.parametrize(("rows", "said"), [(8, ""), (5, "counts 3 rows more than the 5")])
+def test_eval_losses_that_count_rows_twice_are_said(rows, said) -> None:
+    line = eval_line(loader_of(rows, 2))
+    assert said in line
+    assert bool(said) == bool(line)
+
+
+# ----------------------------------------------------------------------- unequal numbers of batches
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 15, 17, 18, 23, 24, 25])
+def test_unequal_batches_are_those_handed_out(rows, processes, split) -> None:
+    batch = 6 if split else 2
+    inner = BatchSampler(SequentialSampler(range(rows)), batch, False)
+    counts = [
+        sum(1 for _ in BatchSamplerShard(inner, processes, index, split, even_batches=False))
+        for index in range(processes)
+    ]
+    loader = loader_of(rows, batch, processes=processes, split_batches=split, even_batches=False)
+    fewest, most = min(counts), max(counts)
+    assert uneven_batches(loader) == (None if fewest == most else (fewest, most))
+
+
+def test_unequal_batches_are_refused_where_an_epoch_ends() -> None:
+    """One process waits for the other for good, or mixes gradients of two epochs."""
+    uneven = loader_of(5, 2, even_batches=False)
+    with pytest.raises(ConfigError, match=r"fewer batches[\s\S]*1 and 2[\s\S]*leave even_batches"):
+        refuse_uneven(uneven, 2)
+    refuse_uneven(uneven, 1)
+    refuse_uneven(loader_of(5, 2), 9)
+    refuse_uneven(loader_of(5, 2, even_batches=False, drop=True), 9)
+    refuse_uneven(loader_of(7, 2, even_batches=False), 9)
+
+
+# ----------------------------------------------------------------------------------- scripts' loops
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """A function that trains on a loader's batches as the first of two processes does."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    emulated = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")
+    running = session.install(emulated)
+    watch_loaders(running)
+    model = SimpleNamespace(_join_config=SimpleNamespace(enable=False))
+    accelerator = SimpleNamespace(_models=[model], unwrap_model=lambda model: model)
+
+    def loop(loader, *, backward: bool = True, stop: int | None = None) -> list[str]:
+        running.accelerators = [accelerator]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for index, _ in enumerate(loader):
+                if backward:
+                    running.before_backward()
+                if index + 1 == stop:
+                    break
+        return [str(one.message) for one in caught]
+
+    loop.model = model
+    return loop
+
+
+def test_a_loop_is_told_of_rows_that_are_repeated(one_of_two) -> None:
+    (line,) = one_of_two(loader_of(5, 2))
+    assert line.startswith("each epoch of 5 rows has 3 of them once more")
+    assert not one_of_two(loader_of(5, 2), backward=False), "it only evaluates"
+    assert not one_of_two(loader_of(8, 2))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_loop_over_unequal_batches_ends_in_every_process(rows, index, one_of_two) -> None:
+    def share():
+        plain = DataLoader(list(range(rows)), batch_size=2)
+        return prepare_data_loader(plain, None, 2, index, even_batches=False)
+
+    with pytest.raises(ConfigError, match="fewer batches for one process"):
+        one_of_two(share())
+    with torch.no_grad():
+        one_of_two(share(), backward=False)
+    if rows > 1:
+        one_of_two(share(), stop=1)
+
+
+class Five(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_stream_says_what_it_repeats_at_its_end(drop, one_of_two) -> None:
+    plain = DataLoader(Five(), batch_size=2, drop_last=drop)
+    loader = prepare_data_loader(plain, num_processes=2, process_index=0)
+    assert isinstance(loader.dataset, IterableDatasetShard)
+    said = one_of_two(loader)
+    assert [line.partition(", ")[0] for line in said] == [
+        "at the end of 5 streamed rows 3 of its first rows came once more"
+    ] * (not drop)
+
+
+def test_delayed_scales_of_all_processes_do_not_join_uneven_rows(one_of_two, monkeypatch) -> None:
+    precision = SimpleNamespace(scaling="delayed", reduce_amax=True)
+    conversion = SimpleNamespace(plan=SimpleNamespace(precision=precision))
+    monkeypatch.setattr("finetune.training.loaders.conversion_of", lambda _: conversion)
+    one_of_two.model._join_config.enable = True
+    with pytest.raises(OrderError, match="reduce_amax=False"):
+        one_of_two(loader_of(5, 2, even_batches=False))
+    precision.reduce_amax = False
+    one_of_two(loader_of(5, 2, even_batches=False))
+
+
+def test_evaluation_by_a_stock_trainer_is_looked_at(one_of_two, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="fewer batches"):
+        Trainer.evaluation_loop(None, loader_of(5, 2, even_batches=False), "Evaluation")
+    with pytest.warns(match="counts 3 rows more"), pytest.raises(AttributeError):
+        Trainer.evaluation_loop(SimpleNamespace(), loader_of(5, 2), "Evaluation")

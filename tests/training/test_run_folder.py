@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -137,6 +138,34 @@ def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> 
         faults.explained(tmp_path, lambda: ""),
     ):
         raise error
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer")
+
+
+def test_a_process_lost_before_there_is_a_run_folder(tmp_path, monkeypatch) -> None:
+    """One that reads a bad row has no folder to say it in; the others wait for it to be done."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(RunFailedError, match=r"another process[\s\S]*it failed, as its log says"),
+        faults.others_alive(tmp_path),
+    ):
+        raise LOST
+    with pytest.raises(ValueError, match="its own"), faults.others_alive(tmp_path):
+        raise ValueError("its own")
+
+
+@pytest.mark.parametrize(("error", "told"), [(LOST, True), (ValueError("its own"), False)])
+def test_a_script_says_that_another_process_has_ended(error, told, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = sys.excepthook
+    undo = faults.say_lost_processes()
+    sys.excepthook(type(error), error, None)
+    undo()
+    assert sys.excepthook is before
+    said = capsys.readouterr().err
+    assert str(error) in said
+    assert ("another process of this script has ended" in said) == told
 
 
 def test_a_hub_out_of_reach_is_a_refusal_with_a_fix(tmp_path, monkeypatch) -> None:

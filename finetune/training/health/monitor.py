@@ -11,7 +11,8 @@ reading is a warning, once per group and kind.
 *Every step* it checks losses and gradients before the optimizer uses them, and weights before they
 are saved; a nonfinite value ends the run (`finiteness`).
 
-*At the start* it says how many rows several processes train on once more (`repeats_line`).
+*At the start* it says how many rows several processes train on once more, and rejects unequal
+numbers of batches (`repeats`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from finetune.config.schema import PrecisionConfig
+from finetune.data.repeats import refuse_uneven, repeats_line
 from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
 from finetune.training import session
@@ -100,8 +102,10 @@ class HealthMonitor(TrainerCallback):
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._speed.restart()
-        loader = more.get("train_dataloader") if state.is_world_process_zero else None
-        if line := repeats_line(loader, state.max_steps * args.gradient_accumulation_steps):
+        loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
+        refuse_uneven(loader, args.max_steps * each if args.max_steps > 0 else float("inf"))
+        line = repeats_line(loader, state.max_steps * each)
+        if line and state.is_world_process_zero:
             self._warn_once("repeats", line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -254,40 +258,3 @@ def _of_all_processes(
             for group, ratio in part.items():
                 whole[group] = whole.get(group, Ratio()) + ratio
     return merge_sums(one[0] for one in everyone), *merged
-
-
-def repeated_rows(loader: Any, micro_steps: int) -> tuple[int, int]:
-    """(rows that are repeated in each epoch, rows of an epoch) of a prepared `DataLoader`.
-
-    Accelerate 1.15 (`BatchSamplerShard`, `even_batches`) gives processes equally many batches, all
-    of the same size: where an epoch does not divide among them, it goes on with the first rows. Of
-    5 rows in batches of 2, two processes train on 4 in the first step; in the second on the fifth,
-    and on the first three once more (5 1 and 2 3). One process has a smaller last batch instead.
-    Nothing of it stands in a log.
-
-    Args:
-        micro_steps: batches that a process will take in all: none is repeated where the first epoch
-            does not end.
-    """
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    inner = getattr(sampler, "batch_sampler", None)  # of a shard
-    if inner is None or not getattr(sampler, "even_batches", False) or inner.drop_last:
-        return 0, 0
-    try:
-        rows = len(inner.sampler)
-        unended = micro_steps < len(loader)
-    except (TypeError, AttributeError):  # of unknown length
-        return 0, 0
-    whole = inner.batch_size * (1 if sampler.split_batches else sampler.num_processes)
-    return (0, rows) if unended else (-rows % whole, rows)
-
-
-def repeats_line(loader: Any, micro_steps: int) -> str:
-    """What is repeated, for a person to read; empty if nothing is."""
-    repeated, rows = repeated_rows(loader, micro_steps)
-    if not repeated:
-        return ""
-    return (
-        f"each epoch of {rows:,} rows has {repeated:,} of them once more, to fill the last batch "
-        "of all processes (dataloader_drop_last=true leaves out rows that fill none)"
-    )

@@ -1,0 +1,136 @@
+"""Training rows that Accelerate repeats, so that each process has a whole batch; and what it lacks.
+
+Accelerate 1.15 (`BatchSamplerShard`, `even_batches`) gives processes equally many batches, all of
+the same size: where an epoch does not divide among them, it goes on with the first rows. Of 5 rows
+in batches of 2, two processes train on 4 in the first step; in the second on the fifth, and on the
+first three once more:
+
+    process 0   1 2 | 5 1
+    process 1   3 4 | 2 3
+
+One process has a smaller last batch instead. Nothing of it stands in a log. Without `even_batches`
+the second process has no second batch. The first one then waits for its gradients, for good, or
+takes for them whatever the second one sends next: `refuse_uneven`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+
+from finetune.errors import ConfigError
+
+FILL = "to fill the last batch of all processes"
+ASKED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Shares of batches whose repetitions have been said, if there are any."""
+
+
+def share_of(loader: Any) -> BatchSamplerShard | None:
+    """A process's share of the batches of a prepared `DataLoader`; None of one that has no such."""
+    for name in ("batch_sampler", "sampler"):  # the second where a script's sampler makes batches
+        sampler = getattr(loader, name, None)
+        if isinstance(sampler, SkipBatchSampler):  # of a run that goes on
+            sampler = sampler.batch_sampler
+        if isinstance(sampler, BatchSamplerShard):
+            return sampler
+    return None
+
+
+# -------------------------------------------------------------------------------------- repetitions
+
+
+def repeated_rows(loader: Any, micro_steps: float) -> tuple[int, int]:
+    """(rows that are repeated in each epoch, rows of an epoch) of a prepared `DataLoader`.
+
+    Args:
+        micro_steps: batches that a process will take in all: none is repeated where the first epoch
+            does not end.
+    """
+    share = share_of(loader)
+    if share is None or not share.even_batches or share.drop_last:
+        return 0, 0
+    try:
+        rows, unended = len(share.batch_sampler.sampler), micro_steps < len(loader)
+        whole = share.batch_size * (1 if share.split_batches else share.num_processes)
+    except (TypeError, AttributeError):  # batches of changing sizes, or of unknown number
+        return 0, 0
+    return (0, rows) if unended else (-rows % whole, rows)
+
+
+def repeats_line(loader: Any, micro_steps: float) -> str:
+    """What is repeated, for a person to read; empty if nothing is, or if it has been asked."""
+    (repeated, rows), share = repeated_rows(loader, micro_steps), share_of(loader)
+    if share is None or share in ASKED:
+        return ""
+    ASKED.add(share)
+    if not repeated:
+        return ""
+    return (
+        f"each epoch of {rows:,} rows has {repeated:,} of them once more, {FILL} "
+        "(dataloader_drop_last=true leaves out rows that fill none)"
+    )
+
+
+def eval_line(loader: Any) -> str:
+    """What is repeated in the eval loss of a stock trainer; empty if nothing is.
+
+    Transformers 5.23 takes the loss of all tokens of a step for that of each of its rows, and drops
+    rows that are repeated behind the last: their tokens stay in the losses of the others.
+    """
+    repeated, rows = repeated_rows(loader, float("inf"))
+    if not repeated:
+        return ""
+    return (
+        f"the eval loss counts {repeated:,} rows more than the {rows:,} there are, {FILL}: it "
+        "changes with the number of processes (rows that divide among them are counted once each)"
+    )
+
+
+# ----------------------------------------------------------------------------------- uneven shares
+
+
+def uneven_batches(loader: Any) -> tuple[int, int] | None:
+    """Fewest and most batches of an epoch that processes have; None if all have as many.
+
+    Example: 5 rows in batches of 2 are three batches, of which two processes have 2 and 1.
+    """
+    share = share_of(loader)
+    if share is None or share.even_batches or share.drop_last:
+        return None
+    count = share.num_processes
+    try:
+        batches = len(share.batch_sampler)
+        if share.split_batches:  # the last one, in parts of which some may be empty
+            size = share.batch_size or 1
+            last = len(share.batch_sampler.sampler) % size
+            fewest, most = batches - (0 < last <= size // count * (count - 1)), batches
+        else:
+            fewest, most = batches // count, -(-batches // count)
+    except (TypeError, AttributeError):
+        return None
+    return (fewest, most) if fewest < most else None
+
+
+def refuse_uneven(loader: Any, micro_steps: float) -> None:
+    """Reject rows that give one process more batches than another, in every process alike.
+
+    Args:
+        micro_steps: batches that a process will take in all.
+
+    Raises:
+        ConfigError: an epoch ends for one process and not for another.
+    """
+    found = uneven_batches(loader)
+    if found is None or micro_steps <= found[0]:
+        return
+    fewest, most = found
+    raise ConfigError(
+        f"an epoch has fewer batches for one process than for another: {fewest:,} and {most:,}",
+        where="even_batches=False (accelerator_config, or DataLoaderConfiguration)",
+        why="the process that has more waits for the other's gradients for good, or takes for them "
+        "what the other one sends in its next epoch",
+        fix="leave even_batches out: some rows are trained on once more; or drop_last=True of the "
+        "DataLoader (dataloader_drop_last=True of a Trainer): rows that fill no batch are left out",
+    )
