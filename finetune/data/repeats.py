@@ -27,8 +27,8 @@ ASKED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Shares of batches whose repetitions have been said, if there are any."""
 
 
-def share_of(loader: Any) -> BatchSamplerShard | None:
-    """A process's share of the batches of a prepared `DataLoader`; None of one that has no such."""
+def share_of(loader: Any) -> Any:
+    """The `BatchSamplerShard` of a prepared `DataLoader`, a process's batches; None without one."""
     for name in ("batch_sampler", "sampler"):  # the second where a script's sampler makes batches
         sampler = getattr(loader, name, None)
         if isinstance(sampler, SkipBatchSampler):  # of a run that goes on
