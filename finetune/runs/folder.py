@@ -336,6 +336,13 @@ def _samples_in(row: dict[str, Any]) -> list[dict[str, str]]:
     return [s for s in texts if all(isinstance(s.get(key), str) for key in ("prompt", "answer"))]
 
 
+def scores_in(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Scores by task in a row of metrics, without those of a damaged one."""
+    tasks = row.get("tasks")
+    scored = tasks.items() if isinstance(tasks, dict) else ()
+    return {task: scores for task, scores in scored if isinstance(scores, dict)}
+
+
 def _rows_of(text: str) -> Iterable[dict[str, Any]]:
     # `splitlines` would also cut at U+0085 and U+2028, which JSON has as they are within a text.
     for line in text.split("\n"):

@@ -438,13 +438,6 @@ def metrics_of(scores: dict[str, Any]) -> Iterator[tuple[str, float, float | Non
         yield key, value, finite(scores.get(f"{metric}_stderr{comma}{filtered}"))
 
 
-def scores_in(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Scores by task in a row of metrics, without those of a damaged one."""
-    tasks = row.get("tasks")
-    scored = tasks.items() if isinstance(tasks, dict) else ()
-    return {task: scores for task, scores in scored if isinstance(scores, dict)}
-
-
 def describe(scores: dict[str, Any]) -> str:
     """`acc 0.520 ± 0.071, acc_norm 0.560 ± 0.071 (50 rows)`: the scores of one task."""
     facts = [

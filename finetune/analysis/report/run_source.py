@@ -33,8 +33,8 @@ from finetune.analysis.report.elements import (
 )
 from finetune.errors import ConfigError
 from finetune.runs.card import device_name, method_name, short_name, without_paths
-from finetune.runs.folder import COMPARISON
-from finetune.runs.receipt import Receipt, group_layers, metrics_of, scores_in
+from finetune.runs.folder import COMPARISON, scores_in
+from finetune.runs.receipt import Receipt, group_layers, metrics_of
 from finetune.units import count, elapsed, percent, plural, size_of_gib
 
 LOW = ("FP8", "FP4")
