@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
 import io
@@ -64,6 +65,33 @@ def fit_streams() -> None:
             "surrogateescape",
         ):
             stream.reconfigure(errors="finetune.escaped")
+
+
+@contextlib.contextmanager
+def json_alone(wanted: bool) -> Iterator[None]:
+    """Keep standard output for a document of JSON, where one is wanted.
+
+    Trackers print there when a run begins (trackio), and from a process of their own when ours ends
+    (wandb 0.31): that goes to standard error.
+    """
+    if not wanted:
+        yield
+        return
+    number, kept = 1, None
+    with contextlib.suppress(OSError, ValueError):  # a notebook's output has no number
+        if sys.stdout.fileno() == number:
+            sys.stdout.flush()
+            kept = os.dup(number)
+            os.dup2(2, number)  # also of processes that are started now
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if kept is not None:
+            os.dup2(kept, number)
+            os.close(kept)
+        # Exit functions run in reverse order: this one before those made inside.
+        atexit.register(lambda: setattr(sys, "stdout", sys.stderr))
 
 
 def busy(console: Console, what: str) -> AbstractContextManager[Status | None]:

@@ -29,7 +29,7 @@ from finetune.config.paths import is_text
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
-from finetune.logging import busy, output, whole
+from finetune.logging import busy, json_alone, output, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, find_checkpoint
 from finetune.runs.folder import Run, write_whole
 from finetune.runs.lookup import find_run
@@ -120,9 +120,10 @@ def _train(checked: Recipe, out: Path, *, force: bool, as_json: bool) -> None:
     with busy(console, f"loading libraries for {checked.name}"):  # seconds
         from finetune.api import train
 
-    report = train(checked, out=out, force=force, console=console)
-    if as_json:
-        print(report.to_json())
+    with json_alone(as_json):
+        report = train(checked, out=out, force=force, console=console)
+    if as_json and rank() == 0:
+        print(report.to_json(), flush=True)
     elif rank() == 0:
         output().print(report, crop=False)  # paths to copy stay whole
     if report.interrupted:

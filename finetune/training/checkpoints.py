@@ -80,6 +80,13 @@ class CheckpointKeeper(TrainerCallback):
         if trainer.accelerator.is_fsdp2:
             WholeFiles(trainer)
 
+    @property
+    def loaded_best(self) -> bool:
+        """True if weights of another step took the place of the last ones when training ended."""
+        state = self.trainer.state
+        best = state.best_global_step if state.best_model_checkpoint is not None else None
+        return self.trainer.args.load_best_model_at_end and best not in (None, state.global_step)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begun = state.global_step
         conversion = self.session.conversion

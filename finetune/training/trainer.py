@@ -283,14 +283,10 @@ class _Run:
 
     def was_just_evaluated(self) -> bool:
         """True if the last evaluation is of the weights at the end, or no rows are there for it."""
-        state = self.trainer.state
         if self.rows.eval is None:
             return True
-        best = state.best_global_step if state.best_model_checkpoint is not None else None
-        if self.args.load_best_model_at_end and best not in (None, state.global_step):
-            return False  # the best weights have taken the place of the last ones
         steps = [row["step"] for row in self.metrics.rows if "eval_loss" in row]
-        return bool(steps) and steps[-1] == self.metrics.rows[-1]["step"]
+        return steps[-1:] == [self.metrics.rows[-1]["step"]] and not self.keeper.loaded_best
 
     def close(self, after: BaseException | None = None) -> None:
         """Close the observers and write the receipt, however training ended.

@@ -803,3 +803,29 @@ def test_a_line_to_copy_stays_one_where_it_is_printed_by_itself(cli, monkeypatch
     done = cli("validate", "tiny_lora_bf16", "data.max_rows=40", "train.learning_rate=1e-4")
     command = "next: python -m finetune estimate tiny_lora_bf16 data.max_rows=40"
     assert f"{command} train.learning_rate=1e-4" in done.out.splitlines()
+
+
+CHATTY = """
+import atexit, subprocess, sys
+from types import SimpleNamespace
+import finetune.api
+from finetune.__main__ import run
+def train(*_, **__):
+    print("a tracker begins")
+    other = subprocess.Popen(["sh", "-c", "read x; echo its process ends"], stdin=subprocess.PIPE)
+    atexit.register(other.communicate)
+    atexit.register(lambda: print("a tracker ends"))
+    return SimpleNamespace(to_json=lambda: "{}", interrupted=False)
+finetune.api.train = train
+sys.argv = ["finetune", "tiny_lora_bf16", "--json"]
+run()
+"""
+
+
+@pytest.mark.parametrize(("process_number", "document"), [("0", "{}\n"), ("1", "")])
+def test_json_of_a_run_is_alone_on_the_output(process_number, document):
+    """wandb and trackio print, and each process of torchrun printed a report."""
+    done = process("-c", CHATTY, env=os.environ | {"RANK": process_number})
+    assert done.stdout == document
+    assert "a tracker begins\n" in done.stderr
+    assert done.stderr.endswith("a tracker ends\nits process ends\n")
