@@ -144,7 +144,8 @@ class Session:
         if known is not None and known in self.conversions and known.is_current():
             # Evaluated before it trains (`trainer.evaluate()` first), it has no proof yet.
             was_reference = known.follows is not None
-            if not (was_reference and before):
+            was_stopped = known.proof is not None and known.proof.was_stopped
+            if not (was_reference and before) and not was_stopped:
                 return known
         self._take_over(model)
         convert.revert(model)  # also submodules that were prepared separately

@@ -106,6 +106,49 @@ def test_training_without_its_adapters(make_llama, setup_backend, proven, by_acc
     assert get_receipt().status == "proven"
 
 
+def test_going_on_after_an_error_that_was_caught(make_llama, setup_backend) -> None:
+    """It went on unwatched, in BF16 for all that anybody knew, under a receipt of before."""
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    model.eval()
+    with pytest.raises(ProofError, match="BF16 entered"):
+        step(accelerator, model, optimizer)
+    with pytest.raises(OrderError, match=r"trains on after an error[\s\S]*BF16 entered"):
+        step(accelerator, model, optimizer)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
+    optimizer.zero_grad()
+    step(accelerator, model, optimizer)
+    assert get_receipt().status.startswith("not proven: one optimizer step was seen")
+    step(accelerator, model, optimizer, 1)
+    assert get_receipt().status == "proven"
+
+
+@pytest.mark.parametrize("again", ["the same trainer", "a new one"])
+def test_training_again_after_a_run_that_failed(make_llama, setup_backend, tmp_path, again) -> None:
+    """The second run had no proof, and the receipt said that the first was stopped."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            raise MemoryError
+
+    setup_backend("emulated")
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", learning_rate=1e-2, bf16=True,
+    )  # fmt: skip
+    rows = [{"input_ids": x, "labels": x} for x in batch()["input_ids"].tolist() * 4]
+    trainer = Trainer(make_llama(), args, train_dataset=rows, callbacks=[Fails])
+    with pytest.raises(MemoryError):
+        trainer.train()
+    assert get_receipt().status == "stopped: MemoryError"
+    trainer.remove_callback(Fails)
+    trainer = trainer if again == "the same trainer" else Trainer(trainer.model, args, None, rows)
+    trainer.train()
+    assert get_receipt().status == "proven"
+
+
 def test_calling_the_inner_model(make_llama, setup_backend) -> None:
     accelerator, model, _ = prepared(make_llama(), setup_backend)
     ids = batch()["input_ids"]

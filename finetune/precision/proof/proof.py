@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from finetune.errors import ProofError
+from finetune.errors import OrderError, ProofError
 from finetune.precision.backends.base import in_backward
 from finetune.precision.compiling import (
     is_inside,
@@ -128,6 +128,11 @@ class Proof:
             handle.remove()
         self._handles = []
         self.is_released = True
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if its run has failed, here or elsewhere: it proves nothing that comes after."""
+        return self.status.startswith("stopped")
 
     def stop(self, why: str) -> None:
         """End an unfinished proof: the run has failed elsewhere."""
@@ -283,8 +288,16 @@ class Proof:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._makes_state = False
-        if self.is_released or self.is_stopped or not self.concerns(optimizer):
+        if self.is_released or not self.concerns(optimizer):
             return None
+        if self.is_stopped:
+            raise OrderError(
+                "the model trains on after an error that has stopped its run",
+                where=self.status,
+                why="nothing has watched it since: what runs is unknown",
+                fix="do what that error said, then accelerator.prepare(model, optimizer) or "
+                "trainer.train() once more, which begin a new proof",
+            )
         if self._witness is not None and not self._witness.called and _changes_nothing(optimizer):
             self._makes_state = True
             return None
