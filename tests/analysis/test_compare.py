@@ -786,6 +786,14 @@ def test_a_result_reads_back_and_a_broken_one_is_told(tmp_path):
         read_comparison(tmp_path / "none")
 
 
+def test_neighbours_of_an_installed_package_do_not_come_before_pythons_own(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    here = str(Path(running.finetune.__file__).parent.parent)
+    assert running.import_path() == os.pathsep.join([here, "mine"])
+    monkeypatch.setattr(running.sysconfig, "get_path", {"purelib": here}.get)  # not with -e
+    assert running.import_path() == "mine"
+
+
 def test_a_terminal_shows_each_run_as_far_as_it_wrote(tmp_path):
     terminal = Console(force_terminal=True, file=io.StringIO(), width=100)
     pair = make_pair("tiny_full_fp8", None, [], 1, CPU)

@@ -19,6 +19,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -109,10 +110,14 @@ class Job:
 
 
 def import_path() -> str:
-    """`PYTHONPATH` with which a child process imports this package from any working directory."""
+    """`PYTHONPATH` with which a child process imports this package from any working directory.
+
+    A package that is installed is found anyhow: its neighbours are not to come before Python's own.
+    """
     package = str(Path(finetune.__file__).parent.parent)
+    first = [] if package == sysconfig.get_path("purelib") else [package]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(dict.fromkeys([package, *filter(None, paths)]))
+    return os.pathsep.join(dict.fromkeys([*first, *filter(None, paths)]))
 
 
 def plan_jobs(
