@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -150,8 +151,7 @@ def main() -> None:
         _show_error(_of_file(error))
         sys.exit(MISUSE)
     except _USAGE_ERRORS as error:
-        refused = _as_setting(error) or _without_context(error)
-        _show_error(refused) if refused else error.show()
+        _show_error(_as_setting(error) or _of_usage(error))
         sys.exit(MISUSE)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -176,12 +176,23 @@ def _check_words(words: list[str]) -> None:
             raise ConfigError("an argument is not UTF-8 text", where=ascii(word), why=why, fix=fix)
 
 
-def _without_context(error: Any) -> ConfigError | None:
-    """The error for an option without its value, of which click does not say whose it is."""
-    if error.ctx is not None:
-        return None
-    fix = "python -m finetune --help lists the verbs, and a verb's own --help what its options take"
-    return ConfigError(error.format_message().rstrip("."), fix=fix)
+def _of_usage(error: Any) -> ConfigError:
+    """The error for words that a verb does not take: click's, with what to type instead."""
+    said = error.format_message().replace("Value error, ", "").rstrip(".")  # pydantic's
+    if error.ctx is None:  # of an option without its value click does not say whose it is
+        fix = "python -m finetune --help lists the verbs, and a verb's own --help its options"
+        return ConfigError(said, fix=fix)
+    given, *choices = re.findall(r"'([^']*)'", error.message) or [""]
+    fixes = ["leave it out, or quote a value with spaces"] * ("extra argument" in said)
+    fixes = list(getattr(error, "possibilities", None) or fixes)
+    if about := getattr(getattr(error, "param", None), "help", None):
+        name = next(iter(re.findall(r"'([^']*)'", said)), "it")  # of the option or argument
+        fixes = [f"{name}: {about.rstrip('.')}"]
+    return ConfigError(
+        said + did_you_mean(given, choices),
+        where=" ".join(error.ctx.get_usage().split()).removeprefix("Usage: "),
+        fix="; ".join((*fixes, f"{error.ctx.command_path} --help lists what it takes")),
+    )
 
 
 def _as_setting(error: Any) -> ConfigError | None:

@@ -30,8 +30,9 @@ from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
 from finetune.logging import busy, json_alone, output, whole
-from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, find_checkpoint
+from finetune.runs.checkpoints import CHECKPOINTS, LATEST, checkpoints_in, find_checkpoint
 from finetune.runs.folder import Run, write_whole
+from finetune.runs.last_model import MODEL, save_last_model
 from finetune.runs.lookup import find_run
 
 
@@ -85,6 +86,11 @@ def resume(
     if verify:
         _verify(file, start, overrides or (), force=force)
         return
+    first = rank() == 0
+    if not overrides and checkpoint in LATEST and (done := save_last_model(folder, writes=first)):
+        if first:
+            _say_saved(folder, done, as_json=as_json)
+        return
     own = [f"train.resume_from_checkpoint={start}"]
     if not checkpoints_in(folder / CHECKPOINTS):
         # Stopped before it saved one, it may have begun at a checkpoint of an earlier run.
@@ -92,6 +98,16 @@ def resume(
         own = [] if earlier else own
     recipe = load_recipe(file, [*own, *(overrides or ())])
     _train(recipe, out, force=force, as_json=as_json)
+
+
+def _say_saved(folder: Path, checkpoint: Path, *, as_json: bool) -> None:
+    """Say that a run had nothing left to do but to save its model."""
+    if as_json:
+        print(json.dumps({"folder": str(folder), "saved": checkpoint.name}, indent=1))
+        return
+    said = f"no step was left: the model of {checkpoint.name} is saved in {folder / MODEL}"
+    following = f'next: python -m finetune generate {shlex.quote(str(folder))} "..."'
+    output().print(whole(said), whole(following), crop=False)
 
 
 def _verify(file: str, start: Path, overrides: Iterable[str], *, force: bool) -> None:

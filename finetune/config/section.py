@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any, Literal
 
 from pydantic import (
@@ -93,14 +94,13 @@ class RefusedError(ValueError):
         super().__init__(f"{what}; {' or '.join(map(_in_words, ways))}")
 
     def typed(self, section: str) -> str:
-        """The settings as they are typed on the command line."""
-        return ", or ".join(
-            " ".join(
-                f"{'~' * word.startswith('~')}{section}.{word.removeprefix('~')}"
-                for word in way.split()
-            )
-            for way in self.ways
-        )
+        """The settings as they are typed in a shell, which would take braces apart."""
+
+        def full(word: str) -> str:
+            key = f"{'~' * word.startswith('~')}{section}.{word.removeprefix('~')}"
+            return shlex.quote(key) if "{" in key else key
+
+        return ", or ".join(" ".join(map(full, way.split())) for way in self.ways)
 
 
 def _in_words(way: str) -> str:
@@ -176,10 +176,18 @@ class DataConfig(Section):
     @field_validator("path", "subset", mode="before")
     @classmethod
     def _by_weight(cls, value: Any, info: ValidationInfo) -> Any:
-        """A list of `{path: ..., weight: ...}` is a mixture."""
-        if not isinstance(value, list | tuple) or not any(isinstance(x, dict) for x in value):
+        """A list of `{path: ..., weight: ...}` is a mixture; one of names has each once."""
+        if not isinstance(value, list | tuple):
             return value
         key = str(info.field_name)
+        names = [x.get(key) if isinstance(x, dict) else x for x in value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise RefusedError(
+                f"{twice[0]!r} stands in the list more than once, and would be read once",
+                f'{key}={{"a":2,"b":1}}',
+            )
+        if not any(isinstance(x, dict) for x in value):
+            return value
         if not all(isinstance(x, dict) and {key} <= set(x) <= {key, "weight"} for x in value):
             raise RefusedError(
                 f"each of a list of {key} and weight needs {key}, and nothing else is known",

@@ -143,7 +143,7 @@ def beside(row: dict[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     if "tools" in row:
-        tools = without_none(_parsed(row["tools"]))
+        tools = without_none(parsed(row["tools"], "tools"))
         found["tools"] = [_tool(tool) for tool in _list(tools or [], "tools")]
     if "chat_template_kwargs" in row:
         found["chat_template_kwargs"] = without_none(row["chat_template_kwargs"] or {})
@@ -152,18 +152,18 @@ def beside(row: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _parsed(text: Any) -> Any:
-    """Tools, or one of them, that a set stores as text."""
+def parsed(text: Any, name: str) -> Any:
+    """Turns or tools, or one of these, that a set stores as text, as a CSV does."""
     if not isinstance(text, str):
         return text
     try:
         return json.loads(text) if text.strip() else None
     except (ValueError, RecursionError) as error:
-        raise BadRowError(f"'tools' is not JSON: {error}") from None
+        raise BadRowError(f"{name!r} is not JSON: {error}") from None
 
 
 def _tool(given: Any) -> dict[str, Any]:
-    tool = _parsed(given)
+    tool = parsed(given, "tools")
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(inner, dict) or not _is_name(inner.get("name")):
         raise BadRowError(f"'tools' is no list of tools: {given!r} has no name of a function")
@@ -204,9 +204,12 @@ def training_template(tokenizer: Any) -> str | None:
 
 def refusal(row: dict[str, Any], tokenizer: Any, template: str | None) -> str:
     """Reason why the template takes no such conversation; empty where it does."""
-    turns = row.get("messages") or [*row["prompt"], *row["completion"]]
-    text = _rendered(turns, row.get("tools") or [], tokenizer, template)
+    text = _rendered(_turns(row), row.get("tools") or [], tokenizer, template)
     return text.removeprefix(FAILED) if text.startswith(FAILED) else ""
+
+
+def _turns(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return row.get("messages") or [*row["prompt"], *row["completion"]]
 
 
 def null_content(tokenizer: Any) -> dict[str, Any]:
@@ -240,7 +243,7 @@ def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:
     seen: set[Any] = set()
     notes: list[str] = []
     for index, row in enumerate(itertools.islice(rows, TRIED)):
-        turns, tools = row["messages"], row.get("tools") or []
+        turns, tools = _turns(row), row.get("tools") or []
         for part, changed, others in _without_parts(turns, tools):
             if part in seen:
                 continue

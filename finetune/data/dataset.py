@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Any, cast
 from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data.chat import training_template, unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
-from finetune.data.rows import TRAINED_TURNS, Form, formatted, formatted_stream
+from finetune.data.rows import (
+    TRAINED_TURNS,
+    Form,
+    formatted,
+    formatted_stream,
+    unused_columns,
+)
 from finetune.data.sources import Source, files_of, reading, sources_of
-from finetune.errors import DataError
+from finetune.errors import DataError, some
 from finetune.storage.pretrained import vocabulary_of
 
 if TYPE_CHECKING:
@@ -78,6 +84,7 @@ class _Part:
 
     Attributes:
         weight: share of the rows drawn from it; None: all, once.
+        unused: columns that nothing is trained on.
     """
 
     source: Source
@@ -88,6 +95,7 @@ class _Part:
     stream: IterableDataset | None = None
     refused: dict[int, str] = field(default_factory=dict)
     cut: int | None = None
+    unused: Sequence[str] = ()
 
 
 def load_data(
@@ -113,16 +121,19 @@ def load_data(
     _refuse_mixed(parts)
     kind, notes = parts[0].kind, list[str]()
     settings: dict[str, Any] = {}
-    if kind == "messages":
-        for part in parts:
+    for part in parts:
+        notes += part.source.unread()
+        if part.unused:
+            names = some([repr(name) for name in part.unused])
+            notes.append(f"columns of {part.source.label} that are not used: {names}")
+        first = next(iter(part.train), {})
+        if any(isinstance(first.get(key), list) for key in ("messages", "prompt")):  # turns
             found = unused_parts(part.train, tokenizer, part.source.label)
             notes += [note for note in found if note not in notes]
     refused = {(p.source.label, i): why for p in parts for i, why in p.refused.items()}
-    if refused:
-        notes.append(
-            f"{len(refused):,} rows are skipped; the first: {next(iter(refused.values()))}"
-        )
-    held_out = _held_out(form, parts)
+    notes += _skipped(refused, "rows")
+    held_out, bad = _held_out(form, parts)
+    notes += _skipped(bad, "eval rows")
     if held_out is not None:
         _refuse_other_eval(parts, held_out)
     train, description = _joined(parts, data, seed)
@@ -168,14 +179,16 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
     if data.max_rows is not None:
         cut = cut if data.max_rows > len(rows) else None
         rows = rows.select(range(min(data.max_rows, len(rows))))
+    columns = rows.column_names
     kind, rows, refused = formatted(rows, form, source.label)
+    unused = unused_columns(columns, kind, data.columns)
     held_out = None
     if splits and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
         seed = seed if data.seed is None else data.seed
         split = rows.train_test_split(test_size=count, seed=seed)
         rows, held_out = split["train"], split["test"]
-    return _Part(source, weight, kind, rows, held_out, refused=refused, cut=cut)
+    return _Part(source, weight, kind, rows, held_out, None, refused, cut, unused)
 
 
 def _streamed(source: Source, weight: float | None, form: Form, splits: bool) -> _Part:
@@ -192,7 +205,8 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
     good = first - sum(index < first for index in refused)
     held_out = held.select(range(good)) if good else None
     sample = held.select(range(good, len(held)))
-    return _Part(source, weight, kind, sample, held_out, rest, refused)
+    unused = unused_columns(stream.column_names or [], kind, data.columns)
+    return _Part(source, weight, kind, sample, held_out, rest, refused, None, unused)
 
 
 def _held(rows: Any, count: int, source: Source | None = None) -> Dataset:
@@ -205,21 +219,31 @@ def _held(rows: Any, count: int, source: Source | None = None) -> Dataset:
         return Dataset.from_list(list(itertools.islice(rows, count)), features=rows.features)
 
 
-def _held_out(form: Form, parts: Sequence[_Part]) -> Dataset | None:
-    """Rows to evaluate on: those that are named, or those that each source has set aside."""
+def _skipped(refused: dict[Any, str], what: str) -> list[str]:
+    """A line about rows that are skipped, if any are."""
+    first = next(iter(refused.values()), "")
+    return [f"{len(refused):,} {what} are skipped; the first: {first}"] if refused else []
+
+
+def _held_out(form: Form, parts: Sequence[_Part]) -> tuple[Dataset | None, dict[Any, str]]:
+    """Rows to evaluate on: those that are named, or those that each source has set aside.
+
+    Returns:
+        The rows, and those that were named and skipped.
+    """
     data = form.data
     if not (data.eval_path or data.eval_split):
         found = [part.eval for part in parts if part.eval is not None]
-        return _concatenated(found) if found else None
+        return (_concatenated(found) if found else None), {}
     if data.eval_path:
         sources = [files_of(data.eval_path, "data.eval_path")]
     else:
         named = data.model_copy(update={"split": data.eval_split})
         sources = [source for source, _ in sources_of(named)]
     rows = [cast("Dataset", source.read(streaming=False)) for source in sources]
-    return _concatenated(
-        [formatted(one, form, source.label)[1] for one, source in zip(rows, sources, strict=True)]
-    )
+    done = [formatted(one, form, source.label) for one, source in zip(rows, sources, strict=True)]
+    bad = {(n, i): why for n, part in enumerate(done) for i, why in part[2].items()}
+    return _concatenated([part[1] for part in done]), bad
 
 
 # ---------------------------------------------------------------------------------------- mixture

@@ -31,6 +31,7 @@ from finetune.data.chat import (
     check_answer,
     is_trained,
     null_content,
+    parsed,
     plain,
     refusal,
     training_template,
@@ -244,6 +245,26 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     )
 
 
+def unused_columns(columns: list[str], kind: str, names: dict[str, str]) -> list[str]:
+    """Columns of a source that are neither trained on nor known to be beside what is.
+
+    Args:
+        kind: recognized format.
+        names: `data.columns`.
+    """
+    known = (
+        {
+            "tokenized": columns,  # a data collator may take any of them
+            "messages": ["messages" if "messages" in columns else "conversations"],
+            "preferred answers": ["prompt", "chosen", "rejected"],
+            "text": ["text"],
+        }.get(kind)
+        or [*PAIRS[kind], *CONTEXT[: 2 * (PAIRS[kind][0] == "instruction")]]
+    )
+    read = {names.get(name, name) for name in (*known, "tools", "chat_template_kwargs")}
+    return [name for name in columns if name not in read]
+
+
 def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
     if why := checks.problem(row, vocabulary):
         raise BadRowError(why)
@@ -272,6 +293,8 @@ def _is_exact(rows: Any, column: str) -> bool:
 def _messages(column: str, exact: bool, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
     """Turns, whole, and the tools that they may call."""
     given = row[column] or ()
+    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
+        exact, given = True, parsed(given, column)
     given = given if isinstance(given, list | tuple) else (given,)
     turns = [turn_of(turn, exact=exact) for turn in given]
     trained = [is_trained(turn) for turn in turns if turn["role"] == "assistant"]

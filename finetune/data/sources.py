@@ -14,6 +14,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ from finetune.errors import (
     FinetuneError,
     did_you_mean,
     first_line,
+    nearest,
     some,
 )
 
@@ -70,6 +72,16 @@ class Source:
     def size(self) -> int | None:
         """Bytes of all files; None for the hub."""
         return sum(file.stat().st_size for file in self.files) if self.files else None
+
+    def unread(self) -> list[str]:
+        """A line on what lies in a folder and is not read: files of other types, linked folders."""
+        folder = user_path(self.label)
+        if self.loader in ("hub", "saved") or not os.path.isdir(folder):
+            return []
+        others = [p for p in folder.rglob("*") if p.is_file() or p.is_symlink()]
+        others = sorted({str(p.relative_to(folder)) for p in others if p not in self.files})
+        others = [name for name in others if not re.search(r"(^|/)\.", name)]
+        return [f"not read in {self.label}: {some(others)}"] if others else []
 
     def fingerprint(self) -> str:
         """SHA-256 of the files' contents: of evenly spaced blocks where a file is large."""
@@ -233,9 +245,12 @@ def _not_found(path: Path, where: str) -> DataNotFoundError:
             why=f"types found: {some(found)}",
             fix=f"files of one of {', '.join(LOADERS)}",
         )
-    siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    beside = sorted(path.parent.iterdir()) if os.path.isdir(path.parent) else []
+    # By their names without endings, most of which are alike.
+    known = {one.name.partition(".")[0]: one.name for one in beside if _kind(one) in LOADERS}
+    close = known.get(nearest(path.name.partition(".")[0], known) or "")
     return DataNotFoundError(
-        f"there is no data file {str(path)!r}{did_you_mean(path.name, siblings)}",
+        f"there is no data file {str(path)!r}" + (f"; did you mean {close!r}?" if close else ""),
         where=where.replace(str(path), str(path.absolute())),
         fix="give a JSONL, JSON, CSV, Parquet or text file, a folder or a glob, absolute or "
         "relative to this folder",
@@ -309,6 +324,13 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
             fix=f"{source.where}=[{', '.join(map(str, source.files[:2]))}], a list of files: their "
             "columns may differ, if they are of one format",
         )
+    if twice := re.match(r"Multiple matches for FieldRef\.Name\((.*?)\)", why):  # pyarrow 25
+        return DataError(
+            f"{name} has two columns of the name {twice[1]!r}",
+            where=where,
+            why="only one of them would be read",
+            fix="rename one of them where the file is written",
+        )
     if source.loader == "json":
         where, why = next(_broken_lines(source.files), (where, why))
     return DataError(
@@ -334,7 +356,9 @@ def _broken_lines(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 for number, line in enumerate(lines, 1):
                     problem = "each line must be one JSON object"
                     try:
-                        if not line.strip() or isinstance(json.loads(line), dict):
+                        row = json.loads(line, object_pairs_hook=_once) if line.strip() else {}
+                        json.dumps(row, ensure_ascii=False).encode()  # raises of half a surrogate
+                        if isinstance(row, dict):
                             continue
                     except json.JSONDecodeError as found:
                         problem = f"not JSON: {found.msg}"
@@ -345,6 +369,14 @@ def _broken_lines(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
                     yield f"{file}:{number}", problem
         except (OSError, EOFError) as found:
             yield str(file), f"the file is cut off or damaged: {found}"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys are there once."""
+    if len(found := dict(pairs)) < len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
 
 
 def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from finetune.hardware.device import version
 from finetune.hardware.requirements import require
 from finetune.logging import output
 from finetune.runs.card import model_card
+from finetune.runs.checkpoints import resume_command
 from finetune.runs.lookup import read_run, refuse_foreign_code
 from finetune.storage.pretrained import loading, locate
 
@@ -102,8 +103,7 @@ def open_run(folder: Path | str) -> FinishedRun:
             f"the run {str(folder)!r} has no trained weights",
             where=str(model.absolute()),
             why=why.get(run.state, "it ended, and its model/ was removed"),
-            fix=f"let it end: train.resume_from_checkpoint={folder} goes on from its last "
-            "checkpoint, if it saved one",
+            fix=f"let it end: {resume_command(folder)}, if it saved a checkpoint",
         )
     if not run.receipt:
         raise ConfigError(

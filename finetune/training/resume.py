@@ -27,6 +27,7 @@ from finetune.runs.checkpoints import (
     Checkpoint,
     launcher_of,
 )
+from finetune.runs.folder import finite
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -125,15 +126,7 @@ def check_resume(
     Raises:
         ConfigError: a setting differs that `resume.allow` does not name, or cannot.
     """
-    last = config.train.get("max_steps", -1)
-    if isinstance(last, int) and 0 < last <= checkpoint.step:
-        raise ConfigError(
-            f"the run ends at step {last}, and the checkpoint is at step {checkpoint.step}",
-            where="train.max_steps",
-            why="no step is left to train",
-            fix=f"train.max_steps={2 * checkpoint.step} 'resume.allow=[train.max_steps]', or use "
-            "the run as it is",
-        )
+    _refuse_ended(checkpoint, config.train)
     began = checkpoint.manifest
     if "config" not in began:
         return {}
@@ -169,6 +162,22 @@ def check_resume(
         )
     own = RULES["resuming itself"]
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
+
+
+def _refuse_ended(checkpoint: Checkpoint, train: dict[str, Any]) -> None:
+    """Refuse a checkpoint behind which no step is left, by number or by epochs."""
+    key, kind, last = "train.max_steps", "step", train.get("max_steps", -1)
+    at: Any = checkpoint.step
+    if not isinstance(last, int) or last <= 0:  # as Transformers: then epochs count, by default 3
+        key, kind, last = "train.num_train_epochs", "epoch", train.get("num_train_epochs", 3)
+        at = finite(checkpoint.state.get("epoch")) or 0
+    if last <= at:
+        raise ConfigError(
+            f"the run ends at {kind} {last:g}, and the checkpoint is at {kind} {at:g}",
+            where=key,
+            why="no step is left to train",
+            fix=f"{key}={2 * math.ceil(at)} 'resume.allow=[{key}]', or use the run as it is",
+        )
 
 
 BATCH = {

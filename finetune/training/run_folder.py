@@ -24,6 +24,7 @@ from finetune.runs.checkpoints import (
     Checkpoint,
 )
 from finetune.runs.folder import Run, finite, write_start
+from finetune.runs.last_model import MODEL, UNSAVED
 from finetune.training.low_bit import bytes_of_states
 from finetune.training.preflight import Preflight
 from finetune.training.scope import reads_base
@@ -74,14 +75,27 @@ def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
 
 @contextlib.contextmanager
 def discarded_unless_begun(folder: Path) -> Iterator[None]:
-    """Remove a run folder if a setting, the model or the rows are refused before the first step."""
+    """Remove a run folder if Ctrl-C, or what is refused, ends the run before its first step."""
     try:
         yield
-    except REFUSED:
+    except (*REFUSED, KeyboardInterrupt):
         metrics = folder / "metrics.jsonl"
         if rank() == 0 and not (metrics.is_file() and metrics.stat().st_size):
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def saved_whole(folder: Path) -> Iterator[Path]:
+    """A place to save a run's model in, which becomes `model/` when all of it is written."""
+    place = folder / UNSAVED
+    try:
+        yield place
+        if rank() == 0:
+            place.rename(folder / MODEL)
+    finally:
+        if rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------ disk space

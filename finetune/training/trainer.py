@@ -31,6 +31,7 @@ from finetune.logging import busy, counting_rows, output, whole
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import Checkpoint, find_checkpoint
+from finetune.runs.last_model import MODEL
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
@@ -46,6 +47,7 @@ from finetune.training.run_folder import (
     discarded_unless_begun,
     make_folder,
     name_folder,
+    saved_whole,
 )
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
@@ -336,7 +338,8 @@ class _Run:
 
     def save(self) -> None:
         """Save the trained model, then sample and score it."""
-        self.trainer.save_model(str(self.folder / "model"))
+        with saved_whole(self.folder) as place:
+            self.trainer.save_model(str(place))
         if not self.is_main:
             return
         if self.config.precision.eval == "fp8":
@@ -372,8 +375,7 @@ class _Run:
         return report
 
     def _write_card(self, report: RunReport) -> None:
-        model = self.folder / "model"
-        if model.is_dir():  # an interrupted run has none
+        if (model := self.folder / MODEL).is_dir():  # an interrupted run has none
             card = model_card(
                 self.config,
                 asdict(report.receipt),

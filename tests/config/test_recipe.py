@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 from pathlib import Path
 
 import pytest
@@ -328,7 +329,8 @@ def test_an_empty_path_beside_a_name_is_one_of_both() -> None:
 def test_the_form_of_a_mixture_that_an_error_gives_is_one() -> None:
     with pytest.raises(ConfigError, match="needs path, and nothing else is known") as caught:
         load_recipe("tiny_lora_fp8", ["data.path=[{path: a, wait: 2}]"], check_train=False)
-    data = load_recipe("tiny_lora_fp8", [caught.value.fix], check_train=False).config.data
+    typed = shlex.split(caught.value.fix)  # as a shell does
+    data = load_recipe("tiny_lora_fp8", typed, check_train=False).config.data
     assert data.path == {"a": 2.0, "b": 1.0}
 
 
@@ -338,6 +340,16 @@ def test_an_override_inside_a_setting_of_the_trainer_is_converted_too(given) -> 
     found = with_overrides(load_recipe("tiny_lora_fp8").config, typed)
     assert found.train["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
     assert found == load_recipe("tiny_lora_fp8", typed).config
+
+
+def test_a_fix_with_braces_is_quoted_for_the_shell() -> None:
+    """A shell makes two words of `data.path={"a":2,"b":1}`, and takes their quotes away."""
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("tiny_lora_fp8", ["~data.name", "data.path=[a.jsonl,a.jsonl]"])
+    (typed,) = shlex.split(caught.value.fix)
+    assert load_recipe("tiny_lora_fp8", ["~data.name", typed]).config.data.sources == {
+        "a": 2.0, "b": 1.0
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("typed", ["scaling=delayed", "frozen=bf16", "compute=bf16"])

@@ -38,6 +38,11 @@ def write(name: str, rows: list[dict]) -> str:
     return name
 
 
+def write_text(name: str, text: str = "{}") -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+
+
 @pytest.fixture
 def load(tokenizer):
     """A function that loads rows, held out none unless asked."""
@@ -260,6 +265,64 @@ def test_max_rows_leaves_held_out_rows_alone(load):
     assert (len(rows.train), len(rows.eval)) == (2, 10)
 
 
+# ---------------------------------------------------------------------- nothing is left out unsaid
+
+
+@pytest.mark.parametrize("settings", [{}, {"streaming": True}])
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"question": "Who?", "context": "Ann sails.", "answer": "Ann"}, "'context'"),
+        ({"system_prompt": "Short.", "question": "Who?", "response": "Ann"}, "'system_prompt'"),
+        ({"system": "Ahoy", "conversations": [ASK, ANSWER], "tools": None}, "'system'"),
+        ({"instruction": "a", "input": "b", "context": "c", "output": "d", "id": 1}, "'id'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ""),
+        ({"input_ids": [1, 2], "position": [0, 1]}, ""),
+    ],
+    ids=["squad", "orca", "sharegpt", "alpaca", "preference", "tokenized"],
+)
+def test_columns_that_are_not_used_are_said(load, row, unused, settings):
+    found = load(write("rows.jsonl", [row]), **settings).notes
+    assert found == ((f"columns of rows.jsonl that are not used: {unused}",) if unused else ())
+
+
+def test_a_column_that_another_takes_the_place_of_is_said(load):
+    row = {"prompt": "old", "ask": "new", "completion": "b"}
+    rows = load(write("rows.jsonl", [row]), columns={"prompt": "ask"})
+    assert rows.notes == ("columns of rows.jsonl that are not used: 'prompt'",)
+
+
+def test_files_of_a_folder_that_are_not_read_are_said(load, tmp_path):
+    write_text("rows/a.txt", "One.\n")
+    assert load("rows").notes == ()
+    for name in ("rows/b.md", "rows/deep/c.pdf", "rows/.hidden/d.md", "elsewhere/e.txt"):
+        write_text(name, "Two.\n")
+    Path("rows/linked").symlink_to(tmp_path / "elsewhere")
+    assert load("rows").notes == ("not read in rows: b.md, deep/c.pdf, linked",)
+
+
+def test_eval_rows_that_are_skipped_are_counted(load):
+    good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}
+    paths = write("rows.jsonl", [good]), write("held.jsonl", [good, bad, bad])
+    rows = load(paths[0], eval_path=paths[1], on_bad_row="skip")
+    assert (len(rows.eval), rows.refused) == (1, 0)
+    assert rows.notes == ("2 eval rows are skipped; the first: row 2: 'completion' is empty",)
+
+
+def test_a_file_that_is_listed_twice_is_refused(load):
+    write("a.jsonl", [MESSAGES])
+    with pytest.raises(ValueError, match=r"'a.jsonl' stands in the list more than once"):
+        load(["a.jsonl", "b.jsonl", "a.jsonl"])
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_turns_may_be_json_in_a_text(load, name):
+    rows = load(write(name, [{"messages": json.dumps(MESSAGES["messages"])}]))
+    assert rows.train[0]["messages"] == MESSAGES["messages"]
+    with pytest.raises(DataError, match=r"row 1 [\s\S]*'messages' is not JSON"):
+        load(write(name, [{"messages": '[{"role": "user"'}]))
+
+
 # -------------------------------------------------------------------------------------- mistakes
 
 
@@ -269,6 +332,14 @@ def test_a_missing_file_names_its_nearest_sibling(load, here):
         load("mien.jsonl")
     assert caught.value.where == f"data.path: {here / 'mien.jsonl'}"
     assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_missing_file_is_not_taken_for_one_with_the_same_ending(load, here):
+    for name in ("container_info.json", "mime.types", "mine"):
+        write_text(name)
+    with pytest.raises(DataNotFoundError) as caught:
+        load("mine.jsonl")
+    assert "did you mean" not in str(caught.value)
 
 
 def test_a_missing_file_in_a_missing_folder_gets_no_guess(load, here):
@@ -310,6 +381,18 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
             ["where: a.jsonl:2", "each line must be one JSON object"],
             id="not-an-object",
         ),
+        pytest.param(
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b", "text": "c"}\n',
+            ["where: a.jsonl:2", "the key 'text' is there twice", "fix that line"],
+            id="a-key-twice",
+        ),
+        pytest.param(
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b \\ud83c"}\n',
+            ["where: a.jsonl:2", "surrogates not allowed"],
+            id="half-of-a-surrogate",
+        ),
         pytest.param("a.json", '[{"text": "a"}, {]', ["a.json cannot be read as json"], id="json"),
         pytest.param(
             "a.parquet",
@@ -342,6 +425,16 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(load, name, content
     for part in said:
         assert part in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_parquet_with_a_column_twice_names_it(load):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = [pa.array(["a"])] * 3
+    pq.write_table(pa.table(columns, names=["prompt", "completion", "prompt"]), "a.parquet")
+    with pytest.raises(DataError, match=r"two columns of the name 'prompt'[\s\S]*fix: +rename"):
+        load("a.parquet")
 
 
 def test_parquet_without_rows_is_said_to_have_none(load, caplog):

@@ -111,6 +111,15 @@ def test_a_template_that_knows_no_tools_is_refused(load, tokenizer, key, value) 
         load([row], tokenizer)
 
 
+@pytest.mark.parametrize(("key", "value"), [("tool_calls", [CALL]), ("tools", [TOOL])])
+def test_so_are_pairs_of_turns(load, tokenizer, key, value) -> None:
+    answer = {"role": "assistant", "content": None if key == "tool_calls" else "High."}
+    row = {"prompt": [{"role": "user", "content": "Tide?"}], "completion": [answer]}
+    (answer if key == "tool_calls" else row)[key] = value
+    with pytest.raises(DataError, match=rf"does not use '{key}'\n[\s\S]*row 1[\s\S]*empty answer"):
+        load([row], tokenizer)
+
+
 def test_reasoning_that_a_template_drops_is_said(load, tokenizer) -> None:
     rows = load([turns("Tide?", content="High.", thinking="The moon is full.")], tokenizer)
     assert rows.notes == (

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import shlex
 import shutil
 import zipfile
 from functools import partial
@@ -33,6 +34,8 @@ from finetune.runs.checkpoints import (
     resume_command,
     superfluous,
 )
+from finetune.runs.folder import Run
+from finetune.runs.last_model import save_last_model
 from finetune.training import faults
 from finetune.training.checkpoints import refuse_unreadable
 from finetune.training.resume import (
@@ -47,6 +50,7 @@ from finetune.training.resume import (
 )
 from tests.benchmarks import resume_table
 from tests.benchmarks.resume_table import empty, flip_a_bit, truncate
+from tests.run_folders import make_run, sign
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE)
 
@@ -179,6 +183,84 @@ def test_other_mathematics_has_to_be_allowed_by_name(key, tmp_path) -> None:
         check_resume(checkpoint, config, "rows", 1)
     allowed = load_recipe_like([f"{key}=9", f"resume.allow=[{key}]"])
     assert list(check_resume(checkpoint, allowed, "rows", 1)) == [key]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "epoch", "said"),
+    [
+        ([], 0.5, "ends at step 10, and the checkpoint is at step 10"),
+        (["~train.max_steps", "train.num_train_epochs=2"], 2.0, "ends at epoch 2, and"),
+        (["~train.max_steps"], 3.0, "ends at epoch 3, and"),
+    ],
+)
+def test_a_checkpoint_behind_which_no_step_is_left_is_refused(
+    overrides, epoch, said, tmp_path
+) -> None:
+    """By epochs a run went on, trained nothing and ended well, with a receipt of nothing."""
+    saved = at(tmp_path)
+    saved.state["epoch"] = epoch
+    overrides = overrides or ["train.max_steps=10"]
+    config = load_recipe("tiny_lora_fp8", overrides).config
+    with pytest.raises(ConfigError, match=rf"{said}[\s\S]*no step is left") as caught:
+        check_resume(saved, config, "rows", 1)
+    more, allowed = shlex.split(caught.value.fix.partition(", or")[0])
+    going = load_recipe("tiny_lora_fp8", [*overrides, more, allowed]).config
+    with pytest.raises(ConfigError, match="resuming would change"):
+        check_resume(saved, going, "rows", 1)
+
+
+def ended(folder: Path, *, best: str = "", until: int = 8) -> Path:
+    """A run that was stopped by a signal in the evaluation behind its last step."""
+    run = make_run(folder / "tiny_full_fp8" / "20260101-000000-aaaa", steps=8)
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt["run"] |= {"interrupted": True, "exit_code": 143}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    for step in (4, 8):
+        checkpoint = make(run / "checkpoints", step)
+        state = json.loads((checkpoint / STATE).read_text())
+        state |= {"max_steps": until, "best_model_checkpoint": f"/elsewhere/{best}"}
+        (checkpoint / STATE).write_text(json.dumps(state))
+        sign(checkpoint)
+    if best:
+        config = (run / "config.yaml").read_text()
+        best_last = "\ntrain:\n  load_best_model_at_end: true\n"
+        (run / "config.yaml").write_text(config.replace("\ntrain:\n", best_last))
+    return run
+
+
+@pytest.mark.parametrize(("best", "step"), [("", 8), ("checkpoint-4", 4)])
+def test_a_run_whose_model_alone_is_missing_gets_it(best, step, tmp_path, cli) -> None:
+    """Resuming was refused, since no step is left: the model of a trained run was out of reach."""
+    run = ended(tmp_path, best=best)
+    assert Run(run).state == "interrupted"
+    done = cli("resume", run)
+    assert (done.code, done.err) == (0, "")
+    assert f"model of checkpoint-{step} is saved in {run / 'model'}" in done.out
+    assert [file.name for file in (run / "model").iterdir()] == ["model.safetensors"]
+    assert f"of step {step}" in (run / "model" / "model.safetensors").read_text()
+    assert Run(run).state == "finished"
+    assert "exit_code" not in Run(run).receipt["run"]
+    again = cli("resume", run)
+    assert again.code == 2
+    assert "has ended" in again.err
+    assert f"resume {run} train.max_steps=16 'resume.allow=[train.max_steps]'" in again.err
+
+
+def test_other_processes_than_the_first_write_no_model(tmp_path) -> None:
+    run = ended(tmp_path)
+    for _ in range(2):
+        assert save_last_model(run, writes=False) == run / "checkpoints" / "checkpoint-8"
+        (run / "model").mkdir(exist_ok=True)  # by the first one, meanwhile
+
+
+@pytest.mark.parametrize("damage", ["step", "best", "none"])
+def test_no_other_model_is_saved_for_the_last(damage, tmp_path) -> None:
+    """Steps are left, the best checkpoint was deleted, or nothing was saved."""
+    run = ended(tmp_path, best="checkpoint-2" * (damage == "best"), until=8 + (damage == "step"))
+    if damage == "none":
+        shutil.rmtree(run / "checkpoints")
+    assert save_last_model(run) is None
+    assert not (run / "model").exists()
 
 
 def test_no_setting_changes_in_silence(tmp_path) -> None:

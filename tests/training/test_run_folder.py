@@ -71,6 +71,32 @@ def test_a_run_that_goes_on_makes_the_checkpoints_that_are_left(
     assert run_folder.checkpoints_at_once(config, Checkpoint(folder)) == most
 
 
+@pytest.mark.parametrize("rows", ["", '{"step": 1}\n'])
+def test_ctrl_c_before_the_first_step_leaves_no_folder(rows, tmp_path) -> None:
+    """`ls --runs` and `last` took the folder for a run that was killed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(rows)
+    with pytest.raises(KeyboardInterrupt), run_folder.discarded_unless_begun(folder):
+        raise KeyboardInterrupt
+    assert folder.is_dir() == bool(rows)
+
+
+def test_a_model_is_there_whole_or_not_at_all(tmp_path) -> None:
+    def half(place: Path) -> None:
+        place.mkdir()
+        (place / "half").touch()
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"), run_folder.saved_whole(tmp_path) as place:
+        half(place)
+    assert list(tmp_path.iterdir()) == []
+    with run_folder.saved_whole(tmp_path) as place:
+        place.mkdir()
+        assert not (tmp_path / "model").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.fixture
 def disk(monkeypatch):
     """A function that sets the free bytes of every disk."""

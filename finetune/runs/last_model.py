@@ -1,0 +1,91 @@
+"""The model of a run that ended between its last step and the saving of its model. No torch.
+
+A signal in the evaluation after training ends a run there, and so do a kill and a full disk. No
+step is left that a resumed run could train; the checkpoint of the last one holds the model's files,
+and beside them those that only training reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import ConfigError, writing
+from finetune.runs.checkpoints import (
+    CHECKPOINTS,
+    MANIFEST,
+    STATE,
+    Checkpoint,
+    newest_checkpoint,
+    scaling_file,
+)
+from finetune.runs.folder import Run, finite, json_of, write_whole
+
+MODEL, UNSAVED = "model", ".model"
+"""Folders of a run: its model, and the same while it is being saved."""
+OF_TRAINING = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "fp8_scaling*", "README.md")
+"""Files of a checkpoint that are none of its model; the card would be PEFT's empty one."""
+
+
+def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
+    """Save the model of a run's last step, which is all that was left to do.
+
+    The run then counts as finished, if it has a receipt.
+
+    Args:
+        writes: of several processes the first one does, and the others only answer.
+
+    Returns:
+        The checkpoint that the model is of; None if steps are left.
+
+    Raises:
+        ConfigError: the run has its model, or it cannot be written.
+    """
+    config, newest = Run(folder).config, newest_checkpoint(folder / CHECKPOINTS)
+    state = Checkpoint(newest).state if newest is not None else {}
+    if newest is None or state.get("global_step", 0) < state.get("max_steps", math.inf):
+        return None
+    if config.get("train", {}).get("load_best_model_at_end"):
+        newest = folder / CHECKPOINTS / Path(str(state.get("best_model_checkpoint"))).name
+    if not (folder / MODEL).exists() and Checkpoint(newest).problem(contents=True):
+        return None
+    if not writes:
+        return newest
+    if (folder / MODEL).exists():
+        raise _ended(folder, config.get("train", {}), state)
+    with writing("the model cannot be saved", where=str(folder), fix="make room there, and again"):
+        shutil.rmtree(folder / UNSAVED, ignore_errors=True)
+        others = shutil.ignore_patterns(*OF_TRAINING, STATE, MANIFEST)
+        shutil.copytree(newest, folder / UNSAVED, ignore=others)
+        if (
+            config.get("precision", {}).get("eval") == "fp8"
+            and (newest / scaling_file(0)).is_file()
+        ):
+            shutil.copy(newest / scaling_file(0), folder)
+        (folder / UNSAVED).rename(folder / MODEL)
+        if receipt := json_of(folder / "receipt.json"):
+            receipt["run"] = {**receipt.get("run", {}), "interrupted": False, "stopped": ""}
+            receipt["run"].pop("exit_code", None)
+            write_whole(folder / "receipt.json", json.dumps(receipt, indent=1) + "\n")
+            report = json_of(folder / "report.json") | {"folder": str(folder), "interrupted": False}
+            write_whole(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    return newest
+
+
+def _ended(folder: Path, train: dict[str, Any], state: dict[str, Any]) -> ConfigError:
+    """The error for a run that has its model, with what trains it further."""
+    key, more = "max_steps", 2 * state["global_step"]
+    if not (finite(train.get(key)) or 0) > 0:
+        key, more = "num_train_epochs", 2 * math.ceil(finite(state.get("epoch")) or 1)
+    name = shlex.quote(str(folder))
+    return ConfigError(
+        f"the run {str(folder)!r} has ended",
+        where=str(folder / MODEL),
+        why=f"no step is left to train after step {state['global_step']}",
+        fix=f'python -m finetune generate {name} "..."; to train on: python -m finetune resume '
+        f"{name} train.{key}={more} 'resume.allow=[train.{key}]'",
+    )
