@@ -69,9 +69,14 @@ class CheckpointKeeper(TrainerCallback):
         self.kept = kept or CheckpointsConfig()
         self._begun, self._early = 0, None
 
-    def take_over(self, trainer: Any) -> None:
-        """Let the trainer save through this keeper."""
-        self.trainer, self._save = trainer, trainer._save_checkpoint
+    def take_over(self, trainer: Any, say: Callable[[str], Any]) -> None:
+        """Let the trainer save through this keeper, and `say` what it could not keep.
+
+        The limit is no longer the trainer's, which would delete older checkpoints before the new
+        one is whole, and of a limit of 1 the newest when training is interrupted.
+        """
+        self.trainer, self._save, self._say = trainer, trainer._save_checkpoint, say
+        self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         trainer._save_checkpoint = self.save
         trainer._load_from_checkpoint = partial(
             load_whole, trainer._load_from_checkpoint, None, trainer
@@ -89,10 +94,28 @@ class CheckpointKeeper(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begun = state.global_step
+        self._find_best(state)
         conversion = self.session.conversion
         if self.resumed is None or conversion is None or conversion.backend is None or self.fresh:
             return
         conversion.backend.load_state_tensors(stored_scaling(self.resumed, args.process_index))
+
+    def _find_best(self, state: Any) -> None:
+        """Name the best checkpoint until now where it lies: its run may have been moved.
+
+        The trainer would log that it is not there, and end with the last weights for the best.
+        """
+        best = Path(state.best_model_checkpoint or "")
+        if self.resumed is None or not best.name or best.is_dir():
+            return
+        if (beside := self.resumed.parent / best.name).is_dir():
+            state.best_model_checkpoint = str(beside)
+            return
+        line = (
+            f"[yellow]! {best.name} is gone, the best until here: the best from here on counts[/]"
+        )
+        self._say(line)
+        state.best_metric = state.best_model_checkpoint = state.best_global_step = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the first step early: a disk that cannot take it shows now, not in hours."""
@@ -127,7 +150,6 @@ class CheckpointKeeper(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         step, folder = trainer.state.global_step, Path(args.output_dir)
         partial, final = folder / SAVING, folder / f"checkpoint-{step}"
-        limit, args.save_total_limit = args.save_total_limit, None  # deleted below, when it is safe
         trainer.state.stateful_callbacks[KEEPER] = {}  # says that there is a manifest
         trainer._get_output_dir = lambda **_: str(partial)
         try:
@@ -142,7 +164,7 @@ class CheckpointKeeper(TrainerCallback):
                 refuse_unreadable(partial / final.name)
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
-                self._delete_older(folder, limit)
+                self._delete_older(folder, self._limit)
             trainer.accelerator.wait_for_everyone()
         except Exception as error:
             if not is_of_the_disk(error):
@@ -150,7 +172,8 @@ class CheckpointKeeper(TrainerCallback):
             what = f"the checkpoint of step {step} could not be written"
             raise write_failure(error, folder.parent, what) from error
         finally:
-            args.save_total_limit = limit
+            if step >= trainer.state.max_steps:  # the trainer then leaves the best alone, of one
+                args.save_total_limit = self._limit
             del trainer._get_output_dir
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)

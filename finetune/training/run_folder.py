@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,11 @@ from finetune.errors import (
     ConfigError,
 )
 from finetune.hardware.device import processes, rank
-from finetune.runs.checkpoints import (
-    Checkpoint,
-)
+from finetune.runs.card import model_card
+from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.folder import Run, finite, write_start
 from finetune.runs.last_model import MODEL, UNSAVED
+from finetune.runs.receipt import RunReport
 from finetune.training.low_bit import bytes_of_states
 from finetune.training.preflight import Preflight
 from finetune.training.scope import reads_base
@@ -96,6 +97,14 @@ def saved_whole(folder: Path) -> Iterator[Path]:
     finally:
         if rank() == 0:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def write_card(folder: Path, config: RunConfig, report: RunReport) -> None:
+    """Write the card of a run's model, if it has one: an interrupted run has none."""
+    if (folder / MODEL).is_dir():
+        facts = asdict(report.receipt), asdict(report)
+        card = model_card(config, *facts, adapter=config.lora is not None)
+        (folder / MODEL / "README.md").write_text(card, encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------ disk space

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,7 @@ from finetune.hardware.device import this_device
 from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, output, whole
 from finetune.precision.stored import stored_weights
-from finetune.runs.card import model_card
 from finetune.runs.checkpoints import Checkpoint, find_checkpoint
-from finetune.runs.last_model import MODEL
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
@@ -48,6 +46,7 @@ from finetune.training.run_folder import (
     make_folder,
     name_folder,
     saved_whole,
+    write_card,
 )
 from finetune.training.samples import prompts_of
 from finetune.training.session import Session, session_of
@@ -258,7 +257,7 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
-        self.keeper.take_over(self.trainer)
+        self.keeper.take_over(self.trainer, console.print)
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:
             found = self.ledgers["train"]
@@ -371,18 +370,8 @@ class _Run:
         )
         if self.is_main:
             (self.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-            self._write_card(report)
+            write_card(self.folder, self.config, report)
         return report
-
-    def _write_card(self, report: RunReport) -> None:
-        if (model := self.folder / MODEL).is_dir():  # an interrupted run has none
-            card = model_card(
-                self.config,
-                asdict(report.receipt),
-                asdict(report),
-                adapter=self.config.lora is not None,
-            )
-            (model / "README.md").write_text(card, encoding="utf-8")
 
 
 def make_trainer(

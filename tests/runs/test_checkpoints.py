@@ -11,12 +11,14 @@ import shutil
 import zipfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import TrainerState
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import CheckpointError, ConfigError
@@ -37,7 +39,7 @@ from finetune.runs.checkpoints import (
 from finetune.runs.folder import Run
 from finetune.runs.last_model import save_last_model
 from finetune.training import faults
-from finetune.training.checkpoints import refuse_unreadable
+from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
 from finetune.training.resume import (
     FIXED,
     FREE,
@@ -159,6 +161,17 @@ def test_an_eval_loss_without_a_number_is_not_the_best(tmp_path) -> None:
     losses = {1: float("nan"), 2: 9.0, 3: 10.0}
     saved = [Checkpoint(make(tmp_path, step, eval_loss=x)) for step, x in losses.items()]
     assert [one.step for one in superfluous(saved, 1, 1)] == [1]
+
+
+def test_a_best_checkpoint_that_is_gone_is_said_and_forgotten(tmp_path) -> None:
+    """The trainer logs that it is not there, and ends with the last weights for the best."""
+    state = TrainerState(best_model_checkpoint="/gone/checkpoint-2", best_metric=1.0)
+    keeper: Any = CheckpointKeeper(SimpleNamespace(conversion=None), {}, tmp_path / "checkpoint-3")
+    said: list[str] = []
+    keeper._say = said.append
+    keeper.on_train_begin(None, state, None)
+    assert "checkpoint-2, the best until here, is gone" in said[0]
+    assert (state.best_model_checkpoint, state.best_metric) == (None, None)
 
 
 # ------------------------------------------------------------------------------- what may differ

@@ -164,6 +164,27 @@ def assert_plain_hugging_face_weights(folder: Path) -> None:
     assert model.state_dict().keys() == base.state_dict().keys()
 
 
+def test_the_best_checkpoint_outlives_an_interrupt_and_a_move(tmp_path) -> None:
+    """Transformers deletes all but the best of a limit of 1, and takes the last for a moved one."""
+    settings = ["train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2"]
+    settings += ["train.eval_strategy=steps", "train.eval_steps=2", "train.save_total_limit=1"]
+    # The best is the highest loss, that of the first evaluation.
+    settings += ["train.load_best_model_at_end=true", "train.greater_is_better=true"]
+    settings += ["train.metric_for_best_model=loss", "eval.samples=false", "eval.at_start=false"]
+    settings += ["train.per_device_train_batch_size=2", "data.max_rows=24"]
+    recipe = load_recipe("tiny_full_bf16", settings)
+    began = train(recipe, out=tmp_path, console=QUIET, until=3).folder
+    assert {path.name for path in (began / "checkpoints").glob("c*-*")} == {
+        "checkpoint-2", "checkpoint-3"
+    }  # fmt: skip
+    moved = began.rename(tmp_path / "moved")
+    going = load_recipe("tiny_full_bf16", [*settings, f"train.resume_from_checkpoint={moved}"])
+    ended = train(going, out=tmp_path, console=QUIET).folder
+    best = load_file(moved / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    taken = load_file(ended / "model" / "model.safetensors")
+    assert all(torch.equal(value, best[name]) for name, value in taken.items())
+
+
 @pytest.mark.slow
 def test_own_data_file(tmp_path) -> None:
     file = tmp_path / "mine.jsonl"
