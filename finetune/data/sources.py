@@ -138,6 +138,8 @@ class Source:
             if self.loader == "json":
                 _check_json(self, CHECKED if streaming else None)
             names = [glob.escape(str(file)) for file in self.files]
+            # Its copy is found by path and time: other rows may have those of before (archives).
+            options |= {} if streaming else {"name": f"rows-{self.fingerprint()[:16]}"}
             found: Any = load_dataset(
                 self.loader, data_files=names, split="train", streaming=streaming, **options
             )

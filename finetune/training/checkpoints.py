@@ -103,18 +103,17 @@ class CheckpointKeeper(TrainerCallback):
     def _find_best(self, state: Any) -> None:
         """Name the best checkpoint until now where it lies: its run may have been moved.
 
-        The trainer would log that it is not there, and end with the last weights for the best.
+        Transformers 5.23 then forgets it but not its loss, and ends with the last weights for the
+        best.
         """
-        best = Path(state.best_model_checkpoint or "")
+        saved = Checkpoint(self.resumed).state if self.resumed is not None else {}
+        best = Path(str(saved.get("best_model_checkpoint") or ""))
         if self.resumed is None or not best.name or best.is_dir():
             return
         if (beside := self.resumed.parent / best.name).is_dir():
             state.best_model_checkpoint = str(beside)
             return
-        line = (
-            f"[yellow]! {best.name} is gone, the best until here: the best from here on counts[/]"
-        )
-        self._say(line)
+        self._say(f"[yellow]! {best.name}, the best until here, is gone: the next best counts[/]")
         state.best_metric = state.best_model_checkpoint = state.best_global_step = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

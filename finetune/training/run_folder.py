@@ -58,7 +58,14 @@ def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
         folder.mkdir(parents=True)
         write_start(folder, recipe.name)
         (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    except FileExistsError:
+    except FileExistsError as error:
+        if not os.path.lexists(folder):
+            raise ConfigError(
+                f"the run folder {str(folder)!r} cannot be made: {error.filename} is in its place",
+                where=f"--out {out}",
+                why="it is no folder, or a link to one that is not there",
+                fix="choose another folder with --out, or make the one that it links to",
+            ) from None
         holder = Run(folder).holder
         raise ConfigError(
             f"the run folder {str(folder)!r} belongs to another run",

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,13 @@ def test_a_list_of_objects_in_a_file_of_lines_wants_another_name(load) -> None:
     with pytest.raises(DataError, match=r"is a \.json file: give it that name"):
         load("a.jsonl")
     assert asked(load(str(Path("a.jsonl").rename("a.json"))).train) == ["a0?", "a1?"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_other_rows_with_the_time_of_before_are_read(load, name) -> None:
+    """`datasets` took its copy of the rows before, as after unpacking an archive."""
+    for text in ("one", "two"):
+        lines = {"a.jsonl": json.dumps({"text": text}), "a.csv": f"text\n{text}", "a.txt": text}
+        Path(name).write_text(f"{lines[name]}\n")
+        os.utime(name, (1e9, 1e9))
+        assert load(name).train[0]["text"] == text

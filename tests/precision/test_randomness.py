@@ -147,6 +147,5 @@ def test_each_process_keeps_its_own_state(tmp_path) -> None:
     for process, expected in enumerate([*states, states[0]]):
         args = SimpleNamespace(process_index=process, output_dir=tmp_path)
         loading, randomness = keeper(tmp_path / "checkpoint-1")
-        state = SimpleNamespace(global_step=0, best_model_checkpoint=None)
-        loading.on_train_begin(args, state, None)
+        loading.on_train_begin(args, SimpleNamespace(global_step=0), None)
         assert torch.equal(randomness.state, expected)

@@ -164,14 +164,17 @@ def test_an_eval_loss_without_a_number_is_not_the_best(tmp_path) -> None:
 
 
 def test_a_best_checkpoint_that_is_gone_is_said_and_forgotten(tmp_path) -> None:
-    """The trainer logs that it is not there, and ends with the last weights for the best."""
-    state = TrainerState(best_model_checkpoint="/gone/checkpoint-2", best_metric=1.0)
-    keeper: Any = CheckpointKeeper(SimpleNamespace(conversion=None), {}, tmp_path / "checkpoint-3")
+    """The trainer forgets it but not its loss, and ends with the last weights for the best."""
+    saved = make(tmp_path, 3)
+    best = {"best_model_checkpoint": "/gone/checkpoint-2", "best_metric": 1.0}
+    (saved / STATE).write_text(json.dumps(json.loads((saved / STATE).read_text()) | best))
+    state = TrainerState(best_metric=1.0, best_global_step=2)
+    keeper: Any = CheckpointKeeper(SimpleNamespace(conversion=None), {}, saved)
     said: list[str] = []
     keeper._say = said.append
     keeper.on_train_begin(None, state, None)
     assert "checkpoint-2, the best until here, is gone" in said[0]
-    assert (state.best_model_checkpoint, state.best_metric) == (None, None)
+    assert (state.best_global_step, state.best_metric) == (None, None)
 
 
 # ------------------------------------------------------------------------------- what may differ

@@ -20,6 +20,7 @@ from finetune import load_recipe, train
 from finetune.config.paths import TINY_LLAMA
 from finetune.runs.lookup import read_run
 from tests.conftest import slow_but
+from tests.run_folders import sign
 
 QUIET = Console(quiet=True)
 QUICK_RECIPES = ["tiny_lora_fp8", "bdh_tiny_full_fp8"]
@@ -168,9 +169,7 @@ def test_the_best_checkpoint_outlives_an_interrupt_and_a_move(tmp_path) -> None:
     """Transformers deletes all but the best of a limit of 1, and takes the last for a moved one."""
     settings = ["train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2"]
     settings += ["train.eval_strategy=steps", "train.eval_steps=2", "train.save_total_limit=1"]
-    # The best is the highest loss, that of the first evaluation.
-    settings += ["train.load_best_model_at_end=true", "train.greater_is_better=true"]
-    settings += ["train.metric_for_best_model=loss", "eval.samples=false", "eval.at_start=false"]
+    settings += ["train.load_best_model_at_end=true", "eval.samples=false", "eval.at_start=false"]
     settings += ["train.per_device_train_batch_size=2", "data.max_rows=24"]
     recipe = load_recipe("tiny_full_bf16", settings)
     began = train(recipe, out=tmp_path, console=QUIET, until=3).folder
@@ -178,6 +177,10 @@ def test_the_best_checkpoint_outlives_an_interrupt_and_a_move(tmp_path) -> None:
         "checkpoint-2", "checkpoint-3"
     }  # fmt: skip
     moved = began.rename(tmp_path / "moved")
+    state = json.loads((moved / "checkpoints" / "checkpoint-3" / "trainer_state.json").read_text())
+    state["best_metric"] = 0.0  # no later one is better
+    (moved / "checkpoints" / "checkpoint-3" / "trainer_state.json").write_text(json.dumps(state))
+    sign(moved / "checkpoints" / "checkpoint-3")
     going = load_recipe("tiny_full_bf16", [*settings, f"train.resume_from_checkpoint={moved}"])
     ended = train(going, out=tmp_path, console=QUIET).folder
     best = load_file(moved / "checkpoints" / "checkpoint-2" / "model.safetensors")
