@@ -113,7 +113,7 @@ class CheckpointKeeper(TrainerCallback):
         if (beside := self.resumed.parent / best.name).is_dir():
             state.best_model_checkpoint = str(beside)
             return
-        self._say(f"[yellow]! {best.name}, the best until here, is gone: the next best counts[/]")
+        self._say(f"! {best.name}, the best until here, is gone: the next best counts")
         state.best_metric = state.best_model_checkpoint = state.best_global_step = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

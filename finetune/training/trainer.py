@@ -257,7 +257,7 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
-        self.keeper.take_over(self.trainer, console.print)
+        self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:
             found = self.ledgers["train"]
