@@ -27,7 +27,6 @@ from finetune.data.repeats import (
 )
 from finetune.errors import OrderError
 from finetune.hardware.device import rank
-from finetune.precision.convert import conversion_of
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
@@ -40,16 +39,15 @@ def watch_loaders(running: Session) -> None:
     from transformers import Trainer
 
     trained: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders, in this process
+    joined = Joined(running)
 
     def see_backward() -> None:
         loader = GradientState().active_dataloader
         if loader is None:
             return
-        for accelerator in running.accelerators:
-            if any(joins(model) for model in accelerator._models):
-                _refuse_joined(accelerator)
-                return
         trained.add(loader)
+        if joined:
+            joined.refuse_shared_scales()
         if rank() == 0 and (line := _line(loader)):
             warnings.warn(line, stacklevel=3)
 
@@ -59,7 +57,11 @@ def watch_loaders(running: Session) -> None:
 
             def judge() -> None:
                 trains = torch.is_grad_enabled() and (not taken or loader in trained)
-                if uneven and taken == uneven[0] and trains:
+                if not uneven or taken != uneven[0] or not trains:
+                    return
+                if joined:
+                    joined.refuse_open_proof()
+                else:
                     refuse_uneven(loader, uneven[1])
 
             for batch in original(loader):
@@ -91,6 +93,7 @@ def watch_loaders(running: Session) -> None:
 
         return evaluation_loop
 
+    joined.watch()
     running.before_backward = see_backward
     running.patches.replace(DataLoaderShard, "__iter__", make_shard)
     running.patches.replace(IterableDatasetShard, "__iter__", make_stream)
@@ -133,23 +136,64 @@ class _Counted:
         return getattr(self._of, name)
 
 
-# -------------------------------------------------------------------------- torch's own uneven rows
+# --------------------------------------------------------- `accelerator.join_uneven_inputs`, of DDP
 
 
-def joins(model: Any) -> bool:
-    """True inside `accelerator.join_uneven_inputs`, where DDP stands in for processes that end."""
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+class Joined:
+    """Tells if the script is inside torch's `Join`, where DDP stands in for processes that end.
 
+    It stands in for DDP's own collectives alone; those of this package would wait for good.
+    """
 
-def _refuse_joined(accelerator: Any) -> None:
-    for model in accelerator._models:
-        conversion = conversion_of(accelerator.unwrap_model(model))
-        precision = conversion.plan.precision if conversion is not None else None
-        if precision is not None and precision.scaling == "delayed" and precision.reduce_amax:
+    def __init__(self, running: Session) -> None:
+        self.running = running
+        self._entered: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._entered)
+
+    def watch(self) -> None:
+        """Note when it is entered and left."""
+        from torch.distributed.algorithms.join import Join
+
+        def make_enter(original: Callable[..., Any]) -> Callable[..., Any]:
+            def enter(join: Any) -> Any:
+                if join._enable:
+                    self._entered.append(join)
+                return original(join)
+
+            return enter
+
+        def make_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+            def leave(join: Any, *error: Any) -> Any:
+                self._entered = [one for one in self._entered if one is not join]
+                return original(join, *error)
+
+            return leave
+
+        self.running.patches.replace(Join, "__enter__", make_enter)
+        self.running.patches.replace(Join, "__exit__", make_exit)
+
+    def refuse_shared_scales(self) -> None:
+        """Raise `OrderError` where each forward waits for the scales of all processes."""
+        made = (conversion.plan.precision for conversion in self.running.conversions)
+        if any(one.scaling == "delayed" and one.reduce_amax for one in made):
             raise OrderError(
                 "delayed scales of all processes were requested of processes that end early",
                 where="accelerator.join_uneven_inputs(...), with reduce_amax=True",
-                why="a process without rows left would still be waited for in each forward",
+                why="a process without rows left would be waited for in each forward",
                 fix="reduce_amax=False, or another scaling, in "
                 "setup_fp8_mixed_precision_training(...)",
+            )
+
+    def refuse_open_proof(self) -> None:
+        """Raise `OrderError` where a process ends before FP8 is proven."""
+        proof = self.running.proof
+        if proof is not None and proof.is_open:
+            raise OrderError(
+                "a process has no rows left before FP8 is proven",
+                where="accelerator.join_uneven_inputs(...)",
+                why=f"the first steps are judged by all processes together ({proof.status})",
+                fix="more rows, or none that differ between processes: leave even_batches=False "
+                "out",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from accelerate.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import Trainer
 
@@ -28,7 +30,8 @@ from finetune.data.repeats import (
 from finetune.errors import ConfigError, OrderError
 from finetune.training import session
 from finetune.training.health.monitor import HealthMonitor
-from finetune.training.loaders import watch_loaders
+from finetune.training.loaders import Joined, watch_loaders
+from finetune.training.patches import Patches
 
 
 def loader_of(rows: int, batch: int, *, processes: int = 2, drop: bool = False, **settings):
@@ -148,11 +151,8 @@ def one_of_two(monkeypatch):
     emulated = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")
     running = session.install(emulated)
     watch_loaders(running)
-    model = SimpleNamespace(_join_config=SimpleNamespace(enable=False))
-    accelerator = SimpleNamespace(_models=[model], unwrap_model=lambda model: model)
 
     def loop(loader, *, backward: bool = True, stop: int | None = None) -> list[str]:
-        running.accelerators = [accelerator]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for index, _ in enumerate(loader):
@@ -162,7 +162,6 @@ def one_of_two(monkeypatch):
                     break
         return [str(one.message) for one in caught]
 
-    loop.model = model
     return loop
 
 
@@ -204,15 +203,32 @@ def test_a_stream_says_what_it_repeats_at_its_end(drop, one_of_two) -> None:
     ] * (not drop)
 
 
-def test_delayed_scales_of_all_processes_do_not_join_uneven_rows(one_of_two, monkeypatch) -> None:
-    precision = SimpleNamespace(scaling="delayed", reduce_amax=True)
-    conversion = SimpleNamespace(plan=SimpleNamespace(precision=precision))
-    monkeypatch.setattr("finetune.training.loaders.conversion_of", lambda _: conversion)
-    one_of_two.model._join_config.enable = True
-    with pytest.raises(OrderError, match="reduce_amax=False"):
-        one_of_two(loader_of(5, 2, even_batches=False))
-    precision.reduce_amax = False
-    one_of_two(loader_of(5, 2, even_batches=False))
+@pytest.mark.parametrize(
+    ("reduces", "is_open", "why"),
+    [(True, False, "reduce_amax=False"), (False, True, "before FP8 is proven"), (False, False, "")],
+)
+def test_uneven_rows_that_torch_joins(reduces, is_open, why) -> None:
+    """DDP stands in for a process that has ended, in its own collectives alone."""
+    precision = SimpleNamespace(scaling="delayed", reduce_amax=reduces)
+    running = SimpleNamespace(
+        patches=Patches(),
+        conversions=[SimpleNamespace(plan=SimpleNamespace(precision=precision))],
+        proof=SimpleNamespace(is_open=is_open, status="not proven"),
+    )
+    joined, join = Joined(running), object.__new__(Join)
+    join._enable = True
+    joined.watch()
+    try:
+        assert not joined
+        join.__enter__()
+        assert joined
+        with pytest.raises(OrderError, match=why) if why else nullcontext():
+            joined.refuse_shared_scales()
+            joined.refuse_open_proof()
+        join.__exit__(ValueError, None, None)  # one that ends well is a collective
+        assert not joined
+    finally:
+        running.patches.restore()
 
 
 def test_evaluation_by_a_stock_trainer_is_looked_at(one_of_two, monkeypatch) -> None:
