@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,14 @@ def step_label(state: TrainerState, console: Console) -> str:
 def extent(args: Any, state: TrainerState, loader: Any) -> str:
     """How often a run reads its rows; empty for a stream, which has no length.
 
-    50 steps of 4 micro-batches, where the rows make 400: half an epoch.
+    50 steps of 4 micro-batches, where the rows make 400: half an epoch. Where they make 13 of them,
+    an epoch ends with a step of one: 10 steps of 3 micro-batches are two epochs.
     """
     if loader is None or not has_length(loader) or not len(loader):
         return ""
-    epochs = state.max_steps * args.gradient_accumulation_steps / len(loader)
+    batches, each = len(loader), args.gradient_accumulation_steps
+    whole, rest = divmod(state.max_steps, math.ceil(batches / each))
+    epochs = whole + rest * each / batches
     line = f"steps: {state.max_steps:,}, {epochs:.2f} epochs"
     if args.max_steps <= 0 or epochs >= 0.995:
         return line

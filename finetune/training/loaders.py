@@ -100,10 +100,20 @@ def watch_loaders(running: Session) -> None:
     running.patches.replace(Trainer, "evaluation_loop", make_evaluation)
 
 
+BY_FILE = (
+    "the stream is dealt out to processes by its files: where these differ in rows, one process is "
+    "at its end before the others and waits for good, and `take` and `skip` are of each process "
+    "(a stream of one file is dealt out by rows, and so is any with dispatch_batches=True)"
+)
+
+
 def _line(loader: Any) -> str:
     """What is repeated of the rows that are trained on; of a stream in its last batch."""
     from accelerate.data_loader import DataLoaderDispatcher
+    from datasets import IterableDataset
 
+    if isinstance(loader.dataset, IterableDataset) and not isinstance(loader, DataLoaderDispatcher):
+        return BY_FILE
     if not isinstance(loader, DataLoaderDispatcher):
         return repeats_line(loader, float("inf"))
     if not loader.end_of_dataloader:

@@ -15,6 +15,7 @@ from accelerate.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
+from datasets import load_dataset
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import Trainer
@@ -201,6 +202,19 @@ def test_a_stream_says_what_it_repeats_at_its_end(drop, one_of_two) -> None:
     assert [line.partition(", ")[0] for line in said] == [
         "at the end of 5 streamed rows 3 of its first rows came once more"
     ] * (not drop)
+
+
+def test_a_stream_that_is_dealt_out_by_file_is_said(one_of_two, tmp_path) -> None:
+    """Its processes end at different steps, and Accelerate does not look at that."""
+    for name, count in (("a", 6), ("b", 2)):
+        (tmp_path / f"{name}.jsonl").write_text('{"x": 1}\n' * count)
+    files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    for taken, said in ((files, 1), (files[:1], 0)):
+        rows = load_dataset("json", data_files=taken, split="train", streaming=True)
+        plain = DataLoader(rows, batch_size=2)
+        loader = prepare_data_loader(plain, num_processes=2, process_index=0)
+        lines = [line for line in one_of_two(loader, stop=1) if "dealt out to processes" in line]
+        assert len(lines) == said
 
 
 @pytest.mark.parametrize(

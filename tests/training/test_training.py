@@ -259,6 +259,7 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
         (50, 400, "steps: 50, 1.00 epochs"),
         (50, 1600, "steps: 50, 0.25 epochs: 75% of the rows are not read"),
         (-1, 1600, "steps: 50, 0.25 epochs"),
+        (50, 36, "steps: 50, 10.00 epochs"),
     ],
 )
 def test_a_run_says_how_many_of_its_rows_its_steps_read(max_steps, rows, said) -> None:
