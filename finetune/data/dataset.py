@@ -181,7 +181,7 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
         rows = rows.select(range(min(data.max_rows, len(rows))))
     columns = rows.column_names
     kind, rows, refused = formatted(rows, form, source.label)
-    unused = unused_columns(columns, kind, data.columns)
+    unused = unused_columns(columns, rows.column_names, kind, data.columns)
     held_out = None
     if splits and len(rows) > 1:
         count = max(1, round(len(rows) * data.eval_fraction))
@@ -205,7 +205,8 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
     good = first - sum(index < first for index in refused)
     held_out = held.select(range(good)) if good else None
     sample = held.select(range(good, len(held)))
-    unused = unused_columns(stream.column_names or [], kind, data.columns)
+    given = stream.column_names or []
+    unused = unused_columns(given, held.column_names, kind, data.columns)
     return _Part(source, weight, kind, sample, held_out, rest, refused, None, unused)
 
 

@@ -245,24 +245,28 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     )
 
 
-def unused_columns(columns: list[str], kind: str, names: dict[str, str]) -> list[str]:
+def unused_columns(
+    given: list[str], made: list[str], kind: str, names: dict[str, str]
+) -> list[str]:
     """Columns of a source that are neither trained on nor known to be beside what is.
 
     Args:
+        given, made: columns before and after the rows were brought into the format.
         kind: recognized format.
         names: `data.columns`.
     """
     known = (
         {
-            "tokenized": columns,  # a data collator may take any of them
-            "messages": ["messages" if "messages" in columns else "conversations"],
+            "tokenized": given,  # a data collator may take any of them
+            "messages": ["messages" if "messages" in given else "conversations"],
             "preferred answers": ["prompt", "chosen", "rejected"],
             "text": ["text"],
         }.get(kind)
         or [*PAIRS[kind], *CONTEXT[: 2 * (PAIRS[kind][0] == "instruction")]]
     )
-    read = {names.get(name, name) for name in (*known, "tools", "chat_template_kwargs")}
-    return [name for name in columns if name not in read]
+    beside = {"tools", "chat_template_kwargs"} & {*made}
+    read = {names.get(name, name) for name in (*known, *beside)}
+    return [name for name in given if name not in read]
 
 
 def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -329,9 +333,8 @@ def _pair(ask: str, answer: str, null: Null | None, row: dict[str, Any]) -> dict
             raise BadRowError(f"{ask if not row[ask] else answer!r} is empty")
         return _turns_pair(row[ask], row[answer], null, row)
     prompt, completion = _text(row, ask), _text(row, answer)
-    context = next((key for key in CONTEXT if row.get(key)), "") if ask == "instruction" else ""
-    if context:
-        prompt = f"{prompt}\n\n{_text(row, context)}"
+    if ask == "instruction":
+        prompt = "\n\n".join([prompt, *(_text(row, key) for key in CONTEXT if row.get(key))])
     if null is None:
         return {"prompt": f"{prompt}\n\n", "completion": completion}
     return {

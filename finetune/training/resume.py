@@ -14,6 +14,7 @@ import fnmatch
 import hashlib
 import json
 import math
+import os
 import pickle
 import re
 import traceback
@@ -21,7 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import user_path
 from finetune.config.schema import RunConfig
+from finetune.data.sources import Source
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import (
     Checkpoint,
@@ -109,13 +112,23 @@ def rows_hash(*parts: Dataset | IterableDataset | None, fingerprint: str = "") -
     return found.hexdigest()
 
 
-def facts_of(config: RunConfig, rows: str, processes: int) -> dict[str, Any]:
+def base_hash(config: RunConfig) -> str:
+    """Fingerprint of a local model under adapters, which no checkpoint holds; of others empty."""
+    folder = user_path(config.model.name)
+    if config.lora is None or not os.path.isdir(folder):
+        return ""
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    return Source(config.model.name, "model.name", files).fingerprint() if files else ""
+
+
+def facts_of(config: RunConfig, rows: str, processes: int, base: str = "") -> dict[str, Any]:
     """What a manifest keeps for `check_resume`."""
-    return {"config": config.model_dump(mode="json"), "rows": rows, "processes": processes}
+    facts = {"config": config.model_dump(mode="json"), "rows": rows, "processes": processes}
+    return facts | ({"base": base} if base else {})
 
 
 def check_resume(
-    checkpoint: Checkpoint, config: RunConfig, rows: str, processes: int
+    checkpoint: Checkpoint, config: RunConfig, rows: str, processes: int, base: str = ""
 ) -> dict[str, tuple[Any, Any]]:
     """Refuse a run that goes on from a checkpoint under other mathematics.
 
@@ -134,6 +147,8 @@ def check_resume(
     differing = dict(_changed_keys(began["config"], now))
     if began.get("rows") != rows:
         differing["data.rows"] = ("the rows it was trained on", "other rows, or another order")
+    if base and began.get("base", base) != base:
+        differing["model.weights"] = ("those that it trained adapters over", "others of that name")
     if began.get("processes") != processes:
         differing["processes"] = (began.get("processes"), processes)
     if _is_wide(began["config"], began.get("processes")) and not _is_wide(now, processes):

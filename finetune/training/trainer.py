@@ -171,7 +171,8 @@ class _Run:
     def _choose_checkpoint(self, out: Path, processes: int) -> None:
         """Set the checkpoint to go on from, if any, and what its manifest says of this run."""
         rows = resume.rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
-        self.facts = resume.facts_of(self.config, rows, processes)
+        base = resume.base_hash(self.config)
+        self.facts = resume.facts_of(self.config, rows, processes, base)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
         value = self.config.train.get("resume_from_checkpoint")
         if not value:
@@ -179,7 +180,7 @@ class _Run:
         name = LAST if value in (True, "true") else str(value)
         with busy(self.console, "checking the checkpoint"):
             checkpoint, broken = find_checkpoint(name, out)
-            self.changed = resume.check_resume(checkpoint, self.config, rows, processes)
+            self.changed = resume.check_resume(checkpoint, self.config, rows, processes, base)
         self.resume = checkpoint.folder
         self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.config, processes)]
         for path, problem in broken.items():

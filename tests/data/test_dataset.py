@@ -277,9 +277,10 @@ def test_max_rows_leaves_held_out_rows_alone(load):
         ({"system": "Ahoy", "conversations": [ASK, ANSWER], "tools": None}, "'system'"),
         ({"instruction": "a", "input": "b", "context": "c", "output": "d", "id": 1}, "'id'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ""),
+        ({"prompt": "a", "completion": "b", "tools": "hammer"}, "'tools'"),
         ({"input_ids": [1, 2], "position": [0, 1]}, ""),
     ],
-    ids=["squad", "orca", "sharegpt", "alpaca", "preference", "tokenized"],
+    ids=["squad", "orca", "sharegpt", "alpaca", "preference", "pair", "tokenized"],
 )
 def test_columns_that_are_not_used_are_said(load, row, unused, settings):
     found = load(write("rows.jsonl", [row]), **settings).notes

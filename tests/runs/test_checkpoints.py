@@ -44,6 +44,7 @@ from finetune.training.resume import (
     FIXED,
     FREE,
     RULES,
+    base_hash,
     check_resume,
     facts_of,
     moved_rows,
@@ -199,6 +200,28 @@ def test_other_mathematics_has_to_be_allowed_by_name(key, tmp_path) -> None:
         check_resume(checkpoint, config, "rows", 1)
     allowed = load_recipe_like([f"{key}=9", f"resume.allow=[{key}]"])
     assert list(check_resume(checkpoint, allowed, "rows", 1)) == [key]
+
+
+def test_another_base_under_the_adapters_has_to_be_allowed(tmp_path) -> None:
+    """A checkpoint holds the adapters alone: they went on over whatever the folder held by then."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    lora = load_recipe("tiny_lora_fp8", [f"model.name={folder}"], check_train=False).config
+    full = load_recipe("tiny_full_fp8", [f"model.name={folder}"], check_train=False).config
+    hashes = []
+    for text in ("one", "two"):
+        (folder / "model.safetensors").write_text(text)
+        hashes.append(base_hash(lora))
+        assert base_hash(full) == ""
+    facts = facts_of(BEGAN, "rows", 1, hashes[0])
+    saved = Checkpoint(make(tmp_path, 10, facts=facts))
+    assert check_resume(saved, BEGAN, "rows", 1, hashes[0]) == {}
+    with pytest.raises(ConfigError, match=r"would change model\.weights[\s\S]*others of that name"):
+        check_resume(saved, BEGAN, "rows", 1, hashes[1])
+    config = load_recipe_like(["resume.allow=[model.weights]"])
+    assert list(check_resume(saved, config, "rows", 1, hashes[1])) == ["model.weights"]
+    old = at(tmp_path / "old")  # of a version that kept none
+    assert check_resume(old, BEGAN, "rows", 1, hashes[1]) == {}
 
 
 @pytest.mark.parametrize(
