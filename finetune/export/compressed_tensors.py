@@ -22,7 +22,9 @@ a larger input saturates.
 
 Quantized are plain `nn.Linear` layers whose sizes are multiples of 16, except the output head,
 whose rounding would hit the logits directly, and those that text does not reach (a vision tower),
-which neither calibration nor parity check runs. Embeddings, norms and biases stay as they are.
+which neither calibration nor parity check runs. Embeddings, norms and biases are in BF16, also of a
+model in float32 or float16: NVFP4 unpacks to BF16 alone (0.20), and vLLM takes no float32 beside
+such layers.
 
 Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, NVFP4;
 `compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor.
@@ -40,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
-from finetune.export.shards import Checkpoint
+from finetune.export.shards import Checkpoint, Merge, Weight
 from finetune.precision.formats import E2M1, E4M3, SMALLEST_INVERSE, amax, cast
 from finetune.precision.layers import without_adapters
 from finetune.precision.scaling import nvfp4_scales
@@ -109,6 +111,23 @@ def quantization_config(target: str, ignore: list[str]) -> dict[str, Any]:
         ignore=ignore,
     )
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def in_bf16(merge: Merge, outline: nn.Module) -> Merge:
+    """`merge` with its tensors in BF16, but for those that the model computes in float32."""
+    patterns = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = {part for name in patterns for part in getattr(outline, name, None) or ()}
+
+    def cast_down(weight: Weight, stored: Tensor) -> dict[str, Tensor]:
+        merged = merge(weight, stored)
+        if kept.intersection(weight.name.split(".")):
+            return merged
+        return {
+            key: tensor.bfloat16() if tensor.is_floating_point() else tensor
+            for key, tensor in merged.items()
+        }
+
+    return cast_down
 
 
 @contextlib.contextmanager

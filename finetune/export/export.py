@@ -189,6 +189,8 @@ def export_run(
             merger = Merger(checkpoint, adapter) if adapter else None
             copy_companions(source, folder, finished.model)
             merge = merger or as_stored
+            if quantized:
+                merge = compressed_tensors.in_bf16(merge, checkpoint.outline)
             encoders = _encoders(to, checkpoint, merge, quantized, input_amax)
             write_weights(checkpoint, folder, merge, encoders)
             untied = merger is not None and bool(merger.untied)
@@ -238,7 +240,9 @@ def check_export(
 
 
 def _loaded(folder: Path, to: str, run: FinishedRun) -> Any:
-    if to != "adapter":
+    if to in QUANTIZED:
+        return load_stock(folder, run.config, dtype="auto")
+    if to == "merged":
         return load_stock(folder, run.config)
     from peft import PeftConfig
 

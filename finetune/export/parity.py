@@ -149,7 +149,11 @@ class Batches(NamedTuple):
 
 
 def load_stock(
-    weights: Path | str, config: RunConfig, *, adapter: Path | None = None
+    weights: Path | str,
+    config: RunConfig,
+    *,
+    adapter: Path | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> PreTrainedModel:
     """Load a model with `from_pretrained`, and an adapter with stock PEFT, in evaluation mode.
 
@@ -157,6 +161,7 @@ def load_stock(
         weights: folder of plain or compressed-tensors weights.
         config: the run's.
         adapter: folder of a PEFT adapter.
+        dtype: type to load in, or `auto`, that of the files; default: the run's compute type.
 
     Raises:
         ModelNotFoundError: weights are missing, which Transformers would draw by chance.
@@ -174,7 +179,7 @@ def load_stock(
     model: Any = load(
         weights,
         # With FP8, the compute type of the surrounding model is BF16.
-        dtype=DTYPES.get(config.precision.compute, torch.bfloat16),
+        dtype=dtype or DTYPES.get(config.precision.compute, torch.bfloat16),
         device_map=this_device().kind,
         trust_remote_code=trust,
         **implementation_arguments(config.model),

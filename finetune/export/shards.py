@@ -30,6 +30,7 @@ from finetune.errors import ConfigError, ModelNotFoundError, ParityError, first_
 from finetune.precision.formats import amax
 from finetune.storage.checkpoint_formats import is_code, key_translation, tensors_in
 from finetune.storage.pretrained import auto_class, locate, refuse_random_base
+from finetune.training.faults import is_of_the_disk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -227,7 +228,7 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
         keep_clear: input folders, in which nothing may be written.
 
     Raises:
-        ConfigError: `out` is taken, or inside an input folder.
+        ConfigError: `out` is taken or inside an input folder, or the disk is full.
     """
     partial = out.parent / f"{out.name}.partial"
     _refuse_taken(out, partial, force=force, keep_clear=keep_clear)
@@ -241,9 +242,16 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
         yield partial
     except ParityError:
         raise
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if not is_of_the_disk(error):
+            raise
+        raise ConfigError(
+            "the export cannot be written",
+            where=str(out),
+            why=first_line(error),
+            fix="make room there, or choose a folder on another disk",
+        ) from error
     if out.exists():
         shutil.rmtree(out)  # empty, or an earlier export and --force
     partial.rename(out)
@@ -331,6 +339,9 @@ def write_config(
             section["tie_word_embeddings"] = False
     if quantization is not None:
         config["quantization_config"] = quantization
+        for section in (config, config.get("text_config", {})):
+            section.pop("torch_dtype", None)  # the older name
+            section["dtype"] = "bfloat16"
     write_json(out / "config.json", config)
 
 

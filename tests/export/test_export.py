@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,6 +30,7 @@ from finetune.errors import (
 from finetune.export import export, parity
 from finetune.export import parity as evaluation
 from finetune.export.export import FinishedRun, open_run
+from finetune.export.shards import writing_to
 from finetune.runs.card import TARGETS as TARGETS_OF_CARD
 from finetune.runs.card import without_paths
 from tests.conftest import slow_but
@@ -206,6 +209,20 @@ def test_quantised_export_reloads_through_transformers(to, exported):
     assert scheme.input_activations.num_bits == {"fp8": 8, "nvfp4": 4}[to]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["fp8", "nvfp4"])
+def test_quantised_weights_of_a_float32_model_load_without_a_word(to, full_run, tmp_path):
+    """NVFP4 unpacks to BF16, beside float32 norms: the first forward was a `RuntimeError`."""
+    assert load_file(full_run / "model" / "model.safetensors")["lm_head.weight"].dtype.itemsize == 4
+    out = export_run(full_run, to, tmp_path / to, console=QUIET).folder
+    held = load_file(out / "model.safetensors")
+    assert {held[f"{name}.weight"].dtype for name in ("lm_head", "model.norm")} == {torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert model.dtype == torch.bfloat16
+    with torch.inference_mode():
+        assert model(ids()).logits.isfinite().all()
+
+
 def test_each_form_is_smaller_than_the_one_before(exported):
     size = {
         to: sum(f.stat().st_size for f in done.folder.glob("*.safetensors"))
@@ -352,6 +369,20 @@ def test_original_weights_instead_of_merged_ones_are_found(lora_run, said):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("library", [True, False])
+def test_a_disk_that_is_full_is_said(library, tmp_path):
+    """safetensors has an error of its own for it, which was a traceback."""
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+    full = SafetensorError(text) if library else OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(ConfigError, match="No space left on device") as caught,
+        writing_to(tmp_path / "out", force=False, keep_clear=()),
+    ):
+        raise full
+    assert "another disk" in caught.value.fix
+    assert not list(tmp_path.iterdir())
+
+
 def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
     none = parity.Bounds(0.0, 0.0, 0.0, 1.0, "nothing may differ")
     monkeypatch.setitem(parity.BOUNDS, "fp8", none)
