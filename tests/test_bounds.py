@@ -46,6 +46,13 @@ def test_the_doctor_knows_the_range() -> None:
     assert known_bad({"torch": f"2.{Version(ran[0]).minor - 1}.1"})
 
 
+def test_the_doctor_knows_the_first_transformer_engine() -> None:
+    """2.9 is the first with `te.autocast`; 2.8 has `fp8_autocast` alone."""
+    (lowest,) = (each.version for each in BOUNDS["transformer-engine"] if each.operator == ">=")
+    assert known_bad({"transformer-engine": lowest}) == []
+    assert known_bad({"transformer-engine": "2.8.0"})
+
+
 def test_python_begins_where_the_tests_ran() -> None:
     assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(f">={RAN['python'][0]}")
 

@@ -128,8 +128,8 @@ def known_bad(versions: dict[str, Any]) -> list[str]:
 
     found = []
     torch, te, ao = at("torch"), at("transformer-engine"), at("torchao")
-    if te and te < Version("2.8"):
-        found.append(f"transformer-engine {te} has no te.autocast: upgrade to 2.8 or later")
+    if te and te < Version("2.9"):
+        found.append(f"transformer-engine {te} has no te.autocast: upgrade to 2.9 or later")
     if torch and ao and ao < Version("0.15") and torch >= Version("2.10"):
         found.append(f"torchao {ao} is older than torch {torch}: upgrade torchao to 0.18")
     if torch and not Version("2.10") <= Version(torch.base_version) < Version("2.14"):

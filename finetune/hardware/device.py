@@ -227,7 +227,7 @@ def has_transformer_engine() -> Verdict:
         no = f"transformer-engine is installed but does not import: {first_line(error)}"
         return Verdict(False, no)
     if not hasattr(te, "autocast"):
-        return Verdict(False, "transformer-engine is older than 2.8, the first with te.autocast")
+        return Verdict(False, "transformer-engine is older than 2.9, the first with te.autocast")
     return Verdict(True, f"transformer-engine {version('transformer-engine') or 'importable'}")
 
 

@@ -220,7 +220,7 @@ def test_without_fp8_hardware_te_is_not_to_be_installed(no_te):
 
 def test_te_that_is_too_old_is_not_called_missing(with_te, monkeypatch):
     monkeypatch.delattr("transformer_engine.pytorch.autocast")
-    with pytest.raises(PrecisionError, match=r"older than 2\.8"):
+    with pytest.raises(PrecisionError, match=r"older than 2\.9"):
         resolve(fp8(backend="te"), H100)
 
 
@@ -392,12 +392,12 @@ def test_the_doctors_findings_are_json():
 @pytest.mark.parametrize(
     ("versions", "said"),
     [
-        ({"torch": "2.13.0+cpu", "torchao": "0.18.0", "transformer-engine": "2.8.0"}, []),
+        ({"torch": "2.13.0+cpu", "torchao": "0.18.0", "transformer-engine": "2.9.0"}, []),
         ({"torch": "2.10.0", "torchao": None, "transformer-engine": None}, []),
         ({}, []),
         (
-            {"torch": "2.10.0", "transformer-engine": "2.7.0"},
-            ["transformer-engine 2.7.0 has no te.autocast: upgrade to 2.8 or later"],
+            {"torch": "2.10.0", "transformer-engine": "2.8.0"},
+            ["transformer-engine 2.8.0 has no te.autocast: upgrade to 2.9 or later"],
         ),
         (
             {"torch": "2.12.1", "torchao": "0.14.1"},

@@ -33,7 +33,9 @@ def losses(make_llama, setup_backend, monkeypatch, *, liger: bool) -> list[float
 
         kernel = types.SimpleNamespace(apply=rms_norm)
         monkeypatch.setattr(norms, "LigerRMSNormFunction", kernel)
-        monkeypatch.setattr(swiglu, "_swiglu_dispatch", lambda gate, up: F.silu(gate) * up)
+        # `_swiglu_dispatch` of 0.8.5, or a layer's forward before it: both ask this.
+        silu = types.SimpleNamespace(apply=lambda gate, up, *_: F.silu(gate) * up)
+        monkeypatch.setattr(swiglu, "LigerSiLUMulFunction", silu)
         apply_liger_kernel_to_llama(
             rope=False,
             fused_linear_cross_entropy=False,  # as TRL has it

@@ -6,7 +6,7 @@ no `_extra_state`, and a replaced parameter (FSDP2) is used at once.
 
 TE's autocast must surround the whole model's forward: leaving the outermost one updates every
 delayed scale. It must also surround recomputation, or a checkpointed layer recomputes in BF16, but
-must *not* update scales there. Since TE 2.8 the entry is `te.autocast(recipe=...)`.
+must *not* update scales there. Since TE 2.9 the entry is `te.autocast(recipe=...)`.
 
 Recipes of TE are pydantic dataclasses, which ignore keywords that they do not know (`interval`,
 `override_linear_precision`): every setting is therefore read back from the recipe that was made.
