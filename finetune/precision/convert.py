@@ -270,7 +270,9 @@ class Conversion:
         Not a pair of hooks, the second of which would not run after Ctrl-C.
         """
         with contextlib.ExitStack() as stack:
-            low, steps = self.model.training, torch.is_grad_enabled() and self.model.training
+            low = self.model.training
+            trains = low or self.plan.precision.eval == "fp8"  # some train in evaluation mode
+            steps = trains and torch.is_grad_enabled()
             if steps and compiling.is_inside():
                 raise compiling.compiled_later("torch.compile of the prepared model")
             if self.follows is not None:
@@ -284,7 +286,9 @@ class Conversion:
                     if self.backend.wraps_checkpointing:
                         self._wrap_checkpointing()
                     self.backend.begin_step()
-                if low:
+                elif not steps:
+                    stack.enter_context(self.backend.unrecorded())
+                if low or steps:
                     stack.enter_context(self.backend.region())
             if self.head is not None:
                 stack.enter_context(in_fused_loss(self.head))

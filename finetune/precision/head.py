@@ -206,7 +206,7 @@ class FusedHead(torch.autograd.Function):
         high = "fprop" in how.high
         x, x_inverse = (hidden, inverse.new_ones(1)) if high else cast(hidden, how)
         flags = {f"HAS_{name.upper()}": name in outputs for name in trl.OPTIONAL_OUTPUTS}
-        statistics = torch.zeros(7, count, device=hidden.device)
+        statistics = torch.zeros(7, count, dtype=torch.float32, device=hidden.device)
         largest, total, x_total, squares, z_total, before, label = statistics
         largest.fill_(float("-inf"))
         before.fill_(float("-inf"))

@@ -42,8 +42,10 @@ from finetune.precision.backends.base import (
     Owner,
     Passes,
     feed,
+    in_backward,
     multiplying,
 )
+from finetune.precision.backends.cached import Updates
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.gemm import by_rows, compute_dtype, mm
@@ -188,8 +190,9 @@ class LowAdapters:
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.passes, self.sharded = Passes(), False
+        self._updates = Updates()
         self._layers = layers
-        self._made_in, self._is_alone = -1, True  # each layer casts for itself
+        self._made_in, self._is_alone = (-1, 0), True  # each layer casts for itself
         self._used: dict[int, int] = {}
         self._low: dict[int, tuple[Tensor, ...]] = {}
 
@@ -197,8 +200,10 @@ class LowAdapters:
         """A and B of a layer in `dtype`; () where they are to be cast alone, or not at all."""
         key = id(layer)
         self._used[key] = self.passes.of_use(self._used.get(key))
-        if self._made_in != self.passes.number:
-            self._made_in = self.passes.number
+        # Parts called in turns, without the whole, are one pass: an update ends it as well.
+        update = self._made_in[1] if in_backward() else self._updates.count
+        if self._made_in != (self.passes.number, update):
+            self._made_in = self.passes.number, update
             self._cast(dtype)
         elif not self._is_alone and not self._has(layer):
             # Another adapter computed in the last pass, a reference's or a teacher's, between

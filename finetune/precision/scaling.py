@@ -300,7 +300,7 @@ def make_rule(precision: PrecisionConfig, randomness: Randomness | None = None) 
 
 
 def _one(x: Tensor) -> Tensor:
-    return torch.ones((), device=x.device)
+    return torch.ones((), dtype=torch.float32, device=x.device)
 
 
 # Delayed scaling: a tensor's scale comes from the amaxes of earlier micro-steps.
@@ -330,20 +330,22 @@ class DelayedState:
     def __init__(self, layers: int, precision: PrecisionConfig) -> None:
         self.formats, self.pow2 = formats_of(precision), precision.pow2_scales
         self.in_bf16 = multiply_in_bf16(precision)
-        self.largest = torch.tensor([self.formats[o].max for o in OPERANDS] * layers)
+        wide = torch.float32  # whatever a script has made torch's default
+        self.largest = torch.tensor([self.formats[o].max for o in OPERANDS] * layers, dtype=wide)
         self.margin = precision.margin
         self.algorithm = precision.amax_compute_algo
         self.reduce = precision.reduce_amax
-        self.history = torch.zeros(precision.amax_history_len, 3 * layers)
-        self.current = torch.full((3 * layers,), UNSEEN)
-        self.scale = torch.ones(3 * layers)
+        self.history = torch.zeros(precision.amax_history_len, 3 * layers, dtype=wide)
+        self.current = torch.full((3 * layers,), UNSEEN, dtype=wide)
+        self.scale = torch.ones(3 * layers, dtype=wide)
         self.steps = 0
 
     def to(self, device: torch.device) -> None:
         """Move the state to the model's device."""
         if self.scale.device != device:
-            for name in ("largest", "history", "current", "scale"):
-                setattr(self, name, getattr(self, name).to(device))
+            with torch.inference_mode(False):  # training writes into them
+                for name in ("largest", "history", "current", "scale"):
+                    setattr(self, name, getattr(self, name).to(device))
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -378,6 +380,7 @@ class DelayedRule(Rule):
 
     def __init__(self, state: DelayedState, row: int) -> None:
         self.state, self.row = state, row
+        self.used_in: int | None = None  # forward pass of the last use
 
     def index(self, operand: Operand) -> int:
         """The operand's column in the state."""

@@ -95,6 +95,10 @@ class CodesMixin(Swapped):
                 errors = rest[-1]
                 errors.append(f"{prefix}{name} holds FP8 codes, and {given.dtype} was given")
                 return
+            alone = (given is None) is (prefix + name + SCALE in state_dict)
+            if alone and not self.stored_raw:  # also where `strict=False` lets names be missing
+                rest[-1].append(f"{prefix}{name}: FP8 codes and {name + SCALE} are loaded together")
+                return
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

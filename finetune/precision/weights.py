@@ -314,7 +314,8 @@ class Fp8Bits(nn.Parameter):
     """A frozen parameter of FP8 bit patterns that raises when other values are assigned.
 
     PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here;
-    others write there in place (`RawCodes`). Device moves and reloads assign the same bits.
+    others write there in place (`RawCodes`), or read codes as numbers past the layer
+    (`x @ weight.to(x.dtype).T`). Device moves and reloads assign the same bits.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Fp8Bits:
@@ -329,6 +330,17 @@ class Fp8Bits(nn.Parameter):
         if name == "requires_grad" and value:
             raise refuse_training()
         super().__setattr__(name, value)
+
+    def detach(self) -> Tensor:
+        # By its caller, since torch's averages begin with a copy, which is no harm by itself.
+        if sys._getframe(1).f_globals.get("__name__") == "torch.optim.swa_utils":
+            raise StorageNotComputeError(
+                "AveragedModel would average the codes of weights stored in FP8 as numbers",
+                where="torch.optim.swa_utils.AveragedModel.update_parameters",
+                why="products of codes are rounded down: some weights would be other ones",
+                fix="average the parameters that train alone, or frozen='bf16'",
+            )
+        return super().detach()
 
     moving = False
     """Allow assignment of `data` while the module is moved, which keeps the bits."""
@@ -353,6 +365,32 @@ class Fp8Bits(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Fp8Bits, (self.as_subclass(Tensor),)
+
+
+def _unread(name: str) -> Callable[..., Any]:
+    plain = getattr(Tensor, name)
+
+    def read(codes: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = plain(codes, *args, **kwargs)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            raise refuse_reading(name)
+        return result
+
+    return read
+
+
+for _name in (
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "__mul__",
+    "__rmul__",
+):
+    setattr(Fp8Bits, _name, _unread(_name))
 
 
 @contextlib.contextmanager
@@ -396,7 +434,7 @@ def refuse_reading(operation: str) -> StorageNotComputeError:
     """The error of computing with codes as if they were weights."""
     return StorageNotComputeError(
         "something computes with the codes of a weight stored in FP8 as if they were numbers",
-        where=f"weight.data, in {operation}()",
+        where=f"its weight, in {operation}()",
         why="a code is no number without its scale: what starts from the weight itself (a merge, "
         "an SVD or norm of it, a product with it) would start from garbage",
         fix="attach such adapters to the model loaded plain, which frozen='fp8' stores afterwards, "

@@ -1,13 +1,15 @@
 """Weights of a `Trainer`'s checkpoint, all of them or an error.
 
 Transformers 5.23 gives the tensors of a checkpoint to `load_state_dict(..., strict=False)` and logs
-what was missing. Two kinds of checkpoints lose weights so, and training goes on:
+what was missing. Three kinds of checkpoints lose weights so, and training goes on:
 
     experts       saved under the names of the published model (`block_sparse_moe.experts.0.w1`),
                   which the model has in one parameter (`mlp.experts.gate_up_proj`): experts and
                   routers stay as they were before the checkpoint
     FP8 codes     of frozen weights that `precision.frozen=fp8` has stored: a model that is not
                   prepared yet takes them for numbers, without their scales
+    adapters      that are on other layers than the model's: they stay as they were drawn, and PEFT
+                  returns their names to nobody. So does a whole model where adapters train
 
 So the names of a checkpoint are compared with the model's. Where they are others, the model is read
 from the checkpoint as `from_pretrained` reads any, and its tensors are taken over; codes are loaded
@@ -16,6 +18,8 @@ into a model that is prepared.
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from safetensors import safe_open
 from torch import nn
 
 from finetune.errors import CheckpointError, PrecisionError, some
+from finetune.precision.formats import E4M3
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import CodesMixin, iter_scales
 
@@ -53,6 +58,8 @@ def load_whole(
     """
     given = () if model is None else (model,)
     own = trainer.accelerator.unwrap_model(trainer.model if model is None else model)
+    if saves_adapters(own) and not trainer.is_fsdp_enabled:
+        check_adapters(own, Path(checkpoint))
     types = _saved_types(trainer, own, checkpoint)
     codes = {name for name, dtype in types.items() if dtype == CODES}
     if prepare is not None and codes and not _codes_of(own):
@@ -68,6 +75,49 @@ def load_whole(
         plain(checkpoint, *given)
     else:
         _load_renamed(own, checkpoint)
+
+
+def check_adapters(model: Any, checkpoint: Path) -> None:
+    """Compare the adapters of a checkpoint with those of a model.
+
+    Raises:
+        CheckpointError: it has others, or is of a whole model.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):  # Transformers reads nothing into its own integration
+        return
+    if any((*checkpoint.glob("model*.safetensors"), *checkpoint.glob("pytorch_model*.bin"))):
+        raise _other_weights(checkpoint, "a whole model, and this one trains adapters")
+    for name, config in model.peft_config.items():
+        folder = checkpoint if name == "default" else checkpoint / name
+        file = folder / "adapter_model.safetensors"
+        if not file.is_file():
+            continue
+        own = {*get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)}
+        with safe_open(file, framework="pt") as opened:
+            saved = {*opened.keys()} - {*model.state_dict()}  # embeddings may be saved beside them
+        if differing := sorted(own ^ saved):
+            raise _other_weights(checkpoint, some(differing))
+        began = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        now = config.to_dict()
+        for key in ("lora_alpha", "use_rslora", "use_dora"):
+            if key in began and began[key] != now.get(key):
+                warnings.warn(
+                    f"! {checkpoint} was trained with {key}={began[key]}, and goes on with "
+                    f"{key}={now.get(key)}: its adapters weigh otherwise than they did",
+                    stacklevel=2,
+                )
+
+
+def _other_weights(checkpoint: Path, which: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint does not have the model's weights, all of them and no others",
+        where=f"{checkpoint}: {which}",
+        why="Transformers would load the others and log the difference: training would go on with "
+        "weights of before the checkpoint",
+        fix="the model that the checkpoint was saved of",
+    )
 
 
 def load_best_whole(plain: Callable[[], None], trainer: Any) -> None:
@@ -129,6 +179,9 @@ def _saved_types(trainer: Any, model: nn.Module, checkpoint: str) -> dict[str, s
     for file in Path(checkpoint).glob("model*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             found |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    for file in () if found else Path(checkpoint).glob("pytorch_model*.bin"):
+        tensors = torch.load(file, map_location="meta", weights_only=True)
+        found |= {n: CODES if t.dtype is E4M3.dtype else str(t.dtype) for n, t in tensors.items()}
     return found
 
 
@@ -173,10 +226,4 @@ def _load_renamed(model: Any, checkpoint: str) -> None:
         if not lost:
             model.load_state_dict(read.state_dict(), strict=False)  # tied ones stand there once
             return
-    raise CheckpointError(
-        "the checkpoint does not have the model's weights, all of them and no others",
-        where=f"{checkpoint}: {some(lost)}",
-        why="Transformers would load the others and log the difference: training would go on with "
-        "weights of before the checkpoint",
-        fix="the model that the checkpoint was saved of",
-    )
+    raise _other_weights(Path(checkpoint), some(lost))

@@ -369,6 +369,12 @@ def keep_in_checkpoints(running: Session) -> None:
             # A checkpoint of a run in another precision has none: histories begin anew.
             if tensors := stored_scaling(Path(checkpoint), trainer.args.process_index):
                 backend.load_state_tensors(tensors)
+            elif backend.has_state:
+                warnings.warn(
+                    f"! {checkpoint} has no scaling state: the scales (or random numbers) of "
+                    "its steps are gone, and begin anew as at the start of a run",
+                    stacklevel=2,
+                )
 
         return load
 

@@ -42,8 +42,8 @@ class OptimizerChecks:
             OrderError: what it trains was not prepared, or is plain again.
         """
         session, is_prepared = self._session, optimizer in self.optimizers
-        if is_prepared:
-            self._check_owner(optimizer)
+        if is_prepared or session.has_prepared:
+            self._check_owner(optimizer, is_prepared=is_prepared)
         matrices = any(p.dim() > 1 for group in optimizer.param_groups for p in group["params"])
         if not matrices or session.patches.are_aside or session.precision.compute != "fp8":
             return
@@ -59,7 +59,7 @@ class OptimizerChecks:
             "teardown_fp8_mixed_precision_training() first",
         )
 
-    def _check_owner(self, optimizer: Optimizer) -> None:
+    def _check_owner(self, optimizer: Optimizer, *, is_prepared: bool) -> None:
         """Reject a step of an optimizer whose model was never prepared, or is plain again."""
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         of_it = [
@@ -67,7 +67,7 @@ class OptimizerChecks:
             for conversion in list(self._session.conversions)
             if any(id(p) in owned for p in conversion.model.parameters())
         ]
-        if any(conversion.is_applied for conversion in of_it):
+        if any(conversion.is_applied for conversion in of_it) or not (of_it or is_prepared):
             return
         if of_it:
             raise OrderError(

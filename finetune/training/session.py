@@ -189,7 +189,10 @@ class Session:
                 fix="~precision.saved_mlp",
             )
         compiles = not why
-        proof = Proof(conversion, before, lambda: self._after_gemms(conversion), compiles=compiles)
+        proof = Proof(
+            conversion, before, lambda: self._after_gemms(conversion),
+            compiles=compiles, optimizers=self._checks.optimizers,
+        )  # fmt: skip
         self._proofs = [one for one in self._proofs if one() is not None] + [weakref.ref(proof)]
         self._newest = proof
         for optimizer in self._checks.optimizers:

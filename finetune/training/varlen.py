@@ -61,7 +61,7 @@ def varlen_attention(
         window: tokens before its own that a query sees; `UNLIMITED` for all.
 
     Raises:
-        ValueError: the boundaries do not end at T.
+        ValueError: the boundaries are not a partition of 0 to T.
     """
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     for rows, seen in _blocks(boundaries, len(q), window):
@@ -99,8 +99,8 @@ def _blocks(boundaries: Tensor, tokens: int, window: int) -> Iterator[tuple[slic
     3-4 see 3-4. With a window of 1, query 2 sees keys 1-2.
     """
     ends = boundaries.tolist()
-    if ends[-1] != tokens:
-        raise ValueError(f"documents end at token {ends[-1]} of {tokens}")
+    if ends[0] or ends[-1] != tokens or ends != sorted(ends):  # the rest would be left unwritten
+        raise ValueError(f"documents end at token {ends[-1]} of {tokens}, and begin at {ends[0]}")
     for begin, end in itertools.pairwise(ends):
         for first in range(begin, end, BLOCK):
             last = min(first + BLOCK, end)

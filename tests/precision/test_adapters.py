@@ -228,6 +228,19 @@ def test_an_adapter_that_was_written_is_cast_anew(make_llama, whole):
     assert torch.equal(output(), before)
 
 
+def test_an_update_between_parts_called_in_turns_is_seen(make_llama):
+    model = adapted(make_llama)
+    convert(model, **FP8)
+    first, second = (layer.mlp.up_proj for layer in model.base_model.model.model.layers)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, x = torch.optim.SGD(trained, lr=1.0), torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        first(x)
+        second.lora_B["default"].weight.grad = torch.ones_like(second.lora_B["default"].weight)
+        optimizer.step()
+        assert torch.equal(second(x), second(x))  # the second call casts anew in any case
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about their own environment
 @pytest.mark.parametrize("precision", [FP8, {"compute": "bf16"}], ids=["fp8", "bf16"])

@@ -178,8 +178,43 @@ def test_evaluation_moves_nothing() -> None:
     with torch.no_grad():
         model(matrix(1.0))
         model.train()(matrix(1.0))  # a training mode without gradients is no step either
+    with torch.inference_mode():
+        model.eval()(matrix(1.0))
     after = conversion.backend.state_tensors()
-    assert all(torch.equal(after[k], before[k]) for k in ("history", "scale", "steps"))
+    assert all(torch.equal(after[k], before[k]) for k in before)
+    model.train()(matrix(2.0)).sum().backward()
+
+
+def test_training_in_evaluation_mode_is_a_step() -> None:
+    """As `eval=fp8` lets one do it, to switch dropout off."""
+    model, conversion = prepared(amax_history_len=2, eval="fp8")
+    model.eval()
+    for _ in range(3):
+        model(matrix(1000.0)).sum().backward()
+    assert float(model.layer.fp8_rule.scale_in_force("x")) == pytest.approx(448 / 1000)
+    assert conversion.backend.state.steps == 3
+
+
+def test_parts_called_alone_are_steps() -> None:
+    """Without the whole model nothing else would end a step: the scale would stand still."""
+    model, conversion = prepared(amax_history_len=2)
+    for _ in range(2):
+        model(matrix(2.0)).sum().backward()
+    for _ in range(3):
+        model.layer(matrix(1000.0)).sum().backward()
+    assert float(model.layer.fp8_rule.scale_in_force("x")) == pytest.approx(448 / 1000)
+    assert conversion.backend.state.steps == 5
+
+
+def test_scales_are_float32_whatever_is_the_default() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        state = DelayedState(1, prepared()[1].plan.precision)
+    finally:
+        torch.set_default_dtype(before)
+    tensors = state.history, state.current, state.scale, state.largest
+    assert {t.dtype for t in tensors} == {torch.float32}
 
 
 def test_state_is_taken_back() -> None:

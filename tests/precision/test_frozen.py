@@ -7,6 +7,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -95,6 +97,43 @@ def test_scaled_mm_and_emulation_differ_by_accumulation_only(granularity, transp
     for a, b in zip(*results, strict=True):
         assert a.dtype is b.dtype is torch.bfloat16
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-4 * float(a.abs().max()))
+
+
+@given(
+    rows=st.integers(1, 33),
+    spread=st.integers(0, 60),
+    zeros=st.sampled_from([0.0, 0.5, 1.0]),
+    granularity=st.sampled_from(["row", "tensor"]),
+    pow2=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=40, deadline=None)
+def test_both_engines_are_near_float64_whatever_the_tokens(
+    rows, spread, zeros, granularity, pow2, seed
+):
+    """Of one token, of zeros, of rows 2^60 apart: each element within its operands' rounding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(count: int, width: int) -> torch.Tensor:
+        exponents = torch.randint(-spread, 1, (count, 1), generator=generator)
+        matrix = torch.randn(count, width, generator=generator) * 2.0**exponents
+        return matrix * (torch.rand(count, 1, generator=generator) >= zeros)
+
+    w, x, g = some(32, 48), some(rows, 48).bfloat16(), some(rows, 32).bfloat16()
+    tile = tile_of(granularity, (32, 48))
+    bits, inverse = quantize_weight(w, tile)
+    held = dequantize_weight(bits, inverse, tile).double()
+    for emulate in (True, False):
+        how = arithmetic(tile, granularity, pow2=pow2, in_bf16=False, emulate=emulate)
+        y, dx = fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how)
+        for found, a, b in ((y, x.double(), held.t()), (dx, g.double(), held)):
+            assert found.isfinite().all()
+            # E4M3 is off by 2^-4 of a number, or by a unit of the smallest under its scale.
+            part = a.abs() @ b.abs() * 2.0**-4
+            lost = (a if granularity == "tensor" else a[:, :]).abs().amax() * 2.0**-17
+            lost = lost if granularity == "tensor" else a.abs().amax(1, keepdim=True)
+            small = lost * (2.0**-17 if granularity == "row" else 1.0) * b.abs().sum(0)
+            assert ((found.double() - a @ b).abs() <= 1.02 * (part + small)).all()
 
 
 def test_a_weight_with_one_scale_serves_row_wise_gemms():
@@ -367,6 +406,47 @@ def test_merging_into_codes_is_refused_with_the_way_out(make_llama, setup_backen
     with pytest.raises(StorageNotComputeError, match="cannot be merged") as caught:
         model.merge_adapter()
     assert "export" in caught.value.fix
+
+
+def test_codes_are_not_loaded_without_their_scales(make_llama, setup_backend):
+    """`strict=False` let the scales of other codes stand, and the receipt said proven."""
+    model = adapted(make_llama)
+    train(model, setup_backend("emulated", **FROZEN))
+    state = {n: t for n, t in model.state_dict().items() if "0.mlp.up_proj.base_layer" in n}
+    model.load_state_dict(state, strict=False)
+    for alone in state:
+        with pytest.raises(RuntimeError, match="weight_scale are loaded together"):
+            model.load_state_dict({alone: state[alone]}, strict=False)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w, x: x @ w.to(x.dtype).t(),
+        lambda w, x: nn.functional.linear(x, w.float()),
+        lambda w, x: x @ (w * 0.5).t(),
+        lambda w, x: x @ (x.new_tensor(0.5) * w).t(),
+        lambda w, x: x @ w.type_as(x).t(),
+    ],
+)
+def test_codes_are_not_read_as_numbers(make_llama, read):
+    """Code that multiplies by a weight itself, past its layer, which then is never called."""
+    layer = make_llama().model.layers[0].mlp.up_proj.requires_grad_(False)
+    store(layer)
+    with pytest.raises(StorageNotComputeError, match="as if they were numbers"):
+        read(layer.weight, torch.randn(4, 64))
+    assert torch.equal(layer.weight.to(torch.int16), layer.weight.detach().to(torch.int16))
+
+
+def test_codes_are_not_averaged(make_llama):
+    """With a decay of 0.9999 a fifth of all codes became the next lower ones."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = make_llama().requires_grad_(False)
+    store(model.model.layers[0].mlp.up_proj)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9999))
+    with pytest.raises(StorageNotComputeError, match="average the parameters that train alone"):
+        averaged.update_parameters(model)
 
 
 # --------------------------------------------------------------------------------- configuration

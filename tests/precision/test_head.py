@@ -108,6 +108,21 @@ def test_in_one_tile_it_is_the_layer_to_the_bit(make_head, monkeypatch, hardware
     assert torch.equal(fused, grad)
 
 
+def test_its_loss_has_the_same_bits_whatever_is_the_default_type(make_head) -> None:
+    """Sums over the vocabulary in torch's default type were of 8 bits in a script of BF16."""
+    model, _ = make_head(hardware=False)
+    _, labels = tokens(model)
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            losses.append(model(input_ids=labels, labels=labels, fused_lm_head=True).log_probs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*losses)
+    assert losses[1].dtype is torch.float32
+
+
 @ENGINES
 def test_its_gradient_is_as_good_as_the_layers(make_head, hardware) -> None:
     """Slabs with scales of their own: no further from the exact gradient than one scale for all."""

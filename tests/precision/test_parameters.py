@@ -671,7 +671,8 @@ def test_experts_under_adapters_of_their_own_run_in_fp8(setup_backend) -> None:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("GptOss", {"num_local_experts": 4}),  # stored [experts, K, N], with biases
+        # Stored [experts, K, N], with biases. The softmax over one expert has no gradient.
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("Llama4Text", {"num_local_experts": 4, "interleave_moe_layer_step": 1}),  # one bmm
         ("Qwen3Moe", {"num_experts": 4}),
     ],
@@ -683,7 +684,7 @@ def test_families_of_experts(setup_backend, family, settings) -> None:
     config = getattr(transformers, f"{family}Config")(
         hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=272, use_cache=False,
-        num_experts_per_tok=1, pad_token_id=0, **settings,
+        pad_token_id=0, **{"num_experts_per_tok": 1} | settings,
     )  # fmt: skip
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).train()
     run = prepared(model, setup_backend)

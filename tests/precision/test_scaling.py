@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.config import ScalingGranularity
@@ -241,6 +243,30 @@ def test_rule_equals_loops_over_blocks(name, shape, monkeypatch) -> None:
     ]
     for result, (a, b) in exact:
         assert float(((result - a @ b).abs() / (a.abs() @ b.abs())).max()) < 1e-6
+
+
+@st.composite
+def matrices(draw, rows, columns) -> Tensor:
+    """Magnitudes that differ as no training's do; rows, columns and whole matrices of zeros."""
+    r, c = draw(rows), draw(columns)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    low, high = sorted(draw(st.tuples(st.integers(-100, 60), st.integers(-100, 60))))
+    exponents = torch.randint(low, high + 1, (r, c), generator=generator).float()
+    x = torch.randn(r, c, generator=generator).double() * 2.0 ** exponents.double()
+    x *= torch.rand(r, 1, generator=generator) >= draw(st.sampled_from([0, 0.3, 1]))
+    x *= torch.rand(1, c, generator=generator) >= draw(st.sampled_from([0, 0, 0.3]))
+    return x.float().to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "nvfp4"])  # turned in float32
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_every_operand_equals_loops_over_blocks(name, data) -> None:
+    """Whatever its rows: of one token, of zeros, 2^160 apart."""
+    p = fp8(name.split(",")[0].split(" ")[0], **RULES[name])
+    operand, dim = data.draw(st.sampled_from("xwg")), data.draw(st.sampled_from([0, 1]))
+    x = data.draw(matrices(st.integers(1, 40), st.integers(1, 40)))
+    same(make_rule(p).cast(operand, x, dim), expected(operand, x, dim, p))
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -63,6 +63,22 @@ def test_history_holds_one_amax_a_step(prepared) -> None:
     }
 
 
+def test_calls_without_gradients_leave_no_amax(prepared) -> None:
+    """They would set the scales of the next training step."""
+    accelerator, model, conversion = prepared
+    with torch.no_grad():  # before there is any state
+        model(**batch(seed=8))
+    for step in range(2):
+        accelerator.backward(model(**batch(seed=step)).loss)
+    before = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    assert int((before["0.scaling_fwd.amax_history"][:, 0] > 0).sum()) == 2
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(50)
+        model(**batch(seed=9))
+    after = conversion.backend.state_tensors()
+    assert all(torch.equal(after[k], before[k]) for k in before)
+
+
 def test_scaling_state_is_taken_back(make_llama, prepared, te_engine) -> None:
     accelerator, model, conversion = prepared
     for step in range(3):

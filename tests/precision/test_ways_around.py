@@ -165,6 +165,62 @@ def test_stepping_without_a_step(make_llama, setup_backend) -> None:
         optimizer.step()
 
 
+class ByHand(torch.autograd.Function):
+    """A layer called in FP8, whose gradients somebody else computes."""
+
+    @staticmethod
+    def forward(ctx, x, w, layer):
+        with torch.enable_grad():
+            y = layer(x.detach().requires_grad_())
+        ctx.save_for_backward(x, w)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = (t.to(g.dtype) for t in ctx.saved_tensors)
+        return g @ w, (g.flatten(0, 1).t() @ x.flatten(0, 1)).float(), None
+
+
+def test_gradients_computed_past_the_layer(make_llama, setup_backend) -> None:
+    model = make_llama()
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: ByHand.apply(x, mlp.up_proj.weight, mlp.up_proj)[..., :64]
+    accelerator, model, optimizer = prepared(model, setup_backend)
+    with pytest.raises(ProofError, match=r"1.mlp.up_proj has a gradient that is of none of its"):
+        step(accelerator, model, optimizer)
+
+
+def test_an_optimizer_without_a_learning_rate(make_llama, setup_backend) -> None:
+    """Its settings have other names: a KeyError in the first step."""
+
+    class Signs(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(p.grad.sign(), alpha=-group["eta"])
+
+    accelerator, model = setup_backend("emulated"), make_llama()
+    model, optimizer = accelerator.prepare(model, Signs(model.parameters(), {"eta": 1e-3}))
+    for seed in range(2):
+        step(accelerator, model, optimizer, seed)
+    assert get_receipt().status == "proven"
+
+
+def test_copies_made_before_the_first_step_are_not_watched(make_llama, setup_backend) -> None:
+    """A teacher's backward was taken for that of the model: "FP8 did not run"."""
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    assert pickle.loads(pickle.dumps(model)).training
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    for seed in range(2):
+        embedded = model.get_input_embeddings()(batch(seed=seed)["input_ids"])
+        apart = model(**batch(seed=seed)).logits - teacher(inputs_embeds=embedded).logits
+        accelerator.backward((apart - 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert get_receipt().status == "proven"
+
+
 def test_optimizer_whose_model_was_never_prepared(make_llama, setup_backend) -> None:
     """What Trainer does under nn.DataParallel: only the optimizer is prepared."""
     model = make_llama()
@@ -343,8 +399,11 @@ def test_interrupt_inside_forward_leaves_nothing_open(
     assert get_receipt().status == "proven"
 
 
-def test_going_on_with_a_reverted_model(make_llama, setup_backend) -> None:
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_going_on_with_a_reverted_model(make_llama, setup_backend, wrapped) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    if not wrapped:  # an optimizer that Accelerate does not know: it trained on, proven, in BF16
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for seed in range(3):
         step(accelerator, model, optimizer, seed)
     revert(model)
@@ -416,6 +475,22 @@ def test_two_optimizers(make_llama, setup_backend) -> None:
     t = get_receipt().trainable
     assert get_receipt().status == "proven"
     assert t["moved"] == t["in_optimizer"] == t["before"]
+
+
+def test_an_optimizer_that_steps_less_often(make_llama, setup_backend) -> None:
+    """A critic steps five times as often: the other's parameters were "not in the optimizer"."""
+    accelerator, model = setup_backend("emulated"), make_llama()
+    first = torch.optim.AdamW(model.model.parameters(), lr=1e-2)
+    second = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-2)
+    model, first, second = accelerator.prepare(model, first, second)
+    for seed in range(8):
+        accelerator.backward(model(**batch(seed=seed)).loss)
+        first.step()
+        first.zero_grad()
+        if seed % 4 == 3:
+            second.step()
+            second.zero_grad()
+    assert get_receipt().status == "proven"
 
 
 def test_long_warmup_of_float32_weights_is_told_not_stopped(make_llama, setup_backend) -> None:

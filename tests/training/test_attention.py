@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,6 +92,40 @@ def test_the_operator_is_sound_and_its_gradient_right(window) -> None:
     assert torch.autograd.gradcheck(lambda *x: varlen_attention(*x, ends, 0.3, window), (q, k, v))
 
 
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    window=st.sampled_from([UNLIMITED, 0, 1, 4, 100]),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    block=st.integers(1, 12),
+)
+@settings(max_examples=40, deadline=None)
+def test_it_is_masked_attention_over_any_documents(lengths, window, heads, block) -> None:
+    """Against a whole masked softmax in float64, with its gradients."""
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(total)
+    q, k, v = (
+        torch.randn(total, n, d, dtype=torch.float64, generator=generator, requires_grad=True)
+        for n, d in ((heads[0], 4), (heads[1], 4), (heads[1], 3))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "BLOCK", block)
+        found = varlen_attention(q, k, v, boundaries(*lengths), 0.3, window)
+        gradients = torch.autograd.grad(found.square().sum(), (q, k, v))
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    ahead = torch.arange(total)[:, None] - torch.arange(total)
+    seen = (document[:, None] == document) & (ahead >= 0)
+    seen &= True if window == UNLIMITED else ahead <= window
+    wide = [x.repeat_interleave(heads[0] // heads[1], 1) for x in (k, v)]
+    scores = torch.einsum("nhd,mhd->hnm", q, wide[0]) * 0.3
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = torch.einsum("hnm,mhd->nhd", p, wide[1])
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(
+        gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
 def test_long_documents_are_computed_in_blocks(monkeypatch) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(40, 4, 8), torch.randn(40, 2, 8)
@@ -102,6 +138,9 @@ def test_documents_have_to_cover_the_row() -> None:
     x = torch.randn(8, 2, 4)
     with pytest.raises(ValueError, match="documents end at token 7 of 8"):
         varlen_attention(x, x, x, boundaries(7), 0.5, UNLIMITED)
+    for ends in ([2, 8], [0, 5, 3, 8]):  # rows that no document has would be left as they lie
+        with pytest.raises(ValueError, match="end at token 8 of 8, and begin at"):
+            varlen_attention(x, x, x, torch.tensor(ends, dtype=torch.int32), 0.5, UNLIMITED)
 
 
 def test_flops_are_those_of_documents() -> None:

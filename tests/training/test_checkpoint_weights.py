@@ -111,7 +111,45 @@ def test_frozen_experts_in_fp8_that_no_checkpoint_could_hold(setup_backend) -> N
     setup_backend("emulated", scaling="rowwise", frozen="bf16").prepare(model)  # what it says
 
 
-@pytest.mark.parametrize("change", ["missing", "unknown"])
+def adapted(make_llama, **settings: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    values = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    return get_peft_model(make_llama(), LoraConfig(**values | settings)).train()
+
+
+@pytest.mark.parametrize(
+    ("began", "now"),
+    [
+        ({"layers_to_transform": [0]}, {"layers_to_transform": [1]}),  # as many, of the same shapes
+        ({}, {"target_modules": ["q_proj", "v_proj"]}),
+        (None, {}),
+    ],
+    ids=["of another layer", "of fewer layers", "a whole model"],
+)
+def test_other_adapters_are_an_error(began, now, make_llama, setup_backend, tmp_path) -> None:
+    """They stayed as they were drawn, with the moments of others, and the receipt said proven."""
+    setup_backend("emulated", scaling="rowwise")
+    model = make_llama() if began is None else adapted(make_llama, **began)
+    trainer_of(model, tmp_path, max_steps=2, save_only_model=True).train()
+    trainer = trainer_of(adapted(make_llama, **now), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"all of them and no others\n"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_same_adapters_go_on_and_another_weight_of_theirs_is_said(
+    make_llama, setup_backend, tmp_path
+) -> None:
+    setup_backend("emulated", scaling="rowwise")
+    trainer_of(adapted(make_llama, modules_to_save=["lm_head"]), tmp_path, max_steps=2).train()
+    other = adapted(make_llama, modules_to_save=["lm_head"], lora_alpha=32)
+    trainer = trainer_of(other, tmp_path / "other")
+    with pytest.warns(UserWarning, match="trained with lora_alpha=8, and goes on with"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "missing in a .bin"])
 def test_a_checkpoint_without_a_weight_is_an_error(
     change, make_llama, setup_backend, tmp_path
 ) -> None:
@@ -126,6 +164,9 @@ def test_a_checkpoint_without_a_weight_is_an_error(
             "model.layers.2.mlp.up_proj.weight": weight.clone(),
         }
     save_file(tensors, file, metadata={"format": "pt"})
+    if change.endswith(".bin"):  # of an earlier Transformers
+        torch.save(tensors, file.with_name("pytorch_model.bin"))
+        file.unlink()
     trainer = trainer_of(make_llama(), tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"all of them and no others\n.*up_proj\.weight"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -109,6 +109,23 @@ class ObservedMixin(Swapped):
     keeps_name = True
 
 
+class Hook:
+    """A hook on a module that copies of it (deepcopy, pickle) do not have: theirs does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """The hook of a copy."""
+
+
 class Owner(NamedTuple):
     """Name of such a matrix, and the observers of its GEMMs."""
 
@@ -282,6 +299,10 @@ class Backend:
 
     def begin_step(self) -> None:
         """Begin a training forward (not a recomputation, not an evaluation)."""
+
+    def unrecorded(self) -> contextlib.AbstractContextManager[None]:
+        """Context of a call that is no part of training, and moves no scale of a later one."""
+        return contextlib.nullcontext()
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
         """The current delayed scale of this operand, None without delayed scaling."""

@@ -7,6 +7,8 @@ every rule, and each of its three GEMMs may stay in high precision.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.precision.backends.base import Fp8Mixin, restore
+from finetune.precision.backends.base import Fp8Mixin, Passes, restore
 from finetune.precision.backends.cached import CachedBackend, WeightCache
 from finetune.precision.formats import E2M1, E4M3, Format, decode_bits
 from finetune.precision.gemm import Codes, by_rows, compute_dtype, scaled_mm
@@ -136,6 +138,7 @@ class EmulatedMixin(Fp8Mixin):
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         rule, high, dtype = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
+        self.fp8_backend.note_use(rule)
         codes = self.fp8_backend.codes_for(self, w)
         given = (rule, high, dtype, *codes)
         return by_rows(x, bias, lambda rows: EmulatedLinear.apply(rows, w, *given))
@@ -152,6 +155,7 @@ class EmulatedBackend(CachedBackend):
         self.high = precision.gemms_kept_high
         delayed = precision.scaling == "delayed"
         self.state = DelayedState(layers, precision) if delayed else None
+        self._passes = Passes()
         self.randomness = Randomness()
         self._rows = 0
 
@@ -189,9 +193,32 @@ class EmulatedBackend(CachedBackend):
         rule: Any = module.fp8_rule
         return rule.scale_in_force(operand) if isinstance(rule, DelayedRule) else None
 
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        return super().region() if self.state is None else self._passes.whole_model()
+
     def begin_step(self) -> None:
         if self.state is not None:
             self.state.advance()
+
+    def note_use(self, rule: Rule) -> None:
+        """Begin a step where parts of the model are called without the whole, in training."""
+        # In a compiled layer the number of a pass would be a guard, another one at each step.
+        if self.state is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        assert isinstance(rule, DelayedRule)
+        before = self._passes.number
+        rule.used_in = self._passes.of_use(rule.used_in)
+        if rule.used_in != before:
+            self.state.advance()
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        before = None if self.state is None else self.state.current.clone()
+        try:
+            yield
+        finally:
+            if self.state is not None and before is not None:
+                self.state.current.copy_(before)  # not itself: it may be of inference mode
 
     def effective(self) -> dict[str, Any]:
         p = self.precision

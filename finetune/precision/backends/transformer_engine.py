@@ -169,6 +169,21 @@ class TransformerEngineBackend(Backend):
             with contextlib.nullcontext() if update else torch.no_grad():
                 context.__exit__(None, None, None)
 
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        # TE's kernels record amaxes whether or not gradients are enabled.
+        def rows() -> dict[int, Tensor]:
+            states = (state for e in self._engines for _, state in _delayed_states(e))
+            return {id(state): state.amax_history[0] for state in states}
+
+        before = {key: row.clone() for key, row in rows().items()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for key, row in rows().items():
+                    row.copy_(before[key]) if key in before else row.zero_()
+
     def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """A gradient-checkpointing function whose recomputation runs under the same recipe.
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from finetune.precision.backends.base import in_backward
+from finetune.precision.backends.base import Hook, in_backward
 from finetune.precision.parameters import Parameters, taken_matrices, tensors_of
 
 _ADD_TO = (torch.baddbmm, torch.addmm, Tensor.baddbmm, Tensor.addmm)
@@ -69,8 +69,8 @@ class Attribution(TorchFunctionMode):
 
         self.parameters.add(name, owner._parameters.get(local))
         return [
-            owner.register_forward_pre_hook(before),
-            owner.register_forward_hook(after, always_call=True),
+            owner.register_forward_pre_hook(Hook(before)),
+            owner.register_forward_hook(Hook(after), always_call=True),
         ]
 
     def end_recomputation(self) -> None:

@@ -11,7 +11,9 @@ moved). One that has not is
     waiting            PEFT's rows of added tokens, none of which has been in a batch: said
     cancelled          a bias with gradients of zeros, beside a weight that has moved: said
 
-so a layer that runs in some steps only (a branch, an expert) is allowed, whenever it rests. A bias
+Weight decay alone is no movement: bits that change beside gradients of zeros, and statistics of
+zeros, are the optimizer's and not the loss's. A layer that runs in some steps only (a branch, an
+expert) is allowed, whenever it rests. A bias
 is cancelled where the loss compares outputs of one model: in that of a reward model, a function of
 score(chosen) - score(rejected), the bias of the last norm occurs with both signs.
 Of sharded tensors this process's shard is read.
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from torch.optim.optimizer import Optimizer
 from finetune.errors import some
 from finetune.precision.backends.base import in_backward
 from finetune.precision.formats import matrix_hash
+from finetune.precision.planner import LayerPlan
 
 EFFECTIVE_STEPS = 2
 IDLE_STEPS = 8
@@ -49,22 +52,32 @@ class Movement:
         counts: `Receipt.trainable`, kept current.
     """
 
-    def __init__(self, model: nn.Module, counts: dict[str, int], fail: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        counts: dict[str, int],
+        fail: Callable[..., None],
+        optimizers: Collection[Optimizer] = (),
+    ) -> None:
         """Begin.
 
         Args:
             model: the model whose parameters train.
             counts: counts to fill in.
             fail: raises an error of what, where, why and fix.
+            optimizers: those that will step, at some time: a generator's, say, after five steps of
+                its critic's.
         """
         self.model, self.counts, self._fail = model, counts, fail
-        self.is_done, self.missing = False, STILL
+        self.is_done, self.missing, self._optimizers = False, STILL, optimizers
         self._prints: dict[str, int] = {}
         self._moved: set[str] = set()
         self._owned: set[int] = set()
         self._switched_off: set[int] = set()
         self._steps: Counter[int] = Counter()  # that count, of each optimizer
         self._with_gradient: Counter[str] = Counter()  # steps, of each parameter
+        self._driven: set[str] = set()  # have had a gradient that is not zeros
+        self._zeros: set[str] = set()  # have had one of zeros
         self._state_bytes: dict[int, int] = {}
         self._said = self._without_gradient = False
 
@@ -78,7 +91,8 @@ class Movement:
             trainable: name -> parameter of all that trains.
             idle: ids of parameters whose layers had no tokens: zeros are no gradient of theirs.
         """
-        owned = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        groups = optimizer.param_groups
+        owned = {id(p): group.get("lr", 1.0) for group in groups for p in group["params"]}
         self._owned |= owned.keys()
         off = {key for key, lr in owned.items() if not lr > 0}
         self._switched_off = (self._switched_off - owned.keys()) | off
@@ -90,7 +104,10 @@ class Movement:
             name: p.grad for name, p in mine.items() if p.grad is not None and id(p) not in idle
         }
         rising = len(off) < len(owned)
-        counts = rising and _any_nonzero(with_gradient.values())
+        for name, gradient in with_gradient.items():
+            if name not in self._driven:
+                (self._driven if is_nonzero(gradient) else self._zeros).add(name)
+        counts = rising and any(map(is_nonzero, with_gradient.values()))  # the first one tells
         if _maximum([[counts]], self._device)[0][0]:
             self._steps[id(optimizer)] += 1
             self._with_gradient.update(with_gradient.keys())
@@ -101,8 +118,10 @@ class Movement:
         elif self.missing.startswith(STILL):
             self.missing = STILL
         # A gradient without an optimizer counts, too: nothing would ever apply it.
-        others = trainable.keys() - mine.keys()
-        self._with_gradient.update(n for n in others if trainable[n].grad is not None)
+        groups = [group for one in list(self._optimizers) for group in one.param_groups]
+        known = {id(p) for group in groups for p in group["params"]} | owned.keys()
+        left = {name: p for name, p in trainable.items() if id(p) not in known}
+        self._with_gradient.update(name for name, p in left.items() if p.grad is not None)
 
     def after_step(self, optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> None:
         """Judge what has moved; raises through `fail`."""
@@ -134,6 +153,8 @@ class Movement:
         for name in left:
             p = trainable[name]
             moved = fingerprint(p) != self._prints.get(name)
+            if moved and name in self._zeros - self._driven:  # by weight decay?
+                moved = was_updated(p, optimizer)
             updated = not moved and was_updated(p, optimizer)
             flags.append([moved, updated, self._with_gradient[name] >= EFFECTIVE_STEPS])
         rounded, graded = set[str](), set[str]()
@@ -185,9 +206,9 @@ class Movement:
             self._fail(
                 f"{len(dead)} trainable parameters do not train",
                 where=some(dead),
-                why=f"the gradients of all of them are zeros throughout, and their bits are "
-                f"unchanged after {EFFECTIVE_STEPS} optimizer steps with a learning rate above "
-                "zero",
+                why=f"the gradients of all of them are zeros throughout, and but for weight decay "
+                f"they are unchanged after {EFFECTIVE_STEPS} optimizer steps with a learning rate "
+                "above zero",
                 fix="check that they take part in the loss; freeze them if they are not meant to; "
                 "gradients of zeros alone can be an underflow: a few tokens with gradients far "
                 "above the rest take the scale (padding that is attended to?), and the same step "
@@ -225,9 +246,19 @@ def _chosen_rows(model: nn.Module) -> set[int]:
     return {id(p) for layer in layers for p in layer.parameters()}
 
 
-def _any_nonzero(gradients: Iterable[Tensor]) -> bool:
-    """True if some gradient is not all zeros; usually the first one tells."""
-    return any(bool((local_part(g) != 0).any()) for g in gradients)
+def has_new_gradient(model: nn.Module, layer: LayerPlan, before: Set[int]) -> bool:
+    """True if the weight of this layer alone has a gradient; ids `before` had one before."""
+    name = f"{layer.name}.weight" if layer.kind == "linear" else layer.name
+    named = list(model.named_parameters(remove_duplicate=False))
+    weight = dict(named).get(name)
+    if weight is None or id(weight) in before or not is_nonzero(weight.grad):
+        return False
+    return sum(p is weight for _, p in named) == 1
+
+
+def is_nonzero(gradient: Tensor | None) -> bool:
+    """True if there is a gradient, and it is not all zeros in this process."""
+    return gradient is not None and bool((local_part(gradient) != 0).any())
 
 
 def _maximum(flags: list[list[bool]], device: torch.device) -> list[list[bool]]:

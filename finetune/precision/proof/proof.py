@@ -21,7 +21,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from finetune.precision.compiling import (
 )
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
-from finetune.precision.proof.movement import Movement, local_part
+from finetune.precision.proof.movement import Movement, has_new_gradient, local_part
 from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
@@ -74,6 +74,7 @@ class Proof:
         after_gemms: Callable[[], None] = lambda: None,
         *,
         compiles: bool = False,
+        optimizers: Collection[Optimizer] = (),
     ) -> None:
         """Start observing.
 
@@ -84,6 +85,7 @@ class Proof:
                 away, for good where it was met compiling, so compiling must wait until then.
             compiles: decoder layers are compiled then. What the witnessed micro-step saves for
                 backward is not more than what those after it do: these layers are checkpointed.
+            optimizers: those that will step, at some time; kept as the collection changes.
         """
         self.conversion, self._after_gemms, self._compiles = conversion, after_gemms, compiles
         self.model = conversion.model
@@ -95,7 +97,8 @@ class Proof:
         self.is_open, self.is_released, self.is_stopped = True, False, False
         self._witness: Witness | None = Witness(self.model, conversion.plan)
         self._mode: bool | None = None
-        self._movement = Movement(self.model, self.trainable, self._fail)
+        self._graded: set[int] | None = None  # ids of what had a gradient before
+        self._movement = Movement(self.model, self.trainable, self._fail, optimizers)
         self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
         self._flops: Flops = {}
         self._left = ""
@@ -155,6 +158,8 @@ class Proof:
             witness.reset()
             self._mode = self.model.training
         self.sentinel.check_layers()
+        if self._graded is None:
+            self._graded = {id(p) for p in self.model.parameters() if p.grad is not None}
         layers = self.conversion.compilable if self._compiles else []
         try:
             with witness.watching(), recomputed(layers, self._uncounted):
@@ -232,6 +237,12 @@ class Proof:
             f"{row.name} was multiplied outside a call of the prepared model"
             for row in rows
             if row.fprop == "none" != row.wgrad
+        ]
+        other += [
+            f"{row.name} has a gradient that is of none of its products"
+            for row in rows
+            if row.fprop != "none" and row.dgrad == row.wgrad == "none"
+            if has_new_gradient(self.model, planned[row.name], self._graded or set())
         ]
         wrong: list[LayerReceipt] = []
         for row in rows:

@@ -1,12 +1,13 @@
 """The sentinel: holds a proven run to its plan, at each optimizer step until the last.
 
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
-the optimizer uses the gradients, seven things are compared, none of which needs the witness:
+the optimizer uses the gradients, eight things are compared, none of which needs the witness:
 
     tree       every linear layer is the object that was prepared, and there is no other; adapters
                that do not train may come and go (a reference's, a teacher's)
     classes    every planned layer is still a converted one
     trainable  the parameters that train are those that trained at preparation
+    owners     what is put in place of one of them is in an optimizer, too (`owners`)
     types      they are of the type that they had in the witnessed micro-step
     adapters   none that trains is merged into its base: the base would run alone (at each call)
     compiled   the script compiles nothing by itself
@@ -48,8 +49,10 @@ from finetune.precision.experts import ConvertedExpertsMixin
 from finetune.precision.layers import is_low_rank, iter_linears
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
-from finetune.precision.proof.movement import local_part
+from finetune.precision.proof.movement import is_nonzero
+from finetune.precision.proof.owners import Owners
 from finetune.precision.proof.remedy import remedy
+from finetune.precision.proof.rests import Rests
 
 Flops = dict[tuple[str, str], int]
 """(Layer, precision) -> FLOPs of the witnessed micro-step."""
@@ -81,7 +84,7 @@ class Sentinel:
 
     Attributes:
         steps: optimizer steps compared.
-        resting: layer -> steps in which it was not called.
+        rests: layers that were not called in some step.
         idle: ids of trainable parameters whose layers rested in the step compared last.
         entered: layer -> steps in which gradients passed it in high precision.
     """
@@ -103,7 +106,7 @@ class Sentinel:
         """
         self.conversion, self.model, self._fail = conversion, conversion.model, fail
         self._leave = leave
-        self.steps, self.resting, self.entered = 0, Counter[str](), Counter[str]()
+        self.steps, self.rests, self.entered = 0, Rests(self.model), Counter[str]()
         self.idle: set[int] = set()
         self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
         self._names = {name for name, _ in self.model.named_parameters()}
@@ -113,20 +116,28 @@ class Sentinel:
         self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
         self._adapters = self._trained_adapters()
         self._types: dict[str, torch.dtype] = {}
+        self._parameters: list[tuple[Any, str, nn.Parameter, bool, torch.dtype]] = []
         self._is_begun = self._is_noted = False
+        self._owners = Owners(self.model, fail)
         self._task = -1
 
     def begin(self) -> None:
         """Begin to count, after the witnessed micro-step."""
-        parameters = dict(self.model.named_parameters())
-        self._held = list(self._iter_held(parameters))
+        self._find_evidence()
         for held in self._held:
             held.first = held.tally.rows
         self._forwards = {n: (m, _forward_of(m)) for n, m in self.model.named_modules()}
         # Not at preparation, after which FSDP2 has its own way with types.
-        self._types = {name: p.dtype for name, p in parameters.items() if p.requires_grad}
-        self._mine.clear()
+        named = self.model.named_parameters()
+        self._types = {name: p.dtype for name, p in named if p.requires_grad}
         self._is_begun = True
+
+    def _find_evidence(self) -> None:
+        first = {held.layer.name: held.first for held in self._held}
+        self._held = list(self._iter_held(dict(self.model.named_parameters())))
+        for held in self._held:
+            held.first = first.get(held.layer.name, 0)
+        self._mine.clear()
 
     def _iter_held(self, parameters: dict[str, nn.Parameter]) -> Iterator[Held]:
         modules = dict(self.model.named_modules())
@@ -191,6 +202,7 @@ class Sentinel:
         if task == -1 or task != self._task:
             self._task = task
             self.steps += 1
+            self._owners.before_step(optimizer, self.steps)
             self._check_structure()
             self._check_merged()
         if self._is_begun:
@@ -205,6 +217,9 @@ class Sentinel:
             self._check_types()
             self._check_classes()
             refuse_compiled(self.model, compiled_later)
+            known = {id(row[2]) for row in self._parameters}
+            if self._is_noted and self._owners.replaced(known):
+                self._find_evidence()
             self._note()
 
     def _is_same(self) -> bool:
@@ -321,8 +336,8 @@ class Sentinel:
         past: list[str] = []
         high: list[str] = []
         around: list[str] = []
-        ran = set[int]()
-        self.idle = set()
+        ran: list[Held] = []
+        resting: list[Held] = []
         for held in concerned:
             tally = held.tally
             if tally.high:
@@ -330,15 +345,16 @@ class Sentinel:
                 high.append(held.layer.name)
             elif tally.ran:
                 tally.ran = False
-                ran |= held.own
-            elif any(_has_gradient(p) for p in held.evidence):
+                ran.append(held)
+            elif any(is_nonzero(p.grad) for p in held.evidence):
                 past.append(held.layer.name)
             elif self._is_bypassed(held.layer.name):
                 around.append(held.layer.name)
             else:
-                self.resting[held.layer.name] += 1
-                self.idle |= held.own
-        self.idle -= ran  # a weight of two layers
+                resting.append(held)
+        self.rests.note(ran, resting)
+        # A weight of two layers is not idle.
+        self.idle = set[int]().union(*(h.own for h in resting)) - set().union(*(h.own for h in ran))
         left = high + past + around
         self.entered.update(left)
         if left:
@@ -414,7 +430,7 @@ class Sentinel:
         """Facts for the receipt."""
         return {
             "steps": self.steps,
-            "resting": dict(self.resting),
+            "resting": dict(self.rests.steps),
             "entered": dict(self.entered),
         }
 
@@ -431,8 +447,3 @@ def _forward_of(module: nn.Module) -> tuple[Any, Any]:
 
 def _is_converted(module: nn.Module) -> bool:
     return isinstance(module, Fp8Mixin | ParameterMixin | ConvertedExpertsMixin)
-
-
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    gradient = parameter.grad
-    return gradient is not None and bool((local_part(gradient) != 0).any())

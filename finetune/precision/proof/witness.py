@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from finetune.config.schema import Gemm
-from finetune.precision.backends.base import ObservedMixin, in_backward
+from finetune.precision.backends.base import Hook, ObservedMixin, in_backward
 from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
 from finetune.precision.parameters import tensors_of
@@ -221,7 +221,7 @@ class Witness:
         self.saw_backward |= backward and name in self._plan
         self._stack.append((name, backward, shape))
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """End it."""
         if self._stack:
             self._stack.pop()
@@ -241,7 +241,7 @@ class Witness:
                 continue
             known.add(node)
             self._handles.append(node.register_prehook(lambda _: self.enter(name, shape, True)))
-            self._handles.append(node.register_hook(lambda *_: self.leave()))
+            self._handles.append(node.register_hook(self.leave))
             pending.extend(n for n, _ in node.next_functions if n is not None)
 
     def _name_call(self, module: nn.Module, name: str, shape: tuple[int, int]) -> None:
@@ -253,8 +253,8 @@ class Witness:
                 self.called.add(name)
             self.enter(name, shape)
 
-        leave = module.register_forward_hook(lambda *_: self.leave(), always_call=True)
-        self._handles += [module.register_forward_pre_hook(before, prepend=True), leave]
+        leave = module.register_forward_hook(Hook(self.leave), always_call=True)
+        self._handles += [module.register_forward_pre_hook(Hook(before), prepend=True), leave]
 
     def _watch_layer(self, layer: LayerPlan, module: nn.Module) -> None:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -262,14 +262,14 @@ class Witness:
                 self.watch(layer.name, layer.shape, output, (*args, *kwargs.values()))
 
         self._name_call(module, layer.name, layer.shape)
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(Hook(after), with_kwargs=True))
 
     def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
         def before(module: nn.Module, args: Any) -> None:
             if torch.is_grad_enabled():
                 self.called.add(layer.name)
 
-        called = owner.register_forward_pre_hook(before)
+        called = owner.register_forward_pre_hook(Hook(before))
         self._handles += [called, *self._attribution.follow(layer.name, owner)]
 
     # ------------------------------------------------------------------------------ which GEMM
