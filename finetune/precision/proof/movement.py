@@ -246,6 +246,18 @@ def _chosen_rows(model: nn.Module) -> set[int]:
     return {id(p) for layer in layers for p in layer.parameters()}
 
 
+def changes_nothing(optimizer: Optimizer) -> bool:
+    """True for a step by which torch makes an optimizer's state before it loads one into it.
+
+    `torch.distributed.checkpoint` (torch 2.13, `_init_optim_state`) steps with gradients of zeros
+    and a learning rate of zero, as Accelerate does when a run under FSDP2 goes on.
+    """
+    groups = optimizer.param_groups
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    rates = [float(group.get("lr", 1.0)) for group in groups]
+    return not any(rates) and not any(map(is_nonzero, gradients))
+
+
 def has_new_gradient(model: nn.Module, layer: LayerPlan, before: Set[int]) -> bool:
     """True if the weight of this layer alone has a gradient; ids `before` had one before."""
     name = f"{layer.name}.weight" if layer.kind == "linear" else layer.name

@@ -42,7 +42,7 @@ from finetune.precision.compiling import (
 )
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
-from finetune.precision.proof.movement import Movement, has_new_gradient, local_part
+from finetune.precision.proof.movement import Movement, changes_nothing, has_new_gradient
 from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
@@ -309,7 +309,7 @@ class Proof:
                 fix="do what that error said, then accelerator.prepare(model, optimizer) or "
                 "trainer.train() once more, which begin a new proof",
             )
-        if self._witness is not None and not self._witness.called and _changes_nothing(optimizer):
+        if self._witness is not None and not self._witness.called and changes_nothing(optimizer):
             self._makes_state = True
             return None
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
@@ -378,19 +378,6 @@ def _row(
     calls = {gemm: sum(s.calls for of, _, s in seen if of == gemm) for gemm in GEMMS}
     flops = sum(s.flops for _, _, s in seen)
     return LayerReceipt(name, shape, role, calls=calls, flops=flops, reason=reason, **ran)
-
-
-def _changes_nothing(optimizer: Optimizer) -> bool:
-    """True for a step by which torch makes an optimizer's state before it loads one into it.
-
-    `torch.distributed.checkpoint` (torch 2.13, `_init_optim_state`) steps with gradients of zeros
-    and a learning rate of zero, as Accelerate does when a run under FSDP2 goes on.
-    """
-    groups = optimizer.param_groups
-    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    return not any(float(group.get("lr", 1.0)) for group in groups) and not any(
-        bool((local_part(gradient) != 0).any()) for gradient in gradients
-    )
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
