@@ -96,7 +96,8 @@ def recomputed(
     in memory compiled would not fit in the few micro-steps that run uncompiled, to be observed.
 
     Layers with hooks inside are left out, as they are not compiled either, and in backward the
-    hooks may be gone; so are adapters whose forward does not repeat.
+    hooks may be gone; so are adapters whose forward does not repeat, and calls with entries in a
+    cache, as those of prefix tuning: Transformers (5.23) checkpoints without caches.
 
     Args:
         layers: decoder layers; those that are checkpointed already, or cannot be, stay as they are.
@@ -122,7 +123,19 @@ def recomputed(
             undo.callback(vars(layer).pop, "gradient_checkpointing", None)
             own = partial(function, Hooks(layer))
             vars(layer).update({name: own, "gradient_checkpointing": True})
+            hook = layer.register_forward_pre_hook(_leave_cached, with_kwargs=True)
+            undo.callback(hook.remove)
         yield
+
+
+def _leave_cached(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Hook of a layer that checkpoints it unless it is called with entries in a cache."""
+    caches = (kwargs.get(name) for name in ("past_key_values", "layer_past"))
+    has_entries = any(
+        bool(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else bool(cache)
+        for cache in caches
+    )
+    vars(layer)["gradient_checkpointing"] = not has_entries
 
 
 def _does_not_repeat(layer: nn.Module) -> bool:

@@ -335,6 +335,8 @@ def why_not_fused(layer: Any) -> str:
         return type(layer.lora_variant[name]).__name__
     if getattr(layer.lora_dropout[name], "p", 0.0):
         return "dropout"
+    if isinstance(layer.scaling[name], Tensor):  # to be read, it would break a graph
+        return "scaling in a tensor, to be swapped"
     return "adapter with a bias" if layer.lora_bias[name] else ""
 
 

@@ -15,7 +15,7 @@ from finetune import get_receipt, revert, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.convert import apply, disabled
-from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters
+from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, fused_adapters
 from finetune.precision.planner import plan
 from tests.conftest import batch, reads_a_master
 
@@ -374,6 +374,21 @@ def test_another_adapter_between_forward_and_recomputation(make_llama, targets):
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[n], plain[n]) for n in plain)
+
+
+def test_adapters_to_be_swapped_run_as_peft_has_them(make_llama):
+    """Their scaling is a tensor, so that graphs do not depend on it; reading it broke them."""
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+
+    model = adapted(make_llama)
+    loss, _ = gradients(model)
+    prepare_model_for_compiled_hotswap(model, target_rank=16)
+    conversion = convert(model, compute="bf16")
+    said = fused_adapters(conversion.fused)
+    assert said.endswith("14 as PEFT has them: scaling in a tensor, to be swapped")
+    again, found = gradients(model)
+    assert abs(again - loss) < 1e-3
+    assert len(found) == 28
 
 
 def test_adapters_run_as_peft_has_them_in_evaluation_and_when_switched_off(make_llama):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -345,6 +345,29 @@ def test_the_witnessed_step_saves_no_more_than_compiled_steps_do(
     assert same[0] == loss
     assert all(torch.equal(a, b) for a, b in zip(same[1], gradients, strict=True))
     assert same[2] == proof, "what is recomputed for the witness is not counted"
+
+
+def test_the_witnessed_step_keeps_the_prefix_of_prefix_tuning(
+    make_llama, setup_backend, monkeypatch
+) -> None:
+    """Prefixes are entries of a cache, which Transformers drops where a layer is checkpointed."""
+    monkeypatch.setattr(convert.Conversion, "compile_layers", lambda self: len(self.compilable))
+
+    def step(compile: str) -> tuple[float, list[Tensor]]:
+        torch.manual_seed(0)
+        config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        model = get_peft_model(make_llama(use_cache=True), config)
+        accelerator = setup_backend("torchao", compile=compile, frozen="fp8", scaling="rowwise")
+        model = accelerator.prepare(model)
+        loss = model(**batch()).loss
+        accelerator.backward(loss)
+        return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    loss, gradients = step("on")
+    same, others = step("off")
+    assert loss == same
+    assert len(gradients) == 1
+    assert torch.equal(gradients[0], others[0])
 
 
 @pytest.mark.long
