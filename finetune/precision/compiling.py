@@ -130,7 +130,7 @@ def recomputed(
 
 def _leave_cached(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Hook of a layer that checkpoints it unless it is called with entries in a cache."""
-    caches = (kwargs.get(name) for name in ("past_key_values", "layer_past"))
+    caches: list[Any] = [kwargs.get(name) for name in ("past_key_values", "layer_past")]
     has_entries = any(
         bool(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else bool(cache)
         for cache in caches
