@@ -66,6 +66,17 @@ def guard_adapters(model: nn.Module) -> None:
             guard(module)
 
 
+def finish_adapters(model: nn.Module) -> None:
+    """Let adapters change plain weights as they would in their first forward, which comes too late.
+
+    KaSA of PEFT (0.21) leaves it until then where it was loaded with `low_cpu_mem_usage`.
+    """
+    layers: list[Any] = [m for m in model.modules() if "_lora_kasa_truncation_deferred" in vars(m)]
+    for layer in layers:
+        for name in list(layer._lora_kasa_truncation_deferred):
+            layer.lora_variant[name]._apply_deferred_truncation(layer, name)
+
+
 def resolve_lora_variant(layer: Any, *, config: Any, **kwargs: Any) -> Any:
     """`LoraLayer.resolve_lora_variant`, which PEFT (0.21) calls before it makes an adapter.
 

@@ -426,6 +426,28 @@ def test_a_second_adapter_starts_from_no_codes_either(
     model(**batch())
 
 
+@pytest.mark.filterwarnings("ignore:.*KaSA")
+def test_weights_that_kasa_has_yet_to_change_are_changed_before_they_are_codes(
+    make_llama, setup_backend, tmp_path
+) -> None:
+    """Loaded with `low_cpu_mem_usage`, it does so in its first forward: then it took codes."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.lora.config import KasaConfig
+
+    config = LoraConfig(r=4, target_modules=["o_proj"], kasa_config=KasaConfig())
+    get_peft_model(make_llama(), config).save_pretrained(tmp_path)
+    weights = []
+    for late in (False, True):
+        model = PeftModel.from_pretrained(
+            make_llama(), tmp_path, is_trainable=True, low_cpu_mem_usage=late
+        )
+        model = setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(model.train())
+        model(**batch()).loss.backward()
+        weights.append([layer.weight_in() for _, layer in iter_stored(model)])
+        teardown_fp8_mixed_precision_training()
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
 def test_gradients_of_codes_are_refused_before_they_are_asked_for() -> None:
     """As LoRA-GA does, and scripts that let all parameters train: torch's error named no FP8."""
     from peft import LoraConfig, get_peft_model
