@@ -83,18 +83,22 @@ class References:
         return policy.model.training
 
     def watch_adapters(self, conversion: Conversion) -> None:
-        """Notice it if the policy is its own reference, with its adapters switched off."""
+        """Notice it if the policy is its own reference, by other adapters or by none."""
         peft = sys.modules.get("peft.tuners.tuners_utils")
         layers = () if peft is None else conversion.model.modules()
         tuner: Any = next((m for m in layers if isinstance(m, peft.BaseTunerLayer)), None)  # pyright: ignore[reportOptionalMemberAccess]
         if tuner is None:
             return
 
+        trains = list(tuner.active_adapters)
+
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            if not torch.is_grad_enabled() and tuner.disable_adapters:
-                self._lines["the policy with its adapters switched off, FP8 in training"] = None
-                conversion.around.remove(around)
+            if not torch.is_grad_enabled():
+                if tuner.disable_adapters:
+                    self._lines["the policy with its adapters switched off, FP8 in training"] = None
+                elif list(tuner.active_adapters) != trains:
+                    self._lines["the policy with another adapter, FP8 in training"] = None
             yield
 
         conversion.around.append(around)

@@ -131,6 +131,7 @@ def dpo(shop: Workshop, method: str, *, given: bool = False, **settings: Any) ->
         prompt=text, chosen=lambda i: " " + text(i + 5, 4), rejected=lambda i: " " + text(i + 9, 3)
     )
     own = {"ref_model": shop.policy()} if given else {}
+    own["model"] = settings.pop("model", None)
     settings = {"max_length": 64, **settings}
     return _of_trl(DPOTrainer, DPOConfig, shop, method, rows, settings, **own)
 

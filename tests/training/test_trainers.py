@@ -55,6 +55,45 @@ def test_stock_trainer_is_proven(shop, name, method) -> None:
         assert receipt.precision["references"], "the receipt says how it was computed"
 
 
+@pytest.mark.filterwarnings("ignore")  # `trl.experimental` says that it is
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    slow_but([("SDFT", "frozen")], [(k, m) for k in ("SDFT", "DPO") for m in ("LoRA", "frozen")]),
+)
+def test_another_adapter_of_the_policy_is_its_teacher_or_reference(shop, kind, method) -> None:
+    """TRL adds it: to an adapter that is trained on, or when training begins; it checkpoints."""
+    with trainers.precision_of("emulated", method, scaling="rowwise"):
+        if kind == "SDFT":
+            from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+
+            settings = stock_trainers.GENERATION | {"teacher_model_kind": "ema"}
+            args = SDFTConfig(str(shop.folder), **stock_trainers.COMMON, **settings)
+            trainer = SDFTTrainer(
+                model=shop.policy(),
+                args=args,
+                train_dataset=shop.rows(
+                    prompt=stock_trainers.text, privileged_context=stock_trainers.text
+                ),
+                processing_class=shop.tokenizer,
+                peft_config=stock_trainers.adapters(method),
+            )
+        else:
+            from peft import get_peft_model
+
+            torch.manual_seed(0)
+            given = get_peft_model(shop.policy(), stock_trainers.adapters(method))
+            trainer = stock_trainers.dpo(shop, "full", model=given)
+        trainer.train()
+        assert trainer.args.gradient_checkpointing
+        assert len(trainer.model.peft_config) == 2
+        receipt = get_receipt()
+    assert receipt.status == "proven"
+    assert receipt.precision["references"] == ["the policy with another adapter, FP8 in training"]
+    if kind == "DPO":
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        assert losses[0] == pytest.approx(math.log(2), abs=5e-5)
+
+
 @pytest.mark.parametrize("method", slow_but(["full"], ["full", "LoRA"]))
 def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
     """GRPO's advantage is zero where all rewards of a group are equal, and so is every gradient."""
