@@ -69,7 +69,7 @@ class Findings(JupyterMixin):
         gemm = {} if self.gemm is None else {"FP8 GEMM, real": self.gemm}
         gemm |= {} if self.triton is None else {"compiled layers": self.triton}
         hardware = {"FP8 hardware": self.fp8, "MXFP8 / NVFP4 hardware": self.block_fp8}
-        table = plain_table("", "here", "why")
+        table = plain_table("", "here", "why", whole=("",))
         shown_before: set[str] = set()
         for name, verdict in (hardware | self.backends | gemm).items():
             mark = Text("yes", style="green") if verdict else Text("no", style="yellow")

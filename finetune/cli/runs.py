@@ -24,8 +24,9 @@ DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
 WIDE = 112
 """Columns of a terminal from which every fact of a run has a column; a pipe is as wide."""
-FACTS, COMPARED_FACTS = 30, 60
-"""Columns that the facts in a narrow terminal need beside a run's name, or a comparison's."""
+FACTS, COMPARED_FACTS, SAVED = 30, 60, 66
+"""Columns that the facts in a narrow terminal need beside a run's name or a comparison's, and those
+of a checkpoint."""
 
 
 def list_runs(out: Path | None, *, as_json: bool) -> None:
@@ -173,20 +174,26 @@ def checkpoints(
         console.print(whole(f"no checkpoint in {folder}"), crop=False)
         console.print("train.save_strategy=steps train.save_steps=100 saves one every 100 steps")
         return
-    titles = ("step", "loss", "eval loss", "precision", "size", "state")
-    table = plain_table(*titles)
-    for row in rows:
-        table.add_row(
-            str(row["step"]),
-            _shown(row["loss"], ".3f"),
-            _shown(row["eval_loss"], ".3f"),
-            row["precision"],
-            size(row["bytes"]),
-            Text("whole", style="green")
+    shown = [
+        {
+            "step": str(row["step"]),
+            "loss": _shown(row["loss"], ".3f"),
+            "eval loss": _shown(row["eval_loss"], ".3f"),
+            "precision": row["precision"],
+            "size": size(row["bytes"]),
+            "state": Text("whole", style="green")
             if not row["problem"]
             else Text(row["problem"], style="bold red"),
-        )
-    console.print(table)
+        }
+        for row in rows
+    ]
+    if console.width < SAVED:
+        print_blocks(console, shown)
+    else:
+        table = plain_table(*shown[0])
+        for row in shown:
+            table.add_row(*row.values())
+        console.print(table)
     command = resume_command(folder)
     if Run(folder).state == "finished":  # no step is left
         sound = [f" --checkpoint {row['step']}" for row in rows if not row["problem"]]

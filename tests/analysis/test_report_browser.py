@@ -178,6 +178,18 @@ def test_paper_is_white_also_where_the_screen_is_dark(open_page):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_on_paper_tables_are_whole_and_nothing_scrolls(open_page, kind):
+    """Their last columns faded out, under "scroll sideways"."""
+    page, _ = open_page(kind, 718)  # of A4 between margins of a centimeter
+    page.emulate_media(media="print")
+    cut = """() => [...document.querySelectorAll(".box")].filter(box =>
+      box.scrollWidth > box.clientWidth + 1 || getComputedStyle(box).maskImage !== "none"
+      || getComputedStyle(box, "::before").content !== "none").map(b => b.innerText.slice(0, 99))"""
+    assert page.evaluate(cut) == []
+    page.emulate_media(media="screen")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_links_lead_to_files_that_exist(open_page, reports, kind):
     page, _ = open_page(kind)
     hrefs = set(page.eval_on_selector_all("a", "links => links.map(a => a.href)"))

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import finetune
+from finetune.analysis.doctor import COMBINATIONS
 from finetune.cli import recipes
 from finetune.cli.analysis import _is_override
 from finetune.cli.app import VERBS, command_of
@@ -427,6 +428,12 @@ def test_doctor_prints_its_advice(cli):
     assert done.code == 0
     for part in ("FP8 hardware", "te/delayed", "emulated/rowwise", "auto: ", "next: "):
         assert part in done.out
+
+
+def test_doctor_names_each_backend_however_narrow_the_terminal(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    said = cli("doctor").out
+    assert all("/".join(one) in said for one in COMBINATIONS)
 
 
 # -------------------------------------------------------------------------------------- mistakes

@@ -347,12 +347,19 @@ def test_emulated_fp8_is_said_in_the_first_line(kind, gemm, engine) -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_the_command_after_checkpoints_is_one_that_works(tmp_path, cli, finished) -> None:
+def test_the_command_after_checkpoints_is_one_that_works(
+    tmp_path, cli, finished, monkeypatch
+) -> None:
     """Of a finished run no step is left: going on would be an error."""
     run = make_run(tmp_path / "runs" / "tiny_full_fp8" / "20260101-000000-aaaa", steps=8)
     (run / "checkpoints" / "checkpoint-8").mkdir(parents=True)
     if not finished:
         (run / "report.json").unlink()
     last = cli("checkpoints", run).out.splitlines()[-1]
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = " ".join(cli("checkpoints", run).out.split())
+    assert narrow.startswith(
+        "8 loss -, eval loss -, precision , size 0 B, state trainer_state.json"
+    )
     generates = f'next: python -m finetune generate {run} "..."'  # the checkpoint is not whole
     assert last == (generates if finished else f"next: python -m finetune resume {run}")
