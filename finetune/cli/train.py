@@ -108,6 +108,9 @@ def _say_saved(folder: Path, checkpoint: Path, *, as_json: bool) -> None:
     said = f"no step was left: the model of {checkpoint.name} is saved in {folder / MODEL}"
     following = f'next: python -m finetune generate {shlex.quote(str(folder))} "..."'
     output().print(whole(said), whole(following), crop=False)
+    if not (folder / "receipt.json").is_file():
+        line = "! killed before its receipt: nothing proves what ran, and it cannot be exported"
+        output().print(line, style="yellow")
 
 
 def _verify(file: str, start: Path, overrides: Iterable[str], *, force: bool) -> None:

@@ -21,6 +21,8 @@ DEEPEST = 64
 """Levels of lists and mappings; conversations with tools have about ten."""
 LONGEST = 64 << 20
 """Bytes of a row."""
+TURNS = {"messages", "conversations", "prompt", "completion", "chosen", "tools"}
+"""Columns of rows that may be lists of objects."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # the last may have no end
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip"}
@@ -62,6 +64,8 @@ def check_document(text: bytes, file: Path | str) -> None:
     """
     _check_start(text, file)
     start = text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start == b"{":
+        _refuse_inner(_parsed(text), file)
     if start == b"[":
         _check_depth(text, file, 1)
         for number, row in enumerate(_parsed(text), 1):
@@ -73,6 +77,30 @@ def check_document(text: bytes, file: Path | str) -> None:
         check_lines(text.splitlines(), file)
     elif text.count(b"{") + text.count(b"[") > DEEPEST:
         _check_depth(text, file, 1)
+
+
+def _refuse_inner(found: Any, file: Path | str) -> None:
+    """Refuse an object that holds the rows, which would be one row: `{"data": [{...}, {...}]}`."""
+    lists = found.items() if isinstance(found, dict) else ()
+    inner = [key for key, rows in lists if isinstance(rows, list) and _are_objects(rows)]
+    if not inner or TURNS & found.keys():
+        return
+    fix = f"a list of objects: what stands under {inner[0]!r}, in a file of its own"
+    if Path(file).suffix == ".json":  # not compressed
+        read = f"json.load(open({str(file)!r}, encoding='utf-8'))[{inner[0]!r}]"
+        code = shlex.quote(f"import json; [print(json.dumps(row)) for row in {read}]")
+        rows = shlex.quote(str(Path(file).with_suffix(".jsonl")))
+        fix = f"python -c {code} > {rows}, and take that"
+    raise DataError(
+        f"the rows of {Path(file).name} are inside {inner[0]!r}",
+        where=f"{file}:1",
+        why="a JSON file of rows is a list of objects, or an object a line",
+        fix=fix,
+    )
+
+
+def _are_objects(rows: list[Any]) -> bool:
+    return bool(rows) and all(isinstance(row, dict) for row in rows)
 
 
 def _is_one(text: bytes) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -426,6 +428,18 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(load, name, content
     for part in said:
         assert part in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_inside_of_an_object_are_read_after_the_command_of_the_error(load, indent):
+    Path("a b.json").write_text(json.dumps({"version": 1, "data": [MESSAGES] * 3}, indent=indent))
+    with pytest.raises(DataError, match=r"the rows of a b\.json are inside 'data'") as caught:
+        load("a b.json")
+    command = caught.value.fix.removesuffix(", and take that")
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
+    assert len(load("a b.jsonl").train) == 3
+    write_text("one.json", json.dumps(MESSAGES, indent=indent))
+    assert len(load("one.json").train) == 1
 
 
 def test_parquet_with_a_column_twice_names_it(load):

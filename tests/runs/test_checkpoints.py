@@ -285,6 +285,15 @@ def test_a_run_whose_model_alone_is_missing_gets_it(best, step, tmp_path, cli) -
     assert f"resume {run} train.max_steps=16 'resume.allow=[train.max_steps]'" in again.err
 
 
+def test_a_model_without_a_receipt_is_said_to_be_unproven(tmp_path, cli) -> None:
+    run = ended(tmp_path)
+    (run / "receipt.json").unlink()
+    (run / "report.json").unlink()
+    assert "killed before its receipt: nothing proves what ran" in cli("resume", run).out
+    assert (run / "model").is_dir()
+    assert Run(run).state == "killed"
+
+
 def test_other_processes_than_the_first_write_no_model(tmp_path) -> None:
     run = ended(tmp_path)
     for _ in range(2):
