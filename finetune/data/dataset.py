@@ -184,7 +184,7 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
     unused = unused_columns(columns, rows.column_names, kind, data.columns)
     held_out = None
     if splits and len(rows) > 1:
-        count = max(1, round(len(rows) * data.eval_fraction))
+        count = min(max(1, round(len(rows) * data.eval_fraction)), len(rows) - 1)
         seed = seed if data.seed is None else data.seed
         split = rows.train_test_split(test_size=count, seed=seed)
         rows, held_out = split["train"], split["test"]

@@ -171,7 +171,15 @@ def _renamed(rows: Any, names: dict[str, str], source: str) -> Any:
                 why=f"columns found: {', '.join(sorted(rows.column_names))}",
                 fix="'data.columns={prompt: NAME, completion: NAME}', with names of the file",
             )
-    in_the_way = [name for name in names if name in rows.column_names and names[name] != name]
+    given = [*names.values()]
+    if twice := [name for name in given if given.count(name) > 1]:
+        raise DataError(
+            f"the column {twice[0]!r} of {source} cannot be two",
+            where="data.columns",
+            why=f"it stands for {', '.join(key for key in names if names[key] == twice[0])}",
+            fix="write it into the file twice, under two names, or name another column",
+        )
+    in_the_way = [name for name in names if name in rows.column_names and name not in given]
     return rows.remove_columns(in_the_way).rename_columns(
         {old: new for new, old in names.items() if old != new}
     )

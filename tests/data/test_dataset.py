@@ -261,6 +261,27 @@ def test_max_rows_takes_the_first_rows_before_the_split(load):
     assert sorted(texts(rows.train) + texts(rows.eval)) == [f"row {i}" for i in range(4)]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_is_left_to_train_on_whatever_the_share(load, streaming):
+    path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(10)])
+    rows = load(path, eval_fraction=0.99, streaming=streaming)
+    assert len(rows.eval) == 9
+    assert next(iter(rows.train))["text"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_may_change_places(load, streaming):
+    row = {"prompt": "a", "completion": "b", "reply": "c"}
+    path = write("rows.jsonl", [row] * 3)
+    names = {"prompt": "completion", "completion": "prompt"}
+    swapped = load(path, streaming=streaming, columns=names)
+    moved = load(path, streaming=streaming, columns=names | {"completion": "reply"})
+    assert next(iter(swapped.train)) == pair("b", "a")
+    assert next(iter(moved.train)) == pair("b", "c")
+    with pytest.raises(DataError, match=r"the column 'reply' of rows\.jsonl cannot be two"):
+        load(path, streaming=streaming, columns={"prompt": "reply", "completion": "reply"})
+
+
 def test_max_rows_leaves_held_out_rows_alone(load):
     path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(10)])
     rows = load(path, max_rows=2, eval_path=path)

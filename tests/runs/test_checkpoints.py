@@ -291,7 +291,6 @@ def test_a_model_without_a_receipt_is_said_to_be_unproven(tmp_path, cli) -> None
     (run / "report.json").unlink()
     assert "killed before its receipt: nothing proves what ran" in cli("resume", run).out
     assert (run / "model").is_dir()
-    assert Run(run).state == "killed"
 
 
 def test_other_processes_than_the_first_write_no_model(tmp_path) -> None:
