@@ -180,9 +180,11 @@ def _renamed(rows: Any, names: dict[str, str], source: str) -> Any:
             fix="write it into the file twice, under two names, or name another column",
         )
     in_the_way = [name for name in names if name in rows.column_names and name not in given]
-    return rows.remove_columns(in_the_way).rename_columns(
-        {old: new for new, old in names.items() if old != new}
-    )
+    changed = {old: new for new, old in names.items() if old != new}
+    # In two steps: those of a stream cannot change places (datasets 5.0).
+    aside = {old: f"{old}, as given" for old in changed}
+    rows = rows.remove_columns(in_the_way).rename_columns(aside)
+    return rows.rename_columns({aside[old]: new for old, new in changed.items()})
 
 
 def _bad_rows(rows: Dataset, convert: Converter) -> dict[int, str]:
