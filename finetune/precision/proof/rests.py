@@ -47,8 +47,11 @@ class Rests:
                 "multiplies by their weights past them, it does so in BF16",
             )
         for held in ran:
-            lost = held.evidence and all(p.grad is None for p in held.evidence)
-            self._cut[held.layer.name] = self._cut[held.layer.name] + 1 if lost else 0
+            weights = held.evidence
+            if weights and weights[0].grad is None and all(p.grad is None for p in weights):
+                self._cut[held.layer.name] += 1
+            elif self._cut:
+                self._cut.pop(held.layer.name, None)
         if cut := [name for name, steps in self._cut.items() if steps == TURNS]:
             self._say(
                 cut,
