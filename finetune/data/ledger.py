@@ -14,12 +14,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from jinja2 import TemplateError
 from trl import SFTTrainer
@@ -32,13 +30,10 @@ from finetune.config.train import with_checkpointing
 from finetune.data.chat import training_template
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data
-from finetune.data.repeats import refuse_uneven
+from finetune.data.repeats import EvaluatesOnce
 from finetune.data.rows import TRAINED_TURNS, workers
-from finetune.errors import DataError, FinetuneError
+from finetune.errors import ConfigError, DataError, FinetuneError, first_line
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
-
-ROW_LENGTHS = "finetune_row_lengths"
-"""Key of an eval batch in one sequence: tokens of each row, in order."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ def account(
     return Ledger(**found, bins=None, max_length=limit)
 
 
-class AccountedTrainer(SFTTrainer):
+class AccountedTrainer(EvaluatesOnce, SFTTrainer):
     """`SFTTrainer` that keeps the `ledgers` of its data sets, by name (`train`, `eval`).
 
     Attributes:
@@ -283,55 +278,21 @@ class AccountedTrainer(SFTTrainer):
             )
         return done
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; raises where processes have unequal batches: they would wait without end."""
-        refuse_uneven(dataloader, float("inf"))
-        return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, without the rows that Accelerate repeats to give each process a whole batch.
-
-        Of 37 rows in batches of 4, two processes have 4 and 1 in the last step, and the second one
-        three of the first rows once more: these stood in the last row's loss.
-        """
-        state, labels = self.accelerator.gradient_state, inputs.get("labels")
-        size, lengths = self.args.per_device_eval_batch_size, inputs.pop(ROW_LENGTHS, None)
-        several = self.accelerator.num_processes > 1 and state.end_of_dataloader
-        if several and state.remainder > 0 and labels is not None:
-            own = max(0, state.remainder - self.accelerator.process_index * size)
-            inputs = {**inputs, "labels": labels.clone()}
-            if lengths is not None:  # [1, tokens]
-                inputs["labels"][:, int(lengths[:own].sum()) :] = MASKED
-            elif len(labels) == size:
-                inputs["labels"][own:] = MASKED
-        return super().prediction_step(model, inputs, *args, **kwargs)
-
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; batches of one sequence, packed or without padding, say how long their rows are.
-
-        `prediction_step` could not tell otherwise which of them are repeated.
-        """
-        plain = self.data_collator
-        if self.padding_free and self.accelerator.num_processes > 1:
-            self.data_collator = partial(_with_lengths, plain)
-        try:
-            return super().get_eval_dataloader(*args, **kwargs)
-        finally:
-            self.data_collator = plain
-
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Next batches; what is wrong with a stream's rows shows when they are read."""
         try:
             return super().get_batch_samples(*args, **kwargs)
-        except (TemplateError, *TEMPLATE_ERRORS, OSError, EOFError) as error:
+        except (TemplateError, *TEMPLATE_ERRORS, RuntimeError, OSError, EOFError) as error:
+            if "dispatch_batches" in str(error):
+                raise ConfigError(
+                    "one process was to read batches for all, and theirs differ in length",
+                    where="train.accelerator_config: dispatch_batches",
+                    why=first_line(error),
+                    fix="~train.accelerator_config",
+                ) from error
             if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
                 raise
             raise _not_formatted("train", error, step=self.state.global_step) from error
-
-
-def _with_lengths(collate: Callable[..., Any], examples: list[dict[str, Any]]) -> Any:
-    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
-    return {**collate(examples), ROW_LENGTHS: lengths}
 
 
 def _only_trained_turns(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Training rows that Accelerate repeats, so that each process has a whole batch; and what it lacks.
+"""Rows that Accelerate repeats, so that each process has a whole batch; and batches that one lacks.
 
 Accelerate 1.15 (`BatchSamplerShard`, `even_batches`) gives processes equally many batches, all of
 the same size: where an epoch does not divide among them, it goes on with the first rows. Of 5 rows
@@ -16,11 +16,15 @@ takes for them whatever the second one sends next: `refuse_uneven`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 
-from finetune.errors import ConfigError
+from finetune.data.checks import MASKED
+from finetune.errors import ConfigError, DataError
 
 FILL = "to fill the last batch of all processes"
 ASKED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -68,9 +72,18 @@ def repeats_line(loader: Any, micro_steps: float) -> str:
     if not repeated:
         return ""
     return (
-        f"each epoch of {rows:,} rows has {repeated:,} of them once more, {FILL} "
-        "(dataloader_drop_last=true leaves out rows that fill none)"
+        f"each epoch of {rows:,} rows has {repeated:,} of them once more, {FILL} (drop_last of the "
+        "DataLoader, dataloader_drop_last of a trainer, leaves out rows that fill none)"
     )
+
+
+def rows_left_out(share: Any) -> int:
+    """Rows behind the last whole batch of all processes."""
+    try:
+        whole = share.batch_size * (1 if share.split_batches else share.num_processes)
+        return len(share.batch_sampler.sampler) % whole
+    except (TypeError, AttributeError):
+        return 0
 
 
 def eval_line(loader: Any) -> str:
@@ -80,7 +93,10 @@ def eval_line(loader: Any) -> str:
     rows that are repeated behind the last: their tokens stay in the losses of the others.
     """
     repeated, rows = repeated_rows(loader, float("inf"))
-    if not repeated:
+    share = share_of(loader)
+    if share is not None and share.drop_last and (left := rows_left_out(share)):
+        return f"the eval loss leaves out {left:,} rows that fill no batch (dataloader_drop_last)"
+    if not repeated or repeated % rows == 0:  # all of them as often
         return ""
     return (
         f"the eval loss counts {repeated:,} rows more than the {rows:,} there are, {FILL}: it "
@@ -134,3 +150,88 @@ def refuse_uneven(loader: Any, micro_steps: float) -> None:
         fix="leave even_batches out: some rows are trained on once more; or drop_last=True of the "
         "DataLoader (dataloader_drop_last=True of a Trainer): rows that fill no batch are left out",
     )
+
+
+def refuse_no_batch(loader: Any, args: Any) -> None:
+    """Reject rows that fill no batch of all processes, where such a batch is left out.
+
+    Args:
+        args: those of the trainer.
+
+    Raises:
+        DataError: no step would be trained; Transformers logs that, and saves the model.
+    """
+    try:
+        rows = len(loader.dataset) if len(loader) == 0 else 0
+    except (TypeError, AttributeError):  # a stream
+        return
+    if rows:
+        raise DataError(
+            f"{rows:,} rows fill no batch, and no step would be trained",
+            where="dataloader_drop_last",
+            why=f"a batch takes {args.per_device_train_batch_size * args.world_size:,}, of all "
+            "processes, and a smaller one is left out",
+            fix="~train.dataloader_drop_last (of a script: leave it out), more rows, or a smaller "
+            "per_device_train_batch_size",
+        )
+
+
+# --------------------------------------------------------------------------------------- evaluation
+
+ROW_LENGTHS = "finetune_row_lengths"
+"""Key of an eval batch in one sequence: tokens of each row, in order."""
+
+
+class EvaluatesOnce:
+    """Mixin of a trainer whose eval loss counts each row once, on any number of processes."""
+
+    args: Any
+    accelerator: Any
+    data_collator: Any
+    padding_free: bool
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's; raises where processes have unequal batches: they would wait for good."""
+        refuse_uneven(dataloader, float("inf"))
+        above: Any = super()
+        return above.evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, without the rows that Accelerate repeats to give each a whole batch.
+
+        Of 37 rows in batches of 4, two processes have 4 and 1 in the last step, and the second one
+        three of the first rows once more: these stood in the last row's loss.
+        """
+        state, labels = self.accelerator.gradient_state, inputs.get("labels")
+        size, lengths = self.args.per_device_eval_batch_size, inputs.pop(ROW_LENGTHS, None)
+        several = self.accelerator.num_processes > 1 and state.end_of_dataloader
+        if several and state.remainder > 0 and labels is not None:
+            own = max(0, state.remainder - self.accelerator.process_index * size)
+            inputs = {**inputs, "labels": labels.clone()}
+            if lengths is not None:  # [1, tokens]
+                inputs["labels"][:, int(lengths[:own].sum()) :] = MASKED
+            elif len(labels) == size:
+                inputs["labels"][own:] = MASKED
+        above: Any = super()
+        return above.prediction_step(model, inputs, *args, **kwargs)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, of all rows: `dataloader_drop_last` is about those that are trained on.
+
+        Batches of one sequence, packed or without padding, say how long their rows are:
+        `prediction_step` could not tell otherwise which of them are repeated.
+        """
+        plain, drops = self.data_collator, self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = False
+        if self.padding_free and self.accelerator.num_processes > 1:
+            self.data_collator = partial(_with_lengths, plain)
+        above: Any = super()
+        try:
+            return above.get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator, self.args.dataloader_drop_last = plain, drops
+
+
+def _with_lengths(collate: Callable[..., Any], examples: list[dict[str, Any]]) -> Any:
+    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
+    return {**collate(examples), ROW_LENGTHS: lengths}

@@ -64,11 +64,17 @@ def test_two_processes_have_the_loss_of_one_with_the_same_global_batch(tmp_path)
     assert two == pytest.approx(one, rel=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "packing"), [(186, False), (166, False), (186, True)])
-def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(rows, packing, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "packing", "drops"),
+    [(186, False, False), (166, False, False), (186, True, False), (186, False, True)],
+)
+def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(
+    rows, packing, drops, tmp_path
+) -> None:
     """37 rows are 36 and 1, 33 rows 32 and 1: then the second process has none of its own.
 
-    Packed rows and their repetitions stand in one sequence.
+    Packed rows and their repetitions stand in one sequence. Where training rows that fill no batch
+    are left out, eval rows are not.
     """
     words = ("tiny_lora_bf16", *SETTINGS, f"data.max_rows={rows}", "train.max_steps=1")
     words += ("train.packing=true", "train.max_length=128") * packing
@@ -76,7 +82,8 @@ def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(rows, packing, tmp_
     words += ("train.per_device_eval_batch_size=4",)
     found = []
     for processes in (1, 2):
-        log = (train(tmp_path, *words, processes=processes) / "metrics.jsonl").read_text()
+        more = ("train.dataloader_drop_last=true",) * (drops and processes == 2)
+        log = (train(tmp_path, *words, *more, processes=processes) / "metrics.jsonl").read_text()
         lines = map(json.loads, log.splitlines())
         found.append(next(row["eval_loss"] for row in lines if "eval_loss" in row))
     one, two = found

@@ -19,16 +19,20 @@ from datasets import load_dataset
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import Trainer
+from trl import SFTTrainer
 
 from finetune.config.schema import PrecisionConfig
+from finetune.data.ledger import AccountedTrainer
 from finetune.data.repeats import (
+    EvaluatesOnce,
     eval_line,
+    refuse_no_batch,
     refuse_uneven,
     repeated_rows,
     repeats_line,
     uneven_batches,
 )
-from finetune.errors import ConfigError, OrderError
+from finetune.errors import ConfigError, DataError, OrderError
 from finetune.training import session
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.loaders import Joined, watch_loaders
@@ -106,11 +110,39 @@ def test_a_run_that_goes_on_has_the_shares_of_its_first_part() -> None:
     assert repeated_rows(skip_first_batches(loader_of(5, 2), 1), 9) == (3, 5)
 
 
-@pytest.mark.parametrize(("rows", "said"), [(8, ""), (5, "counts 3 rows more than the 5")])
+@pytest.mark.parametrize(("rows", "said"), [(8, ""), (2, ""), (5, "counts 3 rows more than the 5")])
 def test_eval_losses_that_count_rows_twice_are_said(rows, said) -> None:
     line = eval_line(loader_of(rows, 2))
     assert said in line
     assert bool(said) == bool(line)
+
+
+def test_eval_rows_that_are_left_out_are_said() -> None:
+    assert "leaves out 1 rows" in eval_line(loader_of(5, 2, drop=True))
+    assert not eval_line(loader_of(8, 2, drop=True))
+
+
+def test_rows_that_fill_no_batch_are_refused() -> None:
+    """Transformers logs that no step is trained, and the run ended well."""
+    args = SimpleNamespace(per_device_train_batch_size=4, world_size=2)
+    with pytest.raises(DataError, match=r"7 rows fill no batch[\s\S]*takes 8"):
+        refuse_no_batch(loader_of(7, 4, drop=True), args)
+    refuse_no_batch(loader_of(8, 4, drop=True), args)
+    refuse_no_batch(DataLoader(Five(), batch_size=8, drop_last=True), args)
+
+
+def test_eval_rows_are_not_left_out_with_those_of_training() -> None:
+    class Plain:
+        args = SimpleNamespace(dataloader_drop_last=True)
+        accelerator = SimpleNamespace(num_processes=1)
+        padding_free, data_collator = False, None
+
+        def get_eval_dataloader(self) -> bool:
+            return self.args.dataloader_drop_last
+
+    trainer = type("Trained", (EvaluatesOnce, Plain), {})()
+    assert trainer.get_eval_dataloader() is False
+    assert trainer.args.dataloader_drop_last
 
 
 # ----------------------------------------------------------------------- unequal numbers of batches
@@ -243,6 +275,15 @@ def test_uneven_rows_that_torch_joins(reduces, is_open, why) -> None:
         assert not joined
     finally:
         running.patches.restore()
+
+
+def test_batches_of_several_lengths_read_by_one_process_are_refused(monkeypatch) -> None:
+    def get_batch_samples(*_):
+        raise RuntimeError("You can't use batches of different size with `dispatch_batches=True`")
+
+    monkeypatch.setattr(SFTTrainer, "get_batch_samples", get_batch_samples)
+    with pytest.raises(ConfigError, match=r"differ in length[\s\S]*~train.accelerator_config"):
+        object.__new__(AccountedTrainer).get_batch_samples()
 
 
 def test_evaluation_by_a_stock_trainer_is_looked_at(one_of_two, monkeypatch) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from finetune.config.schema import PrecisionConfig
-from finetune.data.repeats import refuse_uneven, repeats_line
+from finetune.data.repeats import refuse_no_batch, refuse_uneven, repeats_line
 from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
 from finetune.training import session
@@ -103,6 +103,7 @@ class HealthMonitor(TrainerCallback):
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._speed.restart()
         loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
+        refuse_no_batch(loader, args)
         refuse_uneven(loader, args.max_steps * each if args.max_steps > 0 else float("inf"))
         line = repeats_line(loader, state.max_steps * each)
         if line and state.is_world_process_zero:
