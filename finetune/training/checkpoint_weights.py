@@ -87,7 +87,14 @@ def check_adapters(model: Any, checkpoint: Path) -> None:
 
     if not isinstance(model, PeftModel):  # Transformers reads nothing into its own integration
         return
-    if any((*checkpoint.glob("model*.safetensors"), *checkpoint.glob("pytorch_model*.bin"))):
+    whole = (*checkpoint.glob("model*.safetensors"), *checkpoint.glob("pytorch_model*.bin"))
+    if whole and any(checkpoint.glob("**/adapter_model.*")):
+        raise _other_weights(
+            checkpoint,
+            f"{whole[0].name} beside the adapters: Transformers (5.23) loads it in their place",
+            fix=f"move {whole[0].name} away, which is of an earlier run into this folder",
+        )
+    if whole:
         raise _other_weights(checkpoint, "a whole model, and this one trains adapters")
     for name, config in model.peft_config.items():
         folder = checkpoint if name == "default" else checkpoint / name
@@ -110,13 +117,15 @@ def check_adapters(model: Any, checkpoint: Path) -> None:
                 )
 
 
-def _other_weights(checkpoint: Path, which: str) -> CheckpointError:
+def _other_weights(
+    checkpoint: Path, which: str, fix: str = "the model that the checkpoint was saved of"
+) -> CheckpointError:
     return CheckpointError(
         "the checkpoint does not have the model's weights, all of them and no others",
         where=f"{checkpoint}: {which}",
         why="Transformers would load the others and log the difference: training would go on with "
         "weights of before the checkpoint",
-        fix="the model that the checkpoint was saved of",
+        fix=fix,
     )
 
 

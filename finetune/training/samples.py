@@ -3,11 +3,11 @@
 The prompts are fixed and the answers greedy, so changes between evaluations come from the model.
 Layers run in the precision of evaluation, `precision.eval`, the rest under training's autocast.
 
-Sampling leaves training unchanged, bit by bit (`undisturbed`): it restores random generators,
-module modes, and amax histories of delayed scaling, since a forward with `precision.eval=fp8`
-records amaxes. Compiled decoder layers run eagerly: each prompt length would recompile them until
-the compiler gives up, on the training step as well. Tokens/s, utilization and measured memory
-exclude answers: `SampleWriter` comes before the callbacks that measure.
+Sampling leaves training unchanged, bit by bit (`undisturbed`): it restores random generators and
+module modes; no forward of evaluation moves a scale. Compiled decoder layers run eagerly: each
+prompt length would recompile them until the compiler gives up, on the training step as well.
+Tokens/s, utilization and measured memory exclude answers: `SampleWriter` comes before the callbacks
+that measure.
 
 Limits: one process generates, the others wait at their next exchange. With FSDP no process has
 whole weights: nothing is generated, with a notice. If memory is too short, the run continues
@@ -154,7 +154,7 @@ def autocast(compute: Compute, device: str) -> torch.autocast:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate inside; restores generators, module modes and scaling state."""
+    """Evaluate inside; restores generators and module modes. Evaluation moves no scale."""
     import numpy as np
 
     from finetune.precision.convert import conversion_of
@@ -162,10 +162,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     conversion = conversion_of(model)
     modes = [(module, module.training) for module in model.modules()]
     python, arrays = random.getstate(), np.random.get_state()
-    scaling = [
-        (engine, {name: value.detach().clone() for name, value in engine.state_tensors().items()})
-        for engine in (conversion.engines if conversion is not None else [])
-    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(generators()))
         if conversion is not None and conversion.compiled:
@@ -176,9 +172,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
-            for engine, state in scaling:
-                if state:
-                    engine.load_state_tensors(state)
             random.setstate(python)
             np.random.set_state(arrays)
 

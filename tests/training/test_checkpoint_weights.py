@@ -138,6 +138,19 @@ def test_other_adapters_are_an_error(began, now, make_llama, setup_backend, tmp_
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+def test_a_whole_model_beside_adapters_is_named(make_llama, setup_backend, tmp_path) -> None:
+    """Of a full run into the same folder: Transformers loads it, and leaves adapters as drawn."""
+    setup_backend("emulated", scaling="rowwise")
+    for model in (make_llama(), adapted(make_llama)):
+        trainer_of(model, tmp_path, max_steps=2, save_only_model=True).train()
+    trainer = trainer_of(adapted(make_llama), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"move model\.safetensors away"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (tmp_path / "checkpoint-2" / "model.safetensors").unlink()  # what it says
+    with pytest.warns(UserWarning, match="save_only_model"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 def test_the_same_adapters_go_on_and_another_weight_of_theirs_is_said(
     make_llama, setup_backend, tmp_path
 ) -> None:

@@ -102,8 +102,8 @@ def test_training_is_bit_for_bit_as_without_samples(case, run, delayed_run, tmp_
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_undisturbed_is_needed_and_enough(make_llama) -> None:
-    """What a forward in evaluation leaves behind, and that nothing of it is left."""
+def test_nothing_of_an_evaluation_is_left(make_llama) -> None:
+    """Of its random numbers, its modes, and what its forward multiplied in FP8."""
     from finetune.config.schema import PrecisionConfig
     from finetune.precision import convert
     from finetune.precision.planner import plan
@@ -134,8 +134,6 @@ def test_undisturbed_is_needed_and_enough(make_llama) -> None:
         model(input_ids=torch.randint(1, 200, (1, 30)))
         torch.rand(3), random.random(), np.random.rand()
         assert not model.training
-        now = conversion.backend.state_tensors()
-        assert not torch.equal(now["current"], state["current"]), "evaluation in FP8 records"
     assert everything()
     with pytest.raises(KeyboardInterrupt), undisturbed(model):
         raise KeyboardInterrupt
