@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -350,8 +349,6 @@ def adopt(model: Any, quantizer: Fp8StorageQuantizer) -> None:
     model.hf_quantizer = quantizer
     model.is_quantized = True
     model.quantization_method = quantizer.quantization_config.quant_method
-    for cast in (nn.Module.half, nn.Module.float):  # refused (Transformers 5.23), unlike `double`
-        model.__dict__[cast.__name__] = MethodType(cast, model)
 
 
 def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:

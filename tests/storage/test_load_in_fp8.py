@@ -100,10 +100,10 @@ def test_everything_is_frozen_and_in_evaluation_mode(folder):
     assert model.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["half", "float", "double", "bfloat16"])
+@pytest.mark.parametrize("name", ["double", "bfloat16"])
 @pytest.mark.parametrize("copied", [False, True])
 def test_it_is_cast_as_any_model_and_its_codes_are_not(folder, name, copied):
-    """Transformers refuses two of these; what was dequantized for others kept its first type."""
+    """What was dequantized for others kept its first type; Transformers refuses half and float."""
     model, as_before = load_in_fp8(folder), load_in_fp8(folder)
     cast = copy.deepcopy(model) if copied else model
     assert getattr(cast, name)() is cast
