@@ -56,7 +56,8 @@ class Rows:
         sample: the first training rows, where `train` is a stream.
         sampled: number of rows that were read, if that is not all.
         fingerprint: of a stream's sources, which is too long to be compared row by row.
-        shared: evaluation rows that are also among the first 100,000 training rows; 0 of a stream.
+        shared: evaluation rows that are also among the first 100,000 training rows, or
+            among the first ones of a stream.
     """
 
     train: Dataset | IterableDataset
@@ -149,16 +150,17 @@ def load_data(
                 "trained on too; give prompt and completion, or a template with markers"
             )
     streams = any(part.stream is not None for part in parts)
+    first = _concatenated([part.train for part in parts]) if streams else None
     if streams:  # processes read the stream themselves: rows of a batch differ in length
         settings["accelerator_config"] = {"dispatch_batches": False}
     cut = [part.cut for part in parts if part.cut is not None]
     facts = [(p.source.fingerprint(), p.weight) for p in parts] if streams else []
     return Rows(
         train, held_out, description, settings, len(refused), tuple(notes),
-        sample=_concatenated([part.train for part in parts]) if streams else None,
+        sample=first,
         sampled=sum(cut) if cut else None,
         fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest() if streams else "",
-        shared=0 if held_out is None or streams else shared_rows(train, held_out),
+        shared=0 if held_out is None else shared_rows(first or train, held_out),
     )  # fmt: skip
 
 

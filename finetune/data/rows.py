@@ -87,7 +87,9 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
     refused = {}
     try:
         if form.data.on_bad_row == "skip":
-            refused = _bad_rows(rows, _taken(convert, kind, form.tokenizer))
+            template = form.tokenizer.chat_template  # another one refuses other rows
+            name = made_by(rows, "reasons", *_arguments(convert), template)
+            refused = _bad_rows(rows, _taken(convert, kind, form.tokenizer), name)
             rows = _without(rows, refused, source)
         return kind, mapped(rows, partial(_numbered, convert, source, 0)), _named(refused)
     except UnicodeDecodeError as error:
@@ -187,7 +189,7 @@ def _renamed(rows: Any, names: dict[str, str], source: str) -> Any:
     return rows.rename_columns({aside[old]: new for old, new in changed.items()})
 
 
-def _bad_rows(rows: Dataset, convert: Converter) -> dict[int, str]:
+def _bad_rows(rows: Dataset, convert: Converter, name: str) -> dict[int, str]:
     """Index of every row that cannot be converted -> the reason."""
     from datasets import Features, Value
 
@@ -196,7 +198,7 @@ def _bad_rows(rows: Dataset, convert: Converter) -> dict[int, str]:
 
     found = rows.map(
         reason, remove_columns=rows.column_names, num_proc=workers(len(rows)),
-        features=Features({"reason": Value("string")}), new_fingerprint=made_by(rows, "reasons"),
+        features=Features({"reason": Value("string")}), new_fingerprint=name,
         desc="checking",
     )  # fmt: skip
     reasons: Any = found["reason"]

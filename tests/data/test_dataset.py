@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import subprocess
@@ -182,6 +183,29 @@ def test_eval_rows_that_are_training_rows_are_counted(load, separate):
     own = {"eval_path": "eval.jsonl"} if separate else {"eval_fraction": 0.05}
     assert load(write("rows.jsonl", rows), **own).shared == (3 if separate else 1)
     assert load(write("rows.jsonl", rows[:10]), eval_fraction=0.1).shared == 0
+
+
+def test_eval_rows_that_a_stream_trains_on_are_counted(load):
+    rows = [{"text": f"row {i}"} for i in range(20)]
+    write("eval.jsonl", [*rows[:3], {"text": "new"}])
+    path, stream = write("rows.jsonl", rows), {"streaming": True, "shuffle_buffer": 1}
+    assert load(path, eval_path="eval.jsonl", **stream).shared == 3
+    assert load(path, eval_fraction=0.1, **stream).shared == 0
+
+
+def test_rows_that_another_template_refuses_are_not_skipped(load, tokenizer):
+    """Which rows are skipped is kept in the cache of `datasets`: under the template, too."""
+    system = {"role": "system", "content": "Be brief."}
+    with_system = {"messages": [system, *MESSAGES["messages"]]}
+    path = write("rows.jsonl", [MESSAGES, with_system])
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    for template, refused in ((strict, 1), (tokenizer, 0), (strict, 1)):
+        rows = load(path, tokenizer=template, on_bad_row="skip")
+        assert (len(rows.train), rows.refused) == (2 - refused, refused)
 
 
 def test_without_a_chat_template_a_pair_stays_text(load):
