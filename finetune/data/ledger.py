@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from jinja2 import TemplateError
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import is_conversational
@@ -201,6 +203,26 @@ def account(
     return Ledger(**found, bins=None, max_length=limit)
 
 
+class ByLength(LengthGroupedSampler):
+    """Rows grouped by length, in an order that seed and epoch make.
+
+    Transformers (5.23) draws it from torch's global generator, which has gone further in a run that
+    goes on in mid-epoch: of another order, some rows are trained on again and others never.
+    """
+
+    def __init__(self, like: LengthGroupedSampler, seed: int) -> None:
+        super().__init__(like.batch_size, lengths=like.lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Accelerate's loaders."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
 class AccountedTrainer(EvaluatesOnce, SFTTrainer):
     """`SFTTrainer` that keeps the `ledgers` of its data sets, by name (`train`, `eval`).
 
@@ -214,6 +236,12 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         super().__init__(model, *args, **kwargs)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers'; rows by length in an order that a run which goes on makes again."""
+        found, seed = super()._get_train_sampler(*args, **kwargs), self.args.data_seed
+        seed = self.args.seed if seed is None else seed
+        return ByLength(found, seed) if isinstance(found, LengthGroupedSampler) else found
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; what the optimizer refuses of its arguments is a `ConfigError`."""

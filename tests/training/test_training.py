@@ -155,6 +155,26 @@ def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     assert_plain_hugging_face_weights(whole.folder / "model")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "batch_rebalance"])
+def test_a_run_goes_on_with_the_rows_that_its_epoch_has_left(strategy, tmp_path) -> None:
+    """In the second epoch: Transformers' order by length is another one when a run goes on."""
+    overrides = [
+        "data.max_rows=16", "data.eval_fraction=0",
+        "~train.max_steps", "train.num_train_epochs=2", "train.packing=false",
+        "train.eval_strategy=no", "train.save_strategy=steps", "train.save_steps=6",
+        f"train.train_sampling_strategy={strategy}", "train.logging_steps=1",
+        "train.per_device_train_batch_size=4", "eval.samples=false",
+    ]  # fmt: skip
+    whole = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path, console=QUIET)
+    checkpoint = whole.folder / "checkpoints" / "checkpoint-6"
+    overrides.append(f"train.resume_from_checkpoint={checkpoint}")
+    resumed = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path, console=QUIET)
+    files = [r.folder / "model" / "adapter_model.safetensors" for r in (whole, resumed)]
+    a, b = map(load_file, files)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
 def assert_plain_hugging_face_weights(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
