@@ -119,6 +119,7 @@ def _receipt(recipe: str, *, fp8: bool) -> dict[str, Any]:
     if fp8:
         precision |= {"backend": "emulated", "scaling": "delayed", "format": "hybrid"}
         precision["reason"] = "emulation is allowed: exact FP8 rounding, no FP8 speed"
+        precision["gemm"] = "emulated"
     return {
         "status": "proven",
         "precision": precision,

@@ -108,7 +108,11 @@ def check_adapters(model: Any, checkpoint: Path) -> None:
             raise _other_weights(checkpoint, some(differing))
         began = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         now = config.to_dict()
-        for key in ("lora_alpha", "use_rslora", "use_dora"):
+        # PiSSA and others are saved as twice the rank under twice the alpha (PEFT 0.21).
+        is_doubled = began.get("r") == 2 * now.get("r", 0) and (
+            began.get("lora_alpha") == 2 * now.get("lora_alpha", 0)
+        )
+        for key in ("use_rslora", "use_dora", *([] if is_doubled else ["lora_alpha"])):
             if key in began and began[key] != now.get(key):
                 warnings.warn(
                     f"! {checkpoint} was trained with {key}={began[key]}, and goes on with "

@@ -367,7 +367,7 @@ def test_recipes_side_by_side_for_real() -> None:
     )  # fmt: skip
     fp8, bf16 = found.rows
     assert (fp8.proven, bf16.proven) == ("proven", "proven")
-    assert (fp8.precision, bf16.precision) == ("FP8 frozen/rowwise", "BF16")
+    assert (fp8.precision, bf16.precision) == ("FP8 frozen/rowwise, emulated", "BF16")
     assert fp8.fp8_share is not None
     assert fp8.fp8_share > 0.5
     for row in found.rows:
