@@ -198,7 +198,7 @@ def _of_usage(error: Any) -> ConfigError:
 def _as_setting(error: Any) -> ConfigError | None:
     """The error for `--max_steps 30`, as scripts of Transformers take settings; else None."""
     from finetune.config.aliases import in_recipe
-    from finetune.config.train import OWNED_BY_US
+    from finetune.config.train_section import OWNED_BY_US
 
     option = getattr(error, "option_name", "")
     takes_settings = error.ctx and "overrides" in {p.name for p in error.ctx.command.params}

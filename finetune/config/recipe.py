@@ -25,7 +25,7 @@ from finetune.config.schema import (
 )
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError
-from finetune.config.train import convert_train, sft_arguments
+from finetune.config.train_section import convert_train, sft_arguments
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
-from finetune.config.train import decides_checkpointing
+from finetune.config.train_section import decides_checkpointing
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:

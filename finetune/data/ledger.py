@@ -28,7 +28,7 @@ from trl.data_utils import is_conversational
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import REFUSALS, refused, sft_config
-from finetune.config.train import with_checkpointing
+from finetune.config.train_section import with_checkpointing
 from finetune.data.chat import training_template
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data

@@ -27,7 +27,7 @@ from rich.table import Table
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free
-from finetune.config.train import CHECKPOINTING
+from finetune.config.train_section import CHECKPOINTING
 from finetune.errors import FinetuneError
 from finetune.estimator.knobs import IN_FOUR_BITS, IN_FP8, LORA, as_typed, setting
 from finetune.estimator.measure import (

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.train import CHECKPOINTING
+from finetune.config.train_section import CHECKPOINTING
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
 from finetune.estimator.alternatives import (

@@ -20,7 +20,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free
-from finetune.config.train import with_checkpointing
+from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.knobs import as_typed, changes, rows_of, setting
 from finetune.estimator.measure import Measured, measure

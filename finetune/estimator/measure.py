@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from finetune.config.schema import RunConfig
-from finetune.config.train import check_batch, decides_checkpointing, with_checkpointing
+from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, PlanError
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint

@@ -32,7 +32,7 @@ from rich.text import Text
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.train import CHECKPOINTING, decides_checkpointing, with_checkpointing
+from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.errors import FinetuneError
 from finetune.estimator.caveats import ONE_MACHINE
 from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting

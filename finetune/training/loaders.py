@@ -1,4 +1,4 @@
-"""What scripts of several processes are told of their rows: repetitions, and shares of other sizes.
+"""Lines for scripts of several processes on their rows: repetitions, and shares of other sizes.
 
     a loop, or a stock trainer   rows that are repeated, when the first one trains on them
     evaluation by a trainer      rows that its loss counts twice

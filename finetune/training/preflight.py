@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import fsdp_settings
-from finetune.config.train import check_batch, decides_checkpointing, with_checkpointing
+from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve

@@ -22,7 +22,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
-from finetune.config.train import CHECKPOINTING, decides_checkpointing
+from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.data.dataset import load_data, refuse_no_eval_rows
 from finetune.errors import FinetuneError
 from finetune.hardware.device import this_device

@@ -11,7 +11,7 @@ from finetune.cli.recipes import ROWS, checksum, row_of
 from finetune.config.paths import list_recipes
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
-from finetune.config.train import decides_checkpointing, with_checkpointing
+from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.estimator.measure import measure_fast
 from finetune.estimator.search import cheapest_gpu
 from finetune.hardware.gpus import gpu_table, place_of

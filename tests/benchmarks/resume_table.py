@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
-from finetune.config.train import OWNED_BY_US
+from finetune.config.train_section import OWNED_BY_US
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import CHECKPOINTS, MANIFEST, Checkpoint, checkpoints_in, digest
 from finetune.training.resume import RULES, check_resume, facts_of

@@ -15,7 +15,7 @@ from finetune.config.paths import find_recipe, is_text, list_recipes
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
-from finetune.config.train import (
+from finetune.config.train_section import (
     check_range,
     convert_train,
     decides_checkpointing,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from finetune import load_recipe
 from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
-from finetune.config.train import decides_checkpointing, with_checkpointing
+from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.gate import bound

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.analysis.compare.fairness import settle_checkpointing
 from finetune.config.recipe import load_recipe
-from finetune.config.train import CHECKPOINTING, decides_checkpointing
+from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.errors import ConfigError
 from finetune.estimator.measure import decided, measure_well
 from finetune.estimator.search import cheapest_gpu

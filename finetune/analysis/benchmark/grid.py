@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 from finetune.config.paths import shipped_shape, shipped_shapes
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
 from finetune.config.sft import shortened
-from finetune.config.train import MOST_TOKENS
+from finetune.config.train_section import MOST_TOKENS
 from finetune.data.dataset import MASKING
 from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
 from finetune.estimator.knobs import DEFAULTS, rows_of
