@@ -130,10 +130,10 @@ def recomputed(
 
 def _leave_cached(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Hook of a layer that checkpoints it unless it is called with entries in a cache."""
-    caches: list[Any] = [kwargs.get(name) for name in ("past_key_values", "layer_past")]
+    from transformers import Cache
+
     has_entries = any(
-        bool(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else bool(cache)
-        for cache in caches
+        each.get_seq_length() for each in (*args, *kwargs.values()) if isinstance(each, Cache)
     )
     vars(layer)["gradient_checkpointing"] = not has_entries
 

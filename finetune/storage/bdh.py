@@ -34,6 +34,7 @@ published pairs (2i, 2i + 1), permuted.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +45,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    Cache,
     DynamicCache,
     GenerationMixin,
     PreTrainedConfig,
@@ -52,7 +54,29 @@ from transformers import (
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+CACHE: str = next(
+    field.name
+    for field in dataclasses.fields(BaseModelOutputWithPast)
+    if "Cache" in str(field.type)
+)
+"""What Transformers calls a cache: `past_key_values` until 5.23, `cache` from 5.24 on."""
+
+
+def take_cache(cache: Any, arguments: dict[str, Any]) -> Any:
+    """The cache of a call: `cache`, or taken from `arguments`, whatever its name is there.
+
+    Raises:
+        TypeError: one of the other arguments is unknown to Transformers. Without an error, a new
+            name of the cache would be a cache that nobody reads.
+    """
+    for name in [name for name in arguments if name == CACHE or isinstance(arguments[name], Cache)]:
+        found = arguments.pop(name)
+        cache = found if cache is None else cache
+    if unknown := arguments.keys() - TransformersKwargs.__annotations__.keys():
+        raise TypeError(f"BDH has no argument {', '.join(sorted(unknown))}")
+    return cache
 
 
 def rotary_table(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -126,7 +150,7 @@ class BdhConfig(PreTrainedConfig):
     """
 
     model_type = "bdh"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE]
 
     vocab_size: int = 256
     hidden_size: int = 256
@@ -181,23 +205,24 @@ class BdhBlock(GradientCheckpointingLayer):
         visible: Tensor,
         cos: Tensor,
         sin: Tensor,
-        past_key_values: DynamicCache | None = None,
         level: int = 0,
+        **named: DynamicCache | None,
     ) -> Tensor:
         """Compute the next level's stream [B, T, D].
 
         Args:
             visible: bool [B or 1, 1, T, S], True for those of the S tokens that each token reads.
             cos, sin: rotary table of the positions.
-            past_key_values: activities of earlier tokens.
             level: index of this level in the cache.
+            **named: activities of earlier tokens as `CACHE`: by that name Transformers takes a
+                cache away where it checkpoints.
         """
         rows = x.shape[:2]
         active = F.relu(x @ self.encoder).unflatten(-1, (self.heads, -1))  # [B, T, H, N]
         query = key = rotate(active.transpose(1, 2), cos, sin)
         value = x[:, None]
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, level)
+        if (cache := named[CACHE]) is not None:
+            key, value = cache.update(key, value, level)
         read = attend(query, key, value, visible)  # [B, H, T, D]
         read = normalize(read.transpose(0, 1).flatten(1, 2), self.eps)  # [H, B·T, D]
         excited = F.relu(read @ self.encoder_v)  # [H, B·T, N]
@@ -218,7 +243,7 @@ class BdhPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["BdhBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -243,7 +268,7 @@ class BdhModel(BdhPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
+        cache: DynamicCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -256,20 +281,23 @@ class BdhModel(BdhPreTrainedModel):
             attention_mask: [B, S], 0 for padding.
             position_ids: int64 [B or 1, T]; a restart at 0 begins another text (packed rows), which
                 reads nothing of the one before.
-            past_key_values: activities of the S - T tokens before these.
+            cache: activities of the S - T tokens before these, also by Transformers' own name.
+            **kwargs: of Transformers, for other parts of a model.
 
         Raises:
+            TypeError: an argument that neither this model nor Transformers knows.
             ValueError: both or neither of ids and embeddings; a mask that is not [B, S].
         """
+        cache = take_cache(cache, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds is needed")
         config = self.config
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and (config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache(config=config)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache(config=config)
+        seen = 0 if cache is None else cache.get_seq_length()
         if position_ids is None:
             after = seen + embedded.shape[1]
             position_ids = torch.arange(seen, after, device=embedded.device)[None]
@@ -279,9 +307,9 @@ class BdhModel(BdhPreTrainedModel):
         x = normalize(embedded, config.layer_norm_eps)
         streams = (x,)
         for level in range(config.num_hidden_layers):
-            x = self.block(x, visible, cos, sin, past_key_values=past_key_values, level=level)
+            x = self.block(x, visible, cos, sin, level, **{CACHE: cache})
             streams = (*streams, x) if output_hidden_states else ()
-        return BaseModelOutputWithPast(x, past_key_values, streams or None)
+        return BaseModelOutputWithPast(x, cache, streams or None)
 
 
 class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
@@ -301,7 +329,7 @@ class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
+        cache: DynamicCache | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
@@ -313,14 +341,13 @@ class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
             logits_to_keep: number of last tokens, or indices, to compute logits for; 0 is all.
             **kwargs: for `BdhModel.forward` (`inputs_embeds`, `use_cache`) and the loss.
         """
-        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        outputs = self.model(input_ids, attention_mask, position_ids, cache, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        cache, streams = outputs.past_key_values, outputs.hidden_states
-        return CausalLMOutputWithPast(loss, logits, cache, streams)
+        return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE), outputs.hidden_states)
 
 
 AutoConfig.register(BdhConfig.model_type, BdhConfig, exist_ok=True)

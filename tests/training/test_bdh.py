@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig
@@ -204,6 +206,45 @@ def test_generation_is_the_same_with_and_without_cache(make, settings) -> None:
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
     mask = (torch.arange(9) >= 3).long().expand(2, 9)
     assert torch.equal(model.generate(padded, attention_mask=mask, **settings)[:, 3:], cached)
+
+
+def registered() -> list[type]:
+    """Our classes that Transformers makes and calls, found among its own subclasses."""
+    found, waiting = [], [PreTrainedModel]
+    while waiting:
+        subclasses = waiting.pop().__subclasses__()
+        found += [each for each in subclasses if each.__module__.startswith("finetune.")]
+        waiting += subclasses
+    return [each for each in found if each in AutoModelForCausalLM._model_mapping.values()]
+
+
+def test_the_classes_that_transformers_calls_are_found() -> None:
+    assert BdhForCausalLM in registered()
+
+
+@pytest.mark.parametrize("kind", registered())
+def test_a_class_that_transformers_calls_reads_the_cache_and_refuses_what_it_does_not_know(
+    kind,
+) -> None:
+    """A new name of the cache in `**kwargs` was a new cache for each token, and nonsense as text."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind.config_class(num_neurons=512, hidden_size=32))
+    model, ids = model.eval(), tokens(length=6)
+    lengths = []
+    model.get_input_embeddings().register_forward_hook(lambda _, x, y: lengths.append(y.shape[1]))
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    cached = model.generate(ids, use_cache=True, **settings)
+    assert lengths == [6, *[1] * 7], "one token a step"
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **settings))
+    logits = model(cached).logits[:, -1]
+    with torch.no_grad():
+        before = model(cached[:, :-1], use_cache=True)
+    for name in ("cache", "past_key_values", "next_name"):  # found by type: a cache is what it is
+        cache = copy.deepcopy(getattr(before, bdh.CACHE))
+        after = model(cached[:, -1:], **{name: cache}).logits[:, -1]
+        torch.testing.assert_close(after, logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="next_name"):
+        model(ids, next_name=1)
 
 
 def test_training_reduces_the_loss(make) -> None:
