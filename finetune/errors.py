@@ -31,9 +31,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
+import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 
 class FinetuneError(Exception):
@@ -156,6 +160,30 @@ def writing(failure: str, *, where: str, fix: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{failure}: {error.strerror}", where=where, fix=fix) from None
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs an extra of this package, from where the package itself came.
+
+    `pip install -e '.[te]'` in its clone; `pip install 'fp8-finetune[te]'` if it came from an
+    index. Addresses of clones, folders and wheels are kept in `direct_url.json` (PEP 610).
+    """
+    from importlib import metadata  # email and zipfile with it: slow for what lists recipes
+
+    name = f"fp8-finetune[{extra}]"
+    try:
+        came = metadata.distribution("fp8-finetune").read_text("direct_url.json")
+        source = json.loads(came or "{}")
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        source = {}
+    url = source.get("url", "")
+    if source.get("dir_info", {}).get("editable"):
+        folder = unquote(urlsplit(url).path)
+        here = os.path.exists(folder) and os.path.samefile(folder, os.curdir)
+        return f"pip install -e {shlex.quote(f'{os.curdir if here else folder}[{extra}]')}"
+    if url.startswith("file:"):
+        name += f" @ {url}"
+    return f"pip install {shlex.quote(name)}"
 
 
 def some(names: Sequence[str], shown: int = 6) -> str:

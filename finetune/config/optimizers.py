@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.errors import ConfigError, did_you_mean
+from finetune.errors import ConfigError, did_you_mean, install_hint
 
 SMALLEST_QUANTIZED = 4096
 BLOCK = 256
@@ -91,6 +91,8 @@ class Optimizer:
     @property
     def install(self) -> str:
         """Command that installs its library where that is optional, else empty."""
+        if self.library == "bitsandbytes":
+            return install_hint("bnb")
         return _INSTALL.get(self.library, "")
 
     @property
@@ -100,7 +102,6 @@ class Optimizer:
 
 
 _INSTALL = {
-    "bitsandbytes": "pip install 'fp8-finetune[bnb]'",
     "galore_torch": "pip install galore-torch",
     "apollo_torch": "pip install apollo-torch",
     "grokadamw": "pip install grokadamw",

@@ -27,7 +27,7 @@ from finetune import __version__
 from finetune.config.paths import recipe_of, user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
-from finetune.errors import ConfigError, DataNotFoundError, did_you_mean
+from finetune.errors import ConfigError, DataNotFoundError, did_you_mean, install_hint
 from finetune.export import compressed_tensors, parity
 from finetune.export.merge import Merger
 from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
@@ -268,7 +268,7 @@ def _refuse_target(to: str, run: FinishedRun) -> None:
             fix="--to merged gives its weights",
         )
     if to in QUANTIZED:
-        require(f"--to {to}", "compressed_tensors", "pip install 'fp8-finetune[export]'")
+        require(f"--to {to}", "compressed_tensors", install_hint("export"))
 
 
 def _base_name(model: ModelConfig) -> tuple[str, str | None]:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from finetune.errors import first_line
+from finetune.errors import first_line, install_hint
 from finetune.units import GIB
 
 FP8_CAPABILITY = (8, 9)
@@ -219,7 +219,7 @@ def version(distribution: str) -> str | None:
 def has_transformer_engine() -> Verdict:
     """True if Transformer Engine with its PyTorch part is importable."""
     if importlib.util.find_spec("transformer_engine") is None:
-        return Verdict(False, "transformer-engine is not installed: pip install 'fp8-finetune[te]'")
+        return Verdict(False, f"transformer-engine is not installed: {install_hint('te')}")
     # The PyPI package `transformer_engine` alone holds no binaries: its torch part is another one.
     try:
         import transformer_engine.pytorch as te

@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.config.optimizers import cannot_have, chosen
 from finetune.config.schema import FP8_ONLY, PrecisionConfig, RunConfig
-from finetune.errors import ConfigError, MissingExtraError, PrecisionError
+from finetune.errors import ConfigError, MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
     FP8_CAPABILITY,
@@ -32,9 +32,6 @@ from finetune.hardware.device import (
 from finetune.hardware.gpus import Place
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
-
-
-TE_EXTRA = "pip install 'fp8-finetune[te]' (builds against your CUDA and torch)"
 
 
 def backend_verdict(
@@ -220,10 +217,11 @@ def resolve(
         line = f"FP8 was requested, BF16 will run ({why})"
         return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
     if precision.backend == "te" and device.has_fp8 and "not installed" in why:
+        install = f"{install_hint('te')} (builds against your CUDA and torch)"
         raise MissingExtraError(
             "precision.backend=te needs Transformer Engine",
             why=why,
-            fix=", or ".join([TE_EXTRA, *_ways(precision, device)]),
+            fix=", or ".join([install, *_ways(precision, device)]),
         )
     raise PrecisionError(
         f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
@@ -360,7 +358,6 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
 # ---------------------------------------------------------------------------- libraries, optimizer
 
 TRACKERS = ("wandb", "trackio", "tensorboard")
-EVAL_EXTRA = "pip install 'fp8-finetune[eval]'"
 
 
 def check_here(config: RunConfig, device: Device) -> None:
@@ -371,12 +368,12 @@ def check_here(config: RunConfig, device: Device) -> None:
         ConfigError: an optimizer, or Liger's kernels, cannot run here.
     """
     train: dict[str, Any] = config.train
-    reports, pip = train.get("report_to") or [], "pip install 'fp8-finetune[{}]'".format
+    reports = train.get("report_to") or []
     for name in [reports] if isinstance(reports, str) else reports:
         if name in TRACKERS:
-            require(f"train.report_to={name}", name, pip("tracking"))
+            require(f"train.report_to={name}", name, install_hint("tracking"))
     if config.model.storage == "nf4":
-        require("model.storage=nf4", "bitsandbytes", pip("bnb"))
+        require("model.storage=nf4", "bitsandbytes", install_hint("bnb"))
         _check_bitsandbytes("model.storage=nf4", "model.storage=fp8", device)
     optimizer, liger = chosen(train), train.get("use_liger_kernel")
     if optimizer.install:
@@ -384,9 +381,9 @@ def check_here(config: RunConfig, device: Device) -> None:
     if optimizer.library == "bitsandbytes":
         _check_bitsandbytes(f"train.optim={optimizer.name}", "train.optim=adamw_torch_8bit", device)
     if liger:
-        require("train.use_liger_kernel", "liger_kernel", pip("liger"))
+        require("train.use_liger_kernel", "liger_kernel", install_hint("liger"))
     if config.eval.tasks:
-        require("eval.tasks", "lm_eval", EVAL_EXTRA)
+        require("eval.tasks", "lm_eval", install_hint("eval"))
     check_optimizer_here(train, device)
     if liger and device.kind == "cpu":
         raise ConfigError(
@@ -436,7 +433,7 @@ def check_optimizer_here(train: dict[str, Any], device: Device) -> None:
             if tuple(int(part) for part in found.split(".")[:2]) < BITSANDBYTES_ON_CPU:
                 why = (
                     f"bitsandbytes {found} steps on GPUs only; from 0.50 on it steps on a CPU "
-                    "too (pip install -U 'fp8-finetune[bnb]')"
+                    f"too ({install_hint('bnb')})"
                 )
         if why:
             raise cannot_have(facts, f"on {device.name}", why, instead)

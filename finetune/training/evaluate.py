@@ -29,8 +29,15 @@ import yaml
 
 from finetune.config.paths import ASSETS, user_path
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
-from finetune.errors import ConfigError, DataError, DataNotFoundError, did_you_mean, first_line
-from finetune.hardware.requirements import EVAL_EXTRA, require
+from finetune.errors import (
+    ConfigError,
+    DataError,
+    DataNotFoundError,
+    did_you_mean,
+    first_line,
+    install_hint,
+)
+from finetune.hardware.requirements import require
 from finetune.runs.receipt import describe
 from finetune.training.compute_types import AUTOCAST
 from finetune.training.samples import undisturbed
@@ -62,7 +69,7 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
             why=f"{', '.join(eval.tasks)} has its rows in the package",
             fix="leave it out, or name a task whose rows are in that folder",
         )
-    require("eval.tasks", "lm_eval", EVAL_EXTRA)
+    require("eval.tasks", "lm_eval", install_hint("eval"))
     names = [name.removeprefix(BUILTIN) for name in eval.tasks]
     with tempfile.TemporaryDirectory() as folder:
         manager = manager_of(eval.tasks)

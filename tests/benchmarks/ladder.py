@@ -47,7 +47,7 @@ from finetune.analysis.benchmark.grid import Grid, Job
 from finetune.analysis.benchmark.result import Benchmark
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import ConfigError, FinetuneError, install_hint
 from finetune.hardware.device import Device, Verdict, this_device
 from finetune.precision.proof.movement import fingerprint
 from finetune.precision.proof.proof import Proof
@@ -229,7 +229,7 @@ def has_liger(device: Device) -> Verdict:
     if device.kind == "cpu":
         return Verdict(False, "Liger's kernels are written in Triton, which compiles for GPUs")
     if importlib.util.find_spec("liger_kernel") is None:
-        return Verdict(False, "not installed: pip install 'fp8-finetune[liger]'")
+        return Verdict(False, f"not installed: {install_hint('liger')}")
     return Verdict(True, "liger-kernel is installed")
 
 

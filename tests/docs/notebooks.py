@@ -1,11 +1,9 @@
 """Notebooks run and stored with their outputs.
 
     python -m tests.docs.notebooks [01 ...]   # run them and store their outputs
-    python -m tests.docs.notebooks --links    # only set the repository's address in them
 
 Each code cell's metadata keeps a hash of all code up to it, so that a test sees outputs of another
-source without running anything. The address in badges and in the cell that installs is that of
-pyproject.toml.
+source without running anything.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import hashlib
 import os
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 import nbformat
@@ -24,33 +21,6 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: path.name)
 ENVIRONMENT = {"IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "jupyter"}
 PROGRESS_BARS = "ignore:IProgress not found"  # tqdm without ipywidgets: no matter of the reader
-
-
-def repository() -> str:
-    """Address of the repository, from pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return project["urls"]["Repository"]
-
-
-def install_cell() -> str:
-    """Source of the first code cell."""
-    return (
-        "# Installs finetune where it is missing, as on Colab and Kaggle; elsewhere does nothing.\n"
-        "from importlib.util import find_spec\n\n"
-        'if find_spec("finetune") is None:\n'
-        f'    %pip install -q "fp8-finetune @ git+{repository()}"'
-    )
-
-
-def badges(name: str) -> str:
-    """Links that open a notebook in Colab and in Kaggle, in Markdown."""
-    blob = f"{repository().removeprefix('https://github.com/')}/blob/main/notebooks/{name}"
-    colab, kaggle = "https://colab.research.google.com", "https://kaggle.com"
-    return (
-        f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({colab}/github/{blob})\n"
-        f"[![Open in Kaggle]({kaggle}/static/images/open-in-kaggle.svg)]"
-        f"({kaggle}/kernels/welcome?src=https://github.com/{blob})"
-    )
 
 
 def code_cells(notebook) -> list:
@@ -103,25 +73,10 @@ def tidy(notebook, folder: Path):
     return notebook
 
 
-def set_links(path: Path) -> None:
-    """Write the repository's address into a notebook's badges and into the cell that installs."""
-    notebook = nbformat.read(path, as_version=4)
-    title = notebook.cells[0]
-    title.source = (
-        title.source.partition("[![Open in Colab]")[0].rstrip() + "\n\n" + badges(path.name)
-    )
-    code_cells(notebook)[0].source = install_cell()
-    for cell, digest in zip(code_cells(notebook), source_hashes(notebook), strict=True):
-        cell.metadata["source"] = digest
-    nbformat.write(notebook, path)
-
-
 def main(words: list[str]) -> None:
     """Run and store notebooks whose names begin with one of `words`; none: all."""
     for path in NOTEBOOKS:
-        if words == ["--links"]:
-            set_links(path)
-        elif path.name.startswith(tuple(words or [""])):
+        if path.name.startswith(tuple(words or [""])):
             with tempfile.TemporaryDirectory() as folder:
                 nbformat.write(execute(path, Path(folder)), path)
             print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB", flush=True)

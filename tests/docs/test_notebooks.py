@@ -1,4 +1,4 @@
-"""The notebooks are stored with fresh outputs, run as they are on a CPU, and open elsewhere."""
+"""The notebooks are stored with fresh outputs, run as they are on a CPU, install their clone."""
 
 from __future__ import annotations
 
@@ -142,16 +142,13 @@ def test_another_output_is_not_like_the_stored_one() -> None:
 
 
 @EACH
-def test_the_first_cell_installs_and_badges_open_the_notebook_elsewhere(path) -> None:
-    notebook = read(path)
-    title, *_ = notebook.cells
-    install = code_cells(notebook)[0]
-    assert title.cell_type == "markdown"
-    assert notebooks.badges(path.name) in title.source
-    assert install.source == notebooks.install_cell()
+def test_the_first_cell_installs_the_clone_that_the_notebook_is_in(path) -> None:
+    install = code_cells(read(path))[0]
+    line = install.source.splitlines()[-1].split()
+    assert line[:2] == ["%pip", "install"]
+    assert (path.parent / line[-1] / "pyproject.toml").is_file(), "kernels start in its folder"
+    assert "-e" not in line, "a kernel that runs does not see it"
     assert not install.outputs, "where finetune is installed, the cell is quiet"
-    links = re.findall(r"\]\((https://\S+?)\)", notebooks.badges(path.name))
-    assert all(link.endswith(f"/blob/main/notebooks/{path.name}") for link in links[1::2])
 
 
 @EACH

@@ -13,7 +13,7 @@ from rich.console import Console
 from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import MissingExtraError, PrecisionError
+from finetune.errors import MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import Device, available_gib, this_device
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import AUTO_ORDER, FP8_GPUS, backend_verdict, resolve
@@ -207,7 +207,7 @@ def test_on_an_fp8_gpu_the_advice_is_what_has_the_setting_there(with_te):
 def test_te_asked_by_name_and_not_installed_says_how_to_install_it(no_te):
     with pytest.raises(MissingExtraError, match="needs Transformer Engine") as caught:
         resolve(fp8(backend="te"), H100)
-    assert "pip install 'fp8-finetune[te]'" in caught.value.fix
+    assert install_hint("te") in caught.value.fix
     assert "precision.backend=torchao" in caught.value.fix
     assert isinstance(caught.value, ImportError)
 
@@ -360,12 +360,12 @@ def test_the_doctor_gives_a_reason_for_every_backend(no_te, device):
 
 def test_an_fp8_gpu_is_not_said_to_have_no_fp8_unit(no_te):
     """Two backends without the same library have one reason, which is given once."""
-    console = Console(width=120)
+    console = Console(width=200)
     with console.capture() as shown:
         console.print(examine(H100))
     assert "no FP8 unit" not in shown.get()
     assert "as above" in shown.get()
-    assert "pip install 'fp8-finetune[te]'" in shown.get()
+    assert install_hint("te") in shown.get()
 
 
 @named((*WITH_FP8, RTX5090))

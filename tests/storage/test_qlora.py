@@ -22,6 +22,7 @@ from finetune.errors import (
     PlanError,
     PrecisionError,
     StorageNotComputeError,
+    install_hint,
 )
 from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
@@ -352,7 +353,7 @@ def test_missing_bitsandbytes_is_named(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"model\.storage=nf4 needs bitsandbytes") as caught:
         preflight(load_recipe("tiny_qlora_bf16").config, CPU)
-    assert "fp8-finetune[bnb]" in caught.value.fix
+    assert caught.value.fix == install_hint("bnb")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,13 @@ from rich.console import Console
 
 from finetune import load_recipe, train
 from finetune.config.schema import EvalConfig, PrecisionConfig
-from finetune.errors import ConfigError, DataError, DataNotFoundError, MissingExtraError
+from finetune.errors import (
+    ConfigError,
+    DataError,
+    DataNotFoundError,
+    MissingExtraError,
+    install_hint,
+)
 from finetune.training import evaluate
 from finetune.training.evaluate import PACKAGED, load_tasks, score
 from finetune.training.preflight import check_sharding
@@ -127,7 +133,7 @@ def test_refused_before_training_with_a_way_out(data, tmp_path, monkeypatch) -> 
         importlib.util, "find_spec", lambda n, *a: None if n == "lm_eval" else find(n, *a)
     )
     out = tmp_path / "runs"
-    with pytest.raises(MissingExtraError, match=r"pip install 'fp8-finetune\[eval\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_hint("eval"))):
         train(load_recipe("tiny_lora_bf16", [f"eval.tasks={BUILTIN}"]), out=out)
     monkeypatch.undo()
     bad = [f"eval.tasks={BUILTIN}x"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -248,13 +249,13 @@ def test_packing_and_checkpointing(fp8, tmp_path) -> None:
 def test_missing_extra(setting, module, extra, tmp_path, monkeypatch) -> None:
     import importlib.util
 
-    from finetune.errors import MissingExtraError
+    from finetune.errors import MissingExtraError, install_hint
 
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == module else find(name, *a)
     )
-    with pytest.raises(MissingExtraError, match=rf"pip install 'fp8-finetune\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=re.escape(install_hint(extra))):
         train(load_recipe("tiny_lora_bf16", [setting]), out=tmp_path, console=QUIET)
     assert not list(tmp_path.iterdir()), "nothing was written"
 
