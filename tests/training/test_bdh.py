@@ -226,12 +226,14 @@ def test_the_classes_that_transformers_calls_are_found() -> None:
 def test_a_class_that_transformers_calls_reads_the_cache_and_refuses_what_it_does_not_know(
     kind,
 ) -> None:
-    """A new name of the cache in `**kwargs` was a new cache for each token, and nonsense as text."""
+    """A new name of the cache in `**kwargs` was a new cache for each token: nonsense."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind.config_class(num_neurons=512, hidden_size=32))
     model, ids = model.eval(), tokens(length=6)
     lengths = []
-    model.get_input_embeddings().register_forward_hook(lambda _, x, y: lengths.append(y.shape[1]))
+    model.get_input_embeddings().register_forward_hook(
+        lambda *call: lengths.append(call[2].shape[1])
+    )
     settings = {"max_new_tokens": 8, "do_sample": False}
     cached = model.generate(ids, use_cache=True, **settings)
     assert lengths == [6, *[1] * 7], "one token a step"
