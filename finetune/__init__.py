@@ -6,8 +6,10 @@ where `__init__.pyi` has it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,17 @@ __all__ = list(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    _check_versions()
     return getattr(importlib.import_module(f"finetune.{_HOME[name]}"), name)
+
+
+@functools.cache
+def _check_versions() -> None:
+    """Say once what is not tested, and refuse what is too old, before a library is imported."""
+    from finetune.hardware.versions import check
+
+    for line in check():
+        print(f"! {line}", file=sys.stderr)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -175,8 +176,16 @@ def print_blocks(console: Console, rows: Iterable[dict[str, Any]]) -> None:
         console.print(Padding(Text(", ").join(facts), (0, 0, 0, 2), expand=False))
 
 
+HIDDEN = (FutureWarning, DeprecationWarning)
+HIDDEN_WARNINGS: Counter[str] = Counter()
+"""Warnings that users do not see: what a library is going to change, for those who call it."""
+
+
 def quiet_libraries() -> None:
-    """For a process whose output people read. Before the libraries are imported."""
+    """For a process whose output people read. Before the libraries are imported.
+
+    Warnings of `HIDDEN` kinds are counted instead of shown; the receipt has them.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -199,8 +208,17 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # It logs the error that it raises, which stands in ours.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    others = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, HIDDEN):
+            others(message, category, *where, **more)
+            return
+        HIDDEN_WARNINGS[f"{category.__name__}: {str(message).strip().partition(chr(10))[0]}"] += 1
+
+    for category in HIDDEN:
+        warnings.filterwarnings("default", category=category)  # once per place
+    warnings.showwarning = show
 
 
 COUNT_PERIOD = {True: 0.2, False: 15.0}

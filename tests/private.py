@@ -1,11 +1,9 @@
 """Names of libraries that begin with an underscore, found in the source of the package.
 
-No library promises them to anybody. `private_names.toml` lists them, with the versions of each
-library that the tests ran on; `test_bounds.py` compares the two, and looks each name up in what is
-installed.
+No library promises them to anybody. `private_names.toml` lists them; `test_bounds.py` compares the
+two, and looks each name up in what is installed.
 
-    python -m tests.private          # what is installed: exits with 1 where a name is missing
-    python -m tests.private lowest   # the lowest versions of pyproject.toml, as constraints of pip
+    python -m tests.private   # what is installed: exits with 1 where a name is missing
 """
 
 from __future__ import annotations
@@ -162,15 +160,7 @@ def all_missing() -> list[str]:
     return found
 
 
-def lowest() -> list[str]:
-    """The lowest versions that the tests ran on, as constraints: `torch==2.10.0`."""
-    return [f"{name}=={each[0]}" for name, each in LISTED["ran"].items() if name != "python"]
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["lowest"]:
-        print(*lowest(), sep="\n")
-    else:
-        gone = all_missing()
-        print(*(gone or ["every private name is there"]), sep="\n")
-        sys.exit(bool(gone))
+    gone = all_missing()
+    print(*(gone or ["every private name is there"]), sep="\n")
+    sys.exit(bool(gone))

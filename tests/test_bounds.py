@@ -9,52 +9,48 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from finetune.analysis.doctor import known_bad
+from finetune.hardware.versions import concerns, table
 from tests.private import LISTED, ROOT, all_missing, attributes, missing, names, unread
 
-RAN = LISTED["ran"]
+RAN = table()["ran"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NEEDED = {each.name: each.specifier for each in map(Requirement, PROJECT["dependencies"])}
 LINES = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
 BOUNDS = {each.name: each.specifier for each in map(Requirement, LINES)} | NEEDED
 
 
+MINORS = ("torch", "transformers", "trl", "peft", "torchao", "compressed-tensors", "lm-eval")
+"""Libraries whose minor versions change what we call: a range ends behind the last that ran."""
+
+
 def test_every_dependency_was_run_at_its_lowest() -> None:
     assert NEEDED.keys() <= RAN.keys()
+    assert set(table()["needed"]) <= NEEDED.keys()
 
 
-@pytest.mark.parametrize("name", [each for each in RAN if each != "python"])
+@pytest.mark.parametrize("name", sorted(RAN.keys() & BOUNDS.keys()))
 def test_a_range_begins_where_the_tests_ran(name) -> None:
     (lowest,) = (Version(each.version) for each in BOUNDS[name] if each.operator == ">=")
     ran = [Version(each) for each in RAN[name]]
     assert ran == sorted(ran)
     assert ran[0] == lowest
     assert all(each in BOUNDS[name] for each in ran)
+    assert [*concerns({name: RAN[name][0]}), *concerns({name: RAN[name][-1]})] == []
 
 
-def test_torch_was_run_in_every_minor_version_of_its_range() -> None:
-    """Its private parts change from one to the next, and the range ends behind the last."""
-    minors = [Version(each).minor for each in RAN["torch"]]
-    assert minors == list(range(minors[0], minors[-1] + 1))
-    assert BOUNDS["torch"] == SpecifierSet(f">=2.{minors[0]},<2.{minors[-1] + 1}")
-
-
-def test_the_doctor_knows_the_range() -> None:
-    *_, last = ran = RAN["torch"]
-    assert [known_bad({"torch": each}) for each in ran] == [[]] * len(ran)
-    assert known_bad({"torch": f"2.{Version(last).minor + 1}.0"})
-    assert known_bad({"torch": f"2.{Version(ran[0]).minor - 1}.1"})
-
-
-def test_the_doctor_knows_the_first_transformer_engine() -> None:
-    """2.9 is the first with `te.autocast`; 2.8 has `fp8_autocast` alone."""
-    (lowest,) = (each.version for each in BOUNDS["transformer-engine"] if each.operator == ">=")
-    assert known_bad({"transformer-engine": lowest}) == []
-    assert known_bad({"transformer-engine": "2.8.0"})
+@pytest.mark.parametrize("name", MINORS)
+def test_every_minor_version_of_a_range_was_run_and_none_behind_it_is_in_it(name) -> None:
+    length = 3 if name == "lm-eval" else 2  # it counts patches: 0.4.13
+    series = sorted({Version(each).release[:length] for each in RAN[name]})
+    *same, first = series[0]
+    assert series == [(*same, first + i) for i in range(len(series))]
+    behind = (*same, first + len(series))
+    ends = [each.version for each in BOUNDS[name] if each.operator == "<"]
+    assert ends == [".".join(map(str, behind))]
 
 
 def test_python_begins_where_the_tests_ran() -> None:
-    assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(f">={RAN['python'][0]}")
+    assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(f">={RAN['python'][0]},<3.15")
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/pages/guides/first-run.md"])

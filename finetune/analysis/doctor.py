@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,11 +20,10 @@ from finetune.hardware.device import (
     available_gib,
     has_launcher,
     this_device,
-    version,
 )
 from finetune.hardware.requirements import backend_verdict, resolve
+from finetune.hardware.versions import Standing, concerns, installed, standings
 from finetune.logging import plain_table
-from finetune.training.evidence import LIBRARIES
 from finetune.units import size_of_gib
 
 COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
@@ -46,11 +44,14 @@ class Findings(JupyterMixin):
         auto: engine that `precision.backend=auto` selects, or the reason for none.
         gemm: result of a real FP8 forward and backward; None without FP8 hardware.
         triton: whether compiled layers can run; None without FP8 hardware.
+        standing: library -> `tested`, `newer` or `older` (`finetune.hardware.versions`).
+        known_bad: lines about versions that are not tested, or do not work together.
     """
 
     device: Device
     free_gib: float
-    versions: dict[str, str | None]
+    versions: dict[str, str]
+    standing: dict[str, Standing]
     fp8: Verdict
     block_fp8: Verdict
     backends: dict[str, Verdict]
@@ -80,7 +81,7 @@ class Findings(JupyterMixin):
         return Group(
             Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),
             Text(f"memory {size_of_gib(d.memory_gib)}, {size_of_gib(self.free_gib)} free"),
-            Text("  ".join(f"{k} {v}" for k, v in self.versions.items() if v), style="dim"),
+            Text("  ".join(f"{k} {v}" for k, v in self.versions.items()), style="dim"),
             *(Text(), table, Text(), Text(f"auto: {self.auto}")),
             *(Text(f"! {line}", style="bold red") for line in self.known_bad),
             Text(f"next: {self.advice}"),
@@ -102,7 +103,7 @@ def examine(device: Device | None = None) -> Findings:
         auto = f"{resolution.label} ({resolution.reason})"
     except FinetuneError as error:
         auto = f"no FP8: {error.why}"
-    versions = {"python": sys.version.split()[0]} | {name: version(name) for name in LIBRARIES}
+    versions = installed()
     return Findings(
         device=device,
         free_gib=available_gib(device) if real else device.memory_gib,
@@ -113,28 +114,10 @@ def examine(device: Device | None = None) -> Findings:
         auto=auto,
         gemm=real_gemm() if real and device.has_fp8 else None,
         triton=has_launcher() if real and device.has_fp8 else None,
-        known_bad=known_bad(versions),
+        standing=standings(versions),
+        known_bad=[*concerns(versions)],
         advice=advice(device),
     )
-
-
-def known_bad(versions: dict[str, Any]) -> list[str]:
-    """List pairs of installed versions known not to work together, each with a fix."""
-    from packaging.version import Version
-
-    def at(name: str) -> Version | None:
-        found = versions.get(name)
-        return Version(found) if found else None
-
-    found = []
-    torch, te, ao = at("torch"), at("transformer-engine"), at("torchao")
-    if te and te < Version("2.9"):
-        found.append(f"transformer-engine {te} has no te.autocast: upgrade to 2.9 or later")
-    if torch and ao and ao < Version("0.15") and torch >= Version("2.10"):
-        found.append(f"torchao {ao} is older than torch {torch}: upgrade torchao to 0.18")
-    if torch and not Version("2.10") <= Version(torch.base_version) < Version("2.14"):
-        found.append(f"torch {torch} is outside 2.10 to 2.13, which this package is tested with")
-    return found
 
 
 def real_gemm() -> Verdict:

@@ -61,6 +61,8 @@ VERBS = {
 }
 """Heading of the help -> verb -> file in this folder with a function of the verb's name, and its
 line of the help: the first of the function's docstring."""
+NO_LIBRARIES = {"checkpoints", "ls", "cp", "cat", "schema", "doctor"}
+"""Verbs that need no torch, and the one that shows all versions."""
 MODULES = {verb: module for verbs in VERBS.values() for verb, (module, _) in verbs.items()}
 
 
@@ -141,6 +143,7 @@ def main() -> None:
     code = None
     try:
         _check_words(sys.argv[1:])
+        _check_versions(sys.argv[1:2])
         code = app(standalone_mode=False)
     except FinetuneError as error:
         _show_error(error)
@@ -158,6 +161,21 @@ def main() -> None:
     if code == INTERRUPTED:  # newer typers catch Ctrl-C and return it
         output(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
+
+
+def _check_versions(verb: list[str]) -> None:
+    """Say what is not tested, and refuse what is too old, before a verb imports the libraries.
+
+    Raises:
+        ConfigError: see `finetune.hardware.versions.check`.
+    """
+    if verb and verb[0] not in NO_LIBRARIES and not verb[0].startswith("-"):
+        from finetune.hardware.versions import check
+
+        trains = MODULES.get(verb[0], "train") == "train" and os.environ.get("RANK", "0") == "0"
+        console = output(stderr=True, quiet=not trains)
+        for line in check():
+            console.print(f"! {line}", style="yellow")
 
 
 def _check_words(words: list[str]) -> None:

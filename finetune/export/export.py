@@ -47,8 +47,8 @@ from finetune.export.shards import (
     write_weights,
     writing_to,
 )
-from finetune.hardware.device import version
 from finetune.hardware.requirements import require
+from finetune.hardware.versions import version
 from finetune.logging import output
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import resume_command

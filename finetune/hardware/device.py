@@ -22,7 +22,6 @@ cuBLAS 12.9 (outer-vector scaling, compute capability 9.x only); the failure on 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from finetune.errors import first_line, install_hint
+from finetune.hardware.versions import version
 from finetune.units import GIB
 
 FP8_CAPABILITY = (8, 9)
@@ -206,14 +206,6 @@ def available_gib(device: Device) -> float:
     import psutil
 
     return psutil.virtual_memory().available / GIB / _together()
-
-
-def version(distribution: str) -> str | None:
-    """Installed version of a distribution, None when it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def has_transformer_engine() -> Verdict:

@@ -27,9 +27,9 @@ from finetune.hardware.device import (
     has_triton,
     shown_capability,
     this_device,
-    version,
 )
 from finetune.hardware.gpus import Place
+from finetune.hardware.versions import version
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 

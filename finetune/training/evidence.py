@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +12,10 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ProofError, some
-from finetune.hardware.device import Device, cuda_of, gemm_engine, version
+from finetune.hardware.device import Device, cuda_of, gemm_engine
 from finetune.hardware.requirements import Resolution, emulates
+from finetune.hardware.versions import installed, standings
+from finetune.logging import HIDDEN_WARNINGS
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
 from finetune.precision.formats import E4M3
@@ -27,12 +28,6 @@ from finetune.runs.card import recipe_name
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types
 from finetune.training.varlen import executed_attention
-
-LIBRARIES = (
-    *("torch", "transformers", "trl", "peft", "accelerate", "datasets", "torchao"),
-    *("transformer-engine", "bitsandbytes", "liger-kernel", "triton"),
-)
-"""Distributions whose versions the receipt records."""
 
 
 def refuse_disagreement(receipt: Receipt) -> None:
@@ -172,9 +167,11 @@ def _effective(p: PrecisionConfig, engines: Iterable[Backend]) -> dict[str, Any]
 
 def environment(d: Device) -> dict[str, Any]:
     """Versions, device, processes and seed, as a receipt records them."""
+    versions = installed()
     return {
-        "versions": {"python": platform.python_version()}
-        | {name: v for name in LIBRARIES if (v := version(name))},
+        "versions": versions,
+        "standing": standings(versions),
+        "hidden_warnings": dict(HIDDEN_WARNINGS),
         "device": {
             "kind": d.kind,
             "name": d.name,

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.schema import ModelConfig, RunConfig
 from finetune.config.sft import padding_free
 from finetune.errors import ConfigError, FinetuneError, first_line
-from finetune.hardware.device import Device, version
+from finetune.hardware.device import Device
+from finetune.hardware.versions import version
 from finetune.precision.layers import plain_name, without_adapters
 from finetune.storage import nf4
 from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate

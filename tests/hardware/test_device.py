@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from finetune.analysis.doctor import COMBINATIONS, examine, known_bad, real_gemm
+from finetune.analysis.doctor import COMBINATIONS, examine, real_gemm
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError, install_hint
@@ -387,31 +387,6 @@ def test_the_doctors_findings_are_json():
     }
     assert found["fp8"]["ok"] is True
     assert found["versions"]["torch"]
-
-
-@pytest.mark.parametrize(
-    ("versions", "said"),
-    [
-        ({"torch": "2.13.0+cpu", "torchao": "0.18.0", "transformer-engine": "2.9.0"}, []),
-        ({"torch": "2.10.0", "torchao": None, "transformer-engine": None}, []),
-        ({}, []),
-        (
-            {"torch": "2.10.0", "transformer-engine": "2.8.0"},
-            ["transformer-engine 2.8.0 has no te.autocast: upgrade to 2.9 or later"],
-        ),
-        (
-            {"torch": "2.12.1", "torchao": "0.14.1"},
-            ["torchao 0.14.1 is older than torch 2.12.1: upgrade torchao to 0.18"],
-        ),
-        ({"torch": "2.9.1+cu128", "torchao": "0.14.1"}, ["torch 2.9.1+cu128 is outside 2.10"]),
-        ({"torch": "2.14.0"}, ["torch 2.14.0 is outside 2.10 to 2.13"]),
-    ],
-)
-def test_pairs_of_versions_known_not_to_work_are_named(versions, said):
-    found = known_bad(versions)
-    assert len(found) == len(said)
-    for line, part in zip(found, said, strict=True):
-        assert part in line
 
 
 @pytest.mark.gpu

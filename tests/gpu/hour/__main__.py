@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ConfigError, FinetuneError, did_you_mean
-from finetune.hardware.device import version
+from finetune.hardware.versions import version
 from finetune.runs.folder import make_folder, new_folder, write_whole
 from finetune.units import elapsed
 from tests.gpu.hour.parts import (

@@ -1,0 +1,94 @@
+"""What a user of untested versions reads, before a library is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import finetune
+from finetune.errors import ConfigError
+from finetune.hardware import versions
+from finetune.hardware.versions import check, concerns, standing, table
+
+RAN = table()["ran"]
+NEWEST = {name: each[-1] for name, each in RAN.items()}
+
+
+def test_versions_that_ran_are_tested_and_a_build_of_them_is() -> None:
+    for name, each in RAN.items():
+        assert {standing(name, found) for found in each} == {"tested"}
+    assert standing("torch", RAN["torch"][-1] + "+cpu") == "tested"
+
+
+@pytest.mark.parametrize("name", ["transformers", "trl", "peft", "torch", "accelerate", "datasets"])
+def test_a_newer_minor_version_is_one_line(name) -> None:
+    major, minor, *_ = map(int, NEWEST[name].split("."))
+    newer = f"{major}.{minor + 1}.0.dev0"
+    assert standing(name, newer) == "newer"
+    (line,) = [each for each in check({name: newer}) if "newer than" in each]
+    assert f"{name} {newer} (tested up to {NEWEST[name]})" in line
+    assert standing(name, f"{major}.{minor}.99") == "tested"
+
+
+@pytest.mark.parametrize("name", table()["needed"])
+def test_an_older_version_is_an_error_that_names_the_lowest(name) -> None:
+    with pytest.raises(ConfigError, match=f"{name} 0.0.1 is too old") as raised:
+        check(NEWEST | {name: "0.0.1"})
+    assert raised.value.fix == f"pip install '{name}>={RAN[name][0]}'"
+
+
+def test_an_older_library_of_an_extra_is_a_line_of_the_doctor_alone() -> None:
+    old = {"transformer-engine": "2.8.0"}
+    assert check(old) == []
+    assert [*concerns(old)] == ["transformer-engine 2.8.0 is older than 2.9.0, the oldest tested"]
+
+
+def test_versions_that_are_bad_together_are_named_with_a_fix() -> None:
+    (line,) = check({"transformers": "5.24.0", "peft": "0.21.2"})
+    assert line.startswith("transformers 5.24.0 with peft 0.21.2: model.add_adapter()")
+    assert "pip install 'transformers<5.24'" in line
+    assert check({"transformers": "5.23.0", "peft": "0.21.2"}) == []
+    assert not any(
+        "with peft" in each for each in check({"transformers": "5.24.0", "peft": "0.22.0"})
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "setup_fp8_mixed_precision_training", "load_in_fp8"])
+def test_a_script_reads_it_before_the_library_is_imported(name, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(versions, "version", (NEWEST | {"trl": "99.0"}).get)
+    finetune._check_versions.cache_clear()
+    getattr(finetune, name)
+    getattr(finetune, name)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "trl 99.0" in line]
+    assert len(lines) == 1, "said once"
+    monkeypatch.setattr(versions, "version", (NEWEST | {"transformers": "4.57.0"}).get)
+    finetune._check_versions.cache_clear()
+    with pytest.raises(ConfigError, match="transformers 4"):
+        getattr(finetune, name)
+    finetune._check_versions.cache_clear()
+
+
+def _with(folder, **found: str):
+    """Lay metadata of other versions before those that are installed."""
+    for name, version in found.items():
+        metadata = folder / f"{name}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_an_older_library_ends_a_command_with_exit_code_2(tmp_path) -> None:
+    found = _with(tmp_path, transformers="5.1.0")
+    command = [sys.executable, "-m", "finetune", "tiny_lora_fp8"]
+    done = subprocess.run(
+        command, env={**os.environ, **found}, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert "transformers 5.1.0 is too old" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"fix:   pip install 'transformers>={RAN['transformers'][0]}'" in done.stderr

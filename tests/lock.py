@@ -1,0 +1,94 @@
+"""The lock: versions of all libraries, for Python 3.11 to 3.14, that both README commands install.
+
+`requirements/lock.txt` is a file of constraints, which pip and uv read alike:
+
+    pip install -e '.[test]' -c requirements/lock.txt
+    python -m tests.lock          # exits with 1 where what is installed differs from the lock
+    python -m tests.lock renew    # the newest versions within pyproject.toml's ranges; needs uv
+    python -m tests.lock ranges   # ranges of the libraries whose minor versions change what we call
+
+CUDA's libraries and Triton are left out: a CUDA build of torch names its own, a CPU build none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+LOCK = ROOT / "requirements" / "lock.txt"
+HELD = {
+    "torch==2.13.0": "its CPU build is quick to get",
+    "transformers==5.23.0": "5.24 adds adapters of its own with peft 0.22 only, not yet released",
+}
+"""What `renew` keeps, and why."""
+EXTRAS = ("dev", "docs", "notebooks", "tracking")
+"""`dev` has `test` and what that needs. Not locked: `te` and `liger`, which build or need CUDA."""
+_OF_CUDA = re.compile(r"(nvidia|cuda)-|triton=")
+
+
+def locked() -> dict[str, str]:
+    """Distribution -> version for this Python and machine."""
+    lines = LOCK.read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {
+        canonicalize_name(each.name): str(each.specifier).removeprefix("==")
+        for each in pins
+        if each.marker is None or each.marker.evaluate()
+    }
+
+
+def differences() -> Iterator[str]:
+    """What is installed in another version than the lock's, or is not in it at all."""
+    pins = locked()
+    for each in importlib.metadata.distributions():
+        name = canonicalize_name(each.metadata["Name"])
+        of_cuda = _OF_CUDA.match(f"{name}=")
+        if name in ("pip", "setuptools", "wheel", "uv", "fp8-finetune") or of_cuda:
+            continue
+        found, pin = each.version, pins.get(name, "no version of it")
+        if pin not in (found, found.partition("+")[0]):  # 2.13.0+cpu is a build of 2.13.0
+            yield f"{name} {found} is installed, the lock has {pin}"
+
+
+def renew() -> None:
+    """Write the lock anew."""
+    extras = [word for extra in EXTRAS for word in ("--extra", extra)]
+    command = ["uv", "pip", "compile", "--quiet", "--universal", "--no-annotate", "--no-header"]
+    command += [*extras, "--python-version", "3.11", "pyproject.toml", "-"]
+    pins = subprocess.run(
+        command, cwd=ROOT, check=True, text=True, capture_output=True, input="\n".join(HELD)
+    ).stdout
+    kept = [line for line in pins.splitlines() if not _OF_CUDA.match(line)]
+    head = [
+        "# Made by `python -m tests.lock renew`. Constraints for pip and uv; see tests/lock.py."
+    ]
+    head += [f"# held: {pin}, {why}" for pin, why in HELD.items()]
+    LOCK.write_text("\n".join([*head, *kept, ""]), encoding="utf-8")
+
+
+def ranges() -> Iterator[str]:
+    """`transformers<5.25,>=5.23` of each library that has broken something of ours, but torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for each in map(Requirement, project["dependencies"]):
+        if each.name in ("transformers", "trl", "peft", "accelerate", "datasets", "torchao"):
+            yield str(each)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["renew"]:
+        renew()
+    elif sys.argv[1:] == ["ranges"]:
+        print(*ranges(), sep="\n")
+    else:
+        found = [*differences()]
+        print(*(found or ["installed is what the lock says"]), sep="\n")
+        sys.exit(bool(found))
