@@ -36,6 +36,7 @@ from finetune.errors import (
     PlanError,
     StorageNotComputeError,
 )
+from finetune.hardware.versions import concerns, installed
 from finetune.precision.layers import iter_roles
 from finetune.precision.planner import plan
 from finetune.precision.stored import iter_stored, storable, store
@@ -394,6 +395,10 @@ def moved_in_training(model, tmp_path) -> tuple[dict[str, bool], dict[str, bool]
     return moved, {name: not torch.equal(stored[name].weight, old) for name, old in codes.items()}
 
 
+@pytest.mark.skipif(
+    any("add_adapter" in line for line in concerns(installed())),
+    reason="these versions of transformers and peft are known to be bad together (tested.toml)",
+)
 def test_transformers_own_adapters_train(folder, tmp_path):
     model = load_in_fp8(folder)
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
