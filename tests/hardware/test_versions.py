@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from collections import Counter
 
 import pytest
 
 import finetune
+from finetune import logging
 from finetune.errors import ConfigError
 from finetune.hardware import versions
 from finetune.hardware.versions import check, concerns, standing, table
@@ -92,3 +95,12 @@ def test_an_older_library_ends_a_command_with_exit_code_2(tmp_path) -> None:
     assert "transformers 5.1.0 is too old" in done.stderr
     assert "Traceback" not in done.stderr
     assert f"fix:   pip install 'transformers>={RAN['transformers'][0]}'" in done.stderr
+
+
+def test_warnings_hidden_from_users_are_counted_for_the_receipt(monkeypatch) -> None:
+    monkeypatch.setattr(logging, "HIDDEN_WARNINGS", counted := Counter())
+    with warnings.catch_warnings():
+        logging.quiet_libraries()
+        for _ in range(2):  # once per place, as Python shows them
+            warnings.warn("`old` will be `new`\nin 6.0", FutureWarning, stacklevel=1)
+    assert counted == {"FutureWarning: `old` will be `new`": 1}
