@@ -619,7 +619,7 @@ def test_merging_into_fp8_weights_is_refused(lora_run, tmp_path):
 
 def test_quantised_export_needs_its_extra(lora_run, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"fp8-finetune\[export\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[export\]"):
         export_run(lora_run, "fp8", tmp_path / "out", console=QUIET)
 
 
