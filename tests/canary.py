@@ -778,10 +778,10 @@ class Canary:
                 self._lost(name, f"{name} is gone", where)
 
     def _is_in_c(self, name: str) -> bool:
-        """True for a name that torch has, and that no source of torch's in Python defines."""
-        if _library(name) != "torch":
+        """True for a name that a library has, and that no source of it in Python defines."""
+        if _library(name) in NEWEST:
             return False
-        return not (Sources().find(name) if "torch" in self.sources.given else missing(name))
+        return not (Sources().find(name) if self.sources.given else missing(name))
 
     def _used(self, name: str) -> list[str]:
         """Where a listed name is used, if only as an attribute: `torch.Tensor._base`."""
