@@ -18,9 +18,10 @@ Needs no list, as both sides are read: imports, keywords of functions that an im
 compared with their module, and parameters of methods that override a library's.
 
 Limits: a name is looked for in one module, whatever it means there. Strings are followed through
-constants and loops, not through calls. Functions put in place of a library's (`patches.replace`)
-are seen only if `signatures` lists what they replace. Names that live in C are looked up where
-torch is installed, by import.
+constants and loops, and dictionaries of arguments into one call, not further; private names are
+found in any string. What a function takes that stands in for a library's (`patches.replace`) is
+compared only if `signatures` lists it. Names that live in C are looked up where torch is
+installed, by import.
 """
 
 from __future__ import annotations
@@ -377,7 +378,7 @@ class Uses:
                 self.defined.add(node.name)
                 self.own.update(*map(_bound, node.body))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                self.own.add(node.attr)
+                self.own |= {node.attr} if _last(node.value) in ("self", "cls") else set()
             elif isinstance(node, ast.Call):
                 self.called.add(_last(node.func))
         for each in nodes.inner:
@@ -490,6 +491,8 @@ class _Scope:
                 self._dotted(full, node)
             elif _is_private(node.attr) and _library(full) not in sys.stdlib_module_names:
                 self.add("attributes", [node.attr], node)
+        elif isinstance(node, ast.Constant):
+            self.add("attributes", [node.value], node)  # `patches.replace(Trainer, "_save", ...)`
         elif isinstance(node, ast.Call):
             self._call(node)
         elif isinstance(node, ast.Subscript) and self._is_dict(node.value):
@@ -581,6 +584,9 @@ _TELL = (
 )
 
 
+_PRIVATE = re.compile(r"_[a-zA-Z]\w*[a-zA-Z0-9]")
+
+
 def _nodes(scope: ast.AST) -> _Nodes:
     found = _Nodes(scope, [], [])
     waiting = [scope]
@@ -588,11 +594,14 @@ def _nodes(scope: ast.AST) -> _Nodes:
         for field in node._fields:
             value = getattr(node, field, None)
             for each in value if isinstance(value, list) else (value,):
+                if isinstance(node, ast.JoinedStr) and isinstance(each, ast.Constant):
+                    continue  # part of a name
                 if isinstance(each, _FUNCTIONS):
                     found.inner.append(_nodes(each))
                 elif isinstance(each, ast.AST) and not isinstance(each, ast.expr_context):
                     waiting.append(each)
-        if isinstance(node, _TELL):
+        private = isinstance(node, ast.Constant) and _PRIVATE.fullmatch(str(node.value))
+        if private or isinstance(node, _TELL):
             found.told.append(node)
     return found
 
@@ -755,14 +764,18 @@ class Canary:
 
     def _signatures(self) -> None:
         for name, listed in self.listed["signatures"].items():
-            if self._looks(name) and (made := self.sources.signature(name)):
-                now = [*made.positions[: len(listed)]]
-                # A name that is another one at the same place is harmless.
-                if len(now) < len(listed) or any(
-                    each in made.positions and each != now[i] for i, each in enumerate(listed)
-                ):
-                    where = self.uses.found["signatures"].get(name, [])
-                    self._lost(name, f"{name} takes {', '.join(made.positions)}", where)
+            if not self._looks(name):
+                continue
+            made = self.sources.signature(name) or Signature((), frozenset(), False)
+            # A name that is another one at the same place is harmless.
+            moved = [
+                n
+                for i, n in enumerate(listed)
+                if n in made.positions and made.positions.index(n) != i
+            ]
+            if moved or len(made.positions) < len(listed):
+                where = self.uses.found["signatures"].get(name, ["foreign_names.toml"])
+                self._lost(name, f"{name} takes {', '.join(made.positions) or 'nothing'}", where)
         for name in self.uses.found["signatures"]:
             if (made := self.sources.signature(name)) is None or len(made.positions) < 2:
                 self.needed["signatures"].pop(name)
@@ -791,7 +804,9 @@ class Canary:
         for kind in ("attributes", "arguments", "classes"):
             for module, names in self.listed[kind].items():
                 for name in names if self._looks(module) else ():
-                    where = self.needed.get(kind, {}).get(name)
+                    where = self.needed.get(kind, {}).get(name, [])
+                    if _is_private(name):  # also those that we define for a library to read
+                        where = where or ["foreign_names.toml"]
                     if where and name not in self.sources.words(module)[kind]:
                         self._lost(module, f"{module} has no {name} among {kind}", where)
         for kind in ("names", "attributes", "arguments", "classes", "signatures", "overrides"):

@@ -110,7 +110,10 @@ def test_all_that_no_library_promises_is_listed_and_installed() -> None:
         pytest.param(
             "def attend(",
             "def attention(",
-            ["transformers.attend is gone: finetune/__init__.py:2"],
+            [
+                "transformers.attend takes nothing: finetune/__init__.py:12",
+                "transformers.attend is gone: finetune/__init__.py:2",
+            ],
             id="import",
         ),
     ],
@@ -140,6 +143,8 @@ def test_a_planted_change_is_found(old, new, said, tmp_path) -> None:
             {"a", "b"},
         ),
         ("x = vars(y).get('forward'), y._private, y.public", "attributes", {"forward", "_private"}),
+        ("patches.replace(Trainer, '_save', save)", "attributes", {"_save"}),
+        ("names = {f'{n}_stderr' for n in known}", "attributes", set()),
         ("from trl.models import _private", "names", {"trl.models._private"}),
         ("import trl\ntrl.train(1, 2)", "signatures", {"trl.train"}),
     ],
