@@ -1,4 +1,4 @@
-"""The versions that pyproject.toml promises were run, and what no library promises is listed."""
+"""The versions that pyproject.toml promises were run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from finetune.hardware.versions import concerns, table
-from tests.private import LISTED, ROOT, all_missing, attributes, missing, names, unread
+from tests.canary import ROOT
 
 RAN = table()["ran"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -58,24 +58,3 @@ def test_documents_say_the_range(document) -> None:
     minor = [".".join(each.split(".")[:2]) for each in RAN["torch"]]
     line = f"Python {RAN['python'][0]} or later, torch {minor[0]} to {minor[-1]}"
     assert line in (ROOT / document).read_text(encoding="utf-8")
-
-
-def test_every_private_name_of_a_library_is_listed() -> None:
-    assert names() - {name for listed in LISTED["names"].values() for name in listed} == set()
-
-
-def test_every_private_attribute_of_a_library_s_objects_is_listed() -> None:
-    listed = {name for each in LISTED["attributes"].values() for name in each}
-    listed |= {name.rpartition(".")[2] for each in LISTED["names"].values() for name in each}
-    assert attributes() - listed - set(LISTED["elsewhere"]["transformer_engine"]) == set()
-
-
-def test_every_private_name_is_in_what_is_installed() -> None:
-    assert all_missing() == []
-
-
-def test_a_name_that_is_gone_is_found() -> None:
-    assert missing("torch._C._no_such_name")
-    assert missing("torch._no_such_module.name")
-    assert unread("torch.storage", "_no_such_name")
-    assert unread("torch._no_such_module", "_cdata")
