@@ -30,9 +30,7 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def _check_versions() -> None:
     """Say once what is not tested, and refuse what is too old, before a library is imported."""
-    from finetune.hardware.versions import check
-
-    for line in check():
+    for line in importlib.import_module("finetune.hardware.versions").check():
         print(f"! {line}", file=sys.stderr)
 
 
