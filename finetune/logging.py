@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import first_line
+
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.status import Status
@@ -214,7 +216,7 @@ def quiet_libraries() -> None:
         if not issubclass(category, HIDDEN):
             others(message, category, *where, **more)
             return
-        HIDDEN_WARNINGS[f"{category.__name__}: {str(message).strip().partition(chr(10))[0]}"] += 1
+        HIDDEN_WARNINGS[f"{category.__name__}: {first_line(message)}"] += 1
 
     for category in HIDDEN:
         warnings.filterwarnings("default", category=category)  # once per place

@@ -259,7 +259,7 @@ def cli(tmp_path, tmp_path_factory, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
     # What is installed may be new: `hardware/test_versions.py` has what is said about it.
-    monkeypatch.setattr("finetune.hardware.versions.concerns", lambda _: iter(()))
+    monkeypatch.setattr("finetune.hardware.versions.concerns", lambda _: [])
 
     def run(*words: object) -> SimpleNamespace:
         from finetune.cli.app import main

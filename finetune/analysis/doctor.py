@@ -22,7 +22,7 @@ from finetune.hardware.device import (
     this_device,
 )
 from finetune.hardware.requirements import backend_verdict, resolve
-from finetune.hardware.versions import Standing, concerns, installed, standings
+from finetune.hardware.versions import Standing, concerns, installed, older, standings
 from finetune.logging import plain_table
 from finetune.units import size_of_gib
 
@@ -115,7 +115,13 @@ def examine(device: Device | None = None) -> Findings:
         gemm=real_gemm() if real and device.has_fp8 else None,
         triton=has_launcher() if real and device.has_fp8 else None,
         standing=standings(versions),
-        known_bad=[*concerns(versions)],
+        known_bad=[
+            *(
+                f"{name} {versions[name]} is older than {low}"
+                for name, low in older(versions).items()
+            ),
+            *concerns(versions),
+        ],
         advice=advice(device),
     )
 

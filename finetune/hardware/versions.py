@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import platform
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ Standing = Literal["tested", "newer", "older"]
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """The table: `ran` (library -> versions, lowest first), `needed`, `known_bad`."""
+    """`needed`, `counts_patches`, `ran` (library -> versions, lowest first) and `known_bad`."""
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
@@ -49,7 +49,13 @@ def standing(name: str, version: str) -> Standing:
     found = Version(version)
     if Version(found.base_version) < lowest:
         return "older"
-    return "newer" if (found.major, found.minor) > (newest.major, newest.minor) else "tested"
+    length = series_length(name)
+    return "newer" if found.release[:length] > newest.release[:length] else "tested"
+
+
+def series_length(name: str) -> int:
+    """Parts of a version that name a series of releases alike: 2 (5.24), or 3 (0.4.13)."""
+    return 3 if name in table()["counts_patches"] else 2
 
 
 def standings(versions: Mapping[str, str]) -> dict[str, Standing]:
@@ -58,44 +64,47 @@ def standings(versions: Mapping[str, str]) -> dict[str, Standing]:
     return {name: standing(name, found) for name, found in versions.items() if name in ran}
 
 
-def concerns(versions: Mapping[str, str]) -> Iterator[str]:
-    """Lines about versions that are older or newer than tested, or known to be bad together."""
+def older(versions: Mapping[str, str]) -> dict[str, str]:
+    """Library -> the lowest version that was tested, of those that are older."""
+    ran = table()["ran"]
+    return {name: ran[name][0] for name, at in standings(versions).items() if at == "older"}
+
+
+def concerns(versions: Mapping[str, str]) -> list[str]:
+    """Lines about versions that are newer than tested, or known to be bad together."""
     from packaging.specifiers import SpecifierSet
 
     ran = table()["ran"]
-    for name, where in standings(versions).items():
-        if where == "older":
-            yield f"{name} {versions[name]} is older than {ran[name][0]}, the oldest tested"
-    newer = [name for name, where in standings(versions).items() if where == "newer"]
-    if newer:
-        each = (f"{name} {versions[name]} (tested up to {ran[name][-1]})" for name in newer)
-        yield f"newer than this package was tested with: {', '.join(each)}"
+    newer = ", ".join(
+        f"{name} {versions[name]} (tested up to {ran[name][-1]})"
+        for name, at in standings(versions).items()
+        if at == "newer"
+    )
+    lines = [f"newer than this package was tested with: {newer}"] if newer else []
     for pair in table()["known_bad"]:
         if all(
             name in versions and SpecifierSet(spec).contains(versions[name], prereleases=True)
             for name, spec in pair["versions"].items()
         ):
             both = " with ".join(f"{name} {versions[name]}" for name in pair["versions"])
-            yield f"{both}: {pair['reason']}. Fix: {pair['fix']}"
+            lines.append(f"{both}: {pair['reason']}. Fix: {pair['fix']}")
+    return lines
 
 
-def check(versions: Mapping[str, str] | None = None) -> list[str]:
-    """Lines to show before a run; versions are those that are installed unless given.
+def check() -> list[str]:
+    """Lines to show before a run, about Python and the libraries that every run needs.
 
     Raises:
-        ConfigError: Python or a library that every run needs is older than the oldest tested.
+        ConfigError: one of these is older than the oldest tested.
     """
-    versions = installed() if versions is None else versions
     needed = ("python", *table()["needed"])
-    old = [name for name in needed if standings(versions).get(name) == "older"]
-    if old:
-        lowest = {name: table()["ran"][name][0] for name in old}
-        install = " ".join(f"'{name}>={lowest[name]}'" for name in old if name != "python")
+    versions = {name: found for name, found in installed().items() if name in needed}
+    if old := older(versions):
+        install = " ".join(f"'{name}>={low}'" for name, low in old.items() if name != "python")
         raise ConfigError(
             ", ".join(f"{name} {versions[name]} is too old" for name in old),
             where="the installed libraries",
-            why="; ".join(f"the oldest tested is {name} {lowest[name]}" for name in old),
-            fix=f"pip install {install}" if install else f"Python {lowest['python']} or later",
+            why="; ".join(f"the oldest tested is {name} {low}" for name, low in old.items()),
+            fix=f"pip install {install}" if install else f"Python {old['python']} or later",
         )
-    # An old library of an extra is a line of `doctor`: a run may not use it.
-    return [line for line in concerns(versions) if " is older than " not in line]
+    return concerns(versions)

@@ -9,15 +9,31 @@ import warnings
 from collections import Counter
 
 import pytest
+from packaging.utils import canonicalize_name
 
 import finetune
 from finetune import logging
+from finetune.analysis.doctor import examine
 from finetune.errors import ConfigError
 from finetune.hardware import versions
 from finetune.hardware.versions import check, concerns, standing, table
+from tests.conftest import H100
+from tests.lock import locked
 
 RAN = table()["ran"]
 NEWEST = {name: each[-1] for name, each in RAN.items()}
+
+
+@pytest.fixture
+def having(monkeypatch):
+    """A function that fakes versions: the newest tested ones, but for those it is given."""
+
+    def fake(**others: str) -> None:
+        monkeypatch.setattr(versions, "version", (NEWEST | others).get)
+        finetune._check_versions.cache_clear()
+
+    yield fake
+    finetune._check_versions.cache_clear()
 
 
 def test_versions_that_ran_are_tested_and_a_build_of_them_is() -> None:
@@ -26,52 +42,70 @@ def test_versions_that_ran_are_tested_and_a_build_of_them_is() -> None:
     assert standing("torch", RAN["torch"][-1] + "+cpu") == "tested"
 
 
+def test_the_lock_has_versions_that_are_tested() -> None:
+    pins = locked()
+    for name in RAN.keys() - {"python", "transformer-engine", "liger-kernel", "triton"}:
+        assert standing(name, pins[canonicalize_name(name)]) == "tested", name
+
+
 @pytest.mark.parametrize("name", ["transformers", "trl", "peft", "torch", "accelerate", "datasets"])
-def test_a_newer_minor_version_is_one_line(name) -> None:
+def test_a_newer_minor_version_is_one_line(name, having) -> None:
     major, minor, *_ = map(int, NEWEST[name].split("."))
     newer = f"{major}.{minor + 1}.0.dev0"
-    assert standing(name, newer) == "newer"
-    (line,) = [each for each in check({name: newer}) if "newer than" in each]
+    having(**{name: newer})
+    (line,) = [each for each in check() if "newer than" in each]
     assert f"{name} {newer} (tested up to {NEWEST[name]})" in line
     assert standing(name, f"{major}.{minor}.99") == "tested"
 
 
+def test_patches_are_releases_where_a_library_counts_them() -> None:
+    *series, patch = map(int, NEWEST["lm-eval"].split("."))
+    assert standing("lm-eval", ".".join(map(str, [*series, patch + 1]))) == "newer"
+
+
 @pytest.mark.parametrize("name", table()["needed"])
-def test_an_older_version_is_an_error_that_names_the_lowest(name) -> None:
+def test_an_older_version_is_an_error_that_names_the_lowest(name, having) -> None:
+    having(**{name: "0.0.1"})
     with pytest.raises(ConfigError, match=f"{name} 0.0.1 is too old") as raised:
-        check(NEWEST | {name: "0.0.1"})
+        check()
     assert raised.value.fix == f"pip install '{name}>={RAN[name][0]}'"
 
 
-def test_an_older_library_of_an_extra_is_a_line_of_the_doctor_alone() -> None:
-    old = {"transformer-engine": "2.8.0"}
-    assert check(old) == []
-    assert [*concerns(old)] == ["transformer-engine 2.8.0 is older than 2.9.0, the oldest tested"]
+def test_an_older_python_is_an_error(having, monkeypatch) -> None:
+    having()
+    monkeypatch.setattr("platform.python_version", lambda: "3.10.4")
+    with pytest.raises(ConfigError, match=r"python 3\.10\.4 is too old") as raised:
+        check()
+    assert raised.value.fix == f"Python {RAN['python'][0]} or later"
 
 
-def test_versions_that_are_bad_together_are_named_with_a_fix() -> None:
-    (line,) = check({"transformers": "5.24.0", "peft": "0.21.2"})
+def test_other_libraries_are_lines_of_the_doctor_alone(having) -> None:
+    having(**{"transformer-engine": "2.8.0", "psutil": "99.0", "transformers": "5.23.0"})
+    assert check() == []
+    (line, newer) = examine(H100).known_bad
+    assert line == "transformer-engine 2.8.0 is older than 2.9.0"
+    assert "psutil 99.0 (tested up to" in newer
+
+
+def test_versions_that_are_bad_together_are_named_with_a_fix(having) -> None:
+    having(transformers="5.24.0", peft="0.21.2")
+    (line,) = check()
     assert line.startswith("transformers 5.24.0 with peft 0.21.2: model.add_adapter()")
     assert "pip install 'transformers<5.24'" in line
-    assert check({"transformers": "5.23.0", "peft": "0.21.2"}) == []
-    assert not any(
-        "with peft" in each for each in check({"transformers": "5.24.0", "peft": "0.22.0"})
-    )
+    assert concerns({"transformers": "5.23.0", "peft": "0.21.2"}) == []
+    assert not any("with" in each for each in concerns({"transformers": "5.24.0"}))
 
 
 @pytest.mark.parametrize("name", ["train", "setup_fp8_mixed_precision_training", "load_in_fp8"])
-def test_a_script_reads_it_before_the_library_is_imported(name, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(versions, "version", (NEWEST | {"trl": "99.0"}).get)
-    finetune._check_versions.cache_clear()
+def test_a_script_reads_it_before_the_library_is_imported(name, having, capsys) -> None:
+    having(trl="99.0")
     getattr(finetune, name)
     getattr(finetune, name)
     lines = [line for line in capsys.readouterr().err.splitlines() if "trl 99.0" in line]
     assert len(lines) == 1, "said once"
-    monkeypatch.setattr(versions, "version", (NEWEST | {"transformers": "4.57.0"}).get)
-    finetune._check_versions.cache_clear()
+    having(transformers="4.57.0")
     with pytest.raises(ConfigError, match="transformers 4"):
         getattr(finetune, name)
-    finetune._check_versions.cache_clear()
 
 
 def _with(folder, **found: str):
