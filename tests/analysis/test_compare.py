@@ -444,6 +444,7 @@ for i in range(1, 31):
     rows.append({"step": i, "loss": loss})
     seconds = 0.15 if fp8 else 0.1
     steps.append({"step": i, "seconds": seconds, "tokens": shared.randint(90, 99)})
+gap = float(os.environ.get("EVAL_GAP", gap)) if fp8 else 0
 rows.append({"step": 30, "eval_loss": (1 + gap) * 0.8 * math.exp(noise.gauss(0, 0.002))})
 scores = {"acc_norm": 0.3 + fp8 / 100, "acc_norm_stderr": 0.02}
 rows.append({"step": 30, "tasks": {"hellaswag": scores}})
@@ -539,8 +540,9 @@ def test_a_comparison_from_command_to_verdict(pretend, tmp_path):
     assert len(folders(tmp_path)) == 2
 
 
-def test_a_gap_beyond_the_margin_is_not_equivalent(pretend):
-    out, _ = pretend("tiny_full_fp8", code=3, GAP="0.05")
+@pytest.mark.parametrize(("train", "held"), [("0.05", "0.05"), ("0.05", "0"), ("0", "0.05")])
+def test_a_gap_of_either_loss_beyond_the_margin_is_not_equivalent(train, held, pretend):
+    out, _ = pretend("tiny_full_fp8", code=3, GAP=train, EVAL_GAP=held)
     assert out.startswith("not equivalent")
     assert "ends higher by more than 1 %" in out
 

@@ -10,13 +10,14 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig
 
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.section import DataConfig
 from finetune.data.checks import UNKNOWN
 from finetune.data.dataset import load_data
-from finetune.data.ledger import MASKED, AccountedTrainer, account
+from finetune.data.ledger import MASKED, AccountedTrainer, ByLength, account
 from finetune.errors import DataError
 
 TOOLS_TEMPLATE = (
@@ -319,3 +320,14 @@ def test_counts_equal_a_loop_over_rows(rows, limit, mode) -> None:
     assert found.kept == sum(len(a) for a, b in zip(kept, trained, strict=True) if b)
     assert found.stops == sum(row[-1] == 3 for row in trained if row)
     assert found.longest == max(map(len, ids))
+
+
+def test_rows_by_length_come_in_another_order_each_epoch_and_again_in_the_same():
+    def order(epoch: int) -> list[int]:
+        like = LengthGroupedSampler(4, lengths=[1 + i % 7 for i in range(64)])
+        sampler = ByLength(like, seed=3)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0) == order(0) != order(1)
+    assert sorted(order(1)) == list(range(64))

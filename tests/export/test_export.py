@@ -406,6 +406,8 @@ def test_figures_of_models_that_agree_and_that_do_not():
     assert same.kl < 1e-6
     assert same.logit_error < 1e-6
     assert same.agreement == 1
+    better = parity.compare(one, parity.Observation(1.5, 300, logits))
+    assert better.loss_gap == pytest.approx(0.25)  # other weights, whichever loss is lower
     off = parity.compare(one, parity.Observation(2.5, 300, -logits))
     assert off.loss_gap == pytest.approx(0.25)
     assert off.logit_error == pytest.approx(2.0)

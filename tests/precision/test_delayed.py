@@ -119,6 +119,17 @@ def test_a_gradients_history_moves_with_backwards_only() -> None:
     assert history[:, 0].tolist() == [4, 4, 3, 3]
 
 
+@pytest.mark.parametrize("amaxes", [(4.0, 2.0), (2.0, 4.0)])
+def test_the_largest_amax_of_a_step_counts_whichever_call_has_it(amaxes, monkeypatch) -> None:
+    """Of a layer that is called twice in a step, as shared ones are."""
+    model, conversion = prepared(amax_history_len=4)
+    twice = lambda self, xs: self.layer(xs[0]) + self.layer(xs[1])  # noqa: E731
+    monkeypatch.setattr(Net, "forward", twice)
+    for _ in range(2):  # the second begins with the history of the first
+        model([matrix(amax).requires_grad_() for amax in amaxes]).backward(matrix(1.0))
+    assert conversion.backend.state_tensors()["history"][0, 0] == 4
+
+
 def updated(history: list[float], scale: float, amax: float, algorithm: str) -> float:
     """Transformer Engine's rule written out for one E4M3 operand; `history` is changed.
 

@@ -208,6 +208,25 @@ def test_layer_switched_back_to_high_precision(make_llama, setup_backend) -> Non
         step(accelerator, model, optimizer)
 
 
+def test_operands_that_were_not_rounded_are_not_fp8(make_llama, setup_backend, monkeypatch) -> None:
+    """An emulated GEMM multiplies in float32: only its operands show in which precision."""
+    from finetune.precision import scaling
+
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    monkeypatch.setattr(scaling, "to_codes", lambda x, *_, **__: x)
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*fprop=fp32"):
+        step(accelerator, model, optimizer)
+
+
+def test_a_layer_that_answers_without_multiplying(make_llama, setup_backend) -> None:
+    """As one whose answer comes from a cache."""
+    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.forward = lambda x: x[..., :1].expand(*x.shape[:-1], layer.out_features)
+    with pytest.raises(ProofError, match=r"0\.mlp\.down_proj was called and multiplied nothing"):
+        step(accelerator, model, optimizer)
+
+
 def test_adapters_around_a_model_in_evaluation_mode(make_llama, setup_backend) -> None:
     """As CorDA's preprocessing leaves it: PEFT's wrapper is in training mode, and nothing else."""
     from peft import LoraConfig, get_peft_model
