@@ -142,6 +142,7 @@ class ProgressBar(TrainerCallback):
             self._bar.update(self._task, facts=speed)
         else:
             parts += [speed, f"{elapsed(per_step * (state.max_steps - state.global_step))} left"]
+        parts.append(self.metrics.precision)
         # In a pipe nothing wraps: without the search for words to wrap between it is half the time.
         pipe = not self.console.is_terminal
         self.console.print(" | ".join([step, *parts]), highlight=False, soft_wrap=pipe)
