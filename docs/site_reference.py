@@ -276,7 +276,7 @@ def recipes() -> str:
         )
         for row in json.loads(done.stdout)
     ]
-    return table(("recipe", "model", "method", "precision", "tokens a row", "data", "≈ GiB"), rows)
+    return table(("recipe", "model", "method", "precision", "tokens a row", "data", "≥ GiB"), rows)
 
 
 # ------------------------------------------------------------------------------------ command line

@@ -166,7 +166,7 @@ def print_blocks(console: Console, rows: Iterable[dict[str, Any]]) -> None:
     """Print a table for which a terminal is too narrow: a row's first cell, whole, then the rest.
 
     tiny_full
-      fp8 ≈GiB 0.7, bf16 ≈GiB 0.7
+      fp8 ≥GiB 0.7, bf16 ≥GiB 0.7
     """
     from rich.padding import Padding
     from rich.text import Text

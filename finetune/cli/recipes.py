@@ -100,7 +100,7 @@ def ls(
         pairs.setdefault(name, {})[compute] = row
     gpu, speeds = _speeds()
     names = ("recipe", "model", "method")
-    figures = (*(f"{compute} ≈GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
+    figures = (*(f"{compute} ≥GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
     table = plain_table(*names, *figures, right=figures, whole=names, gap=1)
     losing, shown_rows = list[str](), list[dict[str, Any]]()
     for name, pair in pairs.items():
@@ -125,10 +125,10 @@ def ls(
         line = f"\nFP8 is slower than BF16 in {', '.join(losing)}: take the _bf16 twin for speed"
         console.print(Text(line, style="yellow"))
     console.print(
-        "\nnames end in _fp8 or _bf16; ≈GiB: predicted peak memory of one GPU, with\n"
+        "\nnames end in _fp8 or _bf16; ≥GiB: predicted least memory of one GPU, with\n"
         "checkpointing where the forecast decides it; tok/s: predicted on one "
-        f"{gpu},\nbeside compiled BF16, without checkpointing where memory is enough; `-`: does\n"
-        "not fit, or no FP8 twin\n"
+        f"{gpu},\nbeside compiled BF16; where there is more memory, the faster run takes it\n"
+        "(`estimate` has its figure); `-`: does not fit, or no FP8 twin\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )

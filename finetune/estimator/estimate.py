@@ -215,7 +215,7 @@ class Estimate(JupyterMixin):
         yield Text.assemble(
             "step ", (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}) of "
             f"{count(pace.tokens * self.place.count)} tokens: ",
-            (f"{count(speed)} tokens/s", "bold"), f", MFU {percent(pace.mfu, 0)}",
+            (f"{count(speed)} tokens/s", "bold"), f", MFU {percent(pace.mfu, 0)} of the BF16 peak",
             "" if pace.calibrated else ", not calibrated on this GPU",
         )  # fmt: skip
         waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}

@@ -205,7 +205,7 @@ def test_ls_crops_no_name_however_narrow_the_terminal(cli, monkeypatch):
     names = {line for line in done.out.partition("\n\n")[0].splitlines() if line[0] != " "}
     assert {f"{x}_{c}" for x in names for c in ("fp8", "bf16")} >= set(list_recipes())
     assert "…" not in done.out
-    assert "fp8 ≈GiB 22, bf16 ≈GiB 22" in " ".join(done.out.split())
+    assert "fp8 ≥GiB 22, bf16 ≥GiB 22" in " ".join(done.out.split())
 
 
 def test_stored_rows_of_ls_are_those_of_the_recipes():
