@@ -124,6 +124,8 @@ def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
         assert getattr(args, key) == config.train[key]
     assert args.bf16
     assert not args.fp16
+    # A number of steps would be all of a short run.
+    assert [args.get_warmup_steps(steps) <= steps / 9 for steps in (20, 200, 2000)] == [True] * 3
 
 
 @pytest.mark.parametrize("name", RECIPES)
