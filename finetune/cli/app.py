@@ -31,8 +31,8 @@ _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ =
 VERBS = {
     "Train": {
         "run": ("train", "Train a recipe (the verb may be left out)."),
-        "resume": ("train", "Go on with a run from its newest whole checkpoint."),
-        "checkpoints": ("runs", "List a run's checkpoints: step, loss, size, whole or broken."),
+        "resume": ("train", "Resume a run from its newest complete checkpoint."),
+        "checkpoints": ("runs", "List a run's checkpoints: step, loss, size, complete or damaged."),
         "ls": ("recipes", "List the recipes, or with --runs the runs."),
         "cp": ("recipes", "Copy a recipe to edit it."),
         "cat": ("recipes", "Print a recipe, with --resolved complete."),
@@ -282,7 +282,7 @@ def _start(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """FP8 fine-tuning: FP8 asked is FP8 given, proven, or an error."""
+    """Fine-tune Hugging Face models in FP8. FP8 that cannot run is an error, never silent BF16."""
     if version:
         print(f"finetune {__version__}")
         raise typer.Exit

@@ -162,7 +162,7 @@ def checkpoints(
     out: RunsFolder = DEFAULT_OUT,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints: step, loss, size, whole or broken."""
+    """List a run's checkpoints: step, loss, size, complete or damaged."""
     folder = find_run(run, out)
     found = [Checkpoint(path) for path in checkpoints_in(folder / CHECKPOINTS).values()]
     rows = [_checkpoint(one, one.problem(contents=verify)) for one in found]
@@ -181,7 +181,7 @@ def checkpoints(
             "eval loss": _shown(row["eval_loss"], ".3f"),
             "precision": row["precision"],
             "size": size(row["bytes"]),
-            "state": Text("whole", style="green")
+            "state": Text("complete", style="green")
             if not row["problem"]
             else Text(row["problem"], style="bold red"),
         }

@@ -63,7 +63,7 @@ def resume(
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run from its newest whole checkpoint."""
+    """Resume a run from its newest complete checkpoint."""
     folder = find_run(run, out)
     going = Run(folder)
     if going.holder:

@@ -54,8 +54,7 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         )
     if on_gpu and measured.compiled:
         notes.append(
-            "compiled layers are rehearsed uncompiled, then fused and divided between forward and "
-            "backward by torch.compile's rules: no compiled step was run"
+            "torch.compile is modelled by its own rules of fusion and partition, and not run"
         )
     if measured.resolution.precision.compile_requested == "on" and not measured.compiled:
         notes.append(

@@ -170,10 +170,10 @@ def check_resume(
             f"resuming would change {', '.join(shown)}",
             where=f"train.resume_from_checkpoint: {checkpoint.folder}",
             why="; ".join(why),
-            fix="the checkpoint's tensors do not fit: take the values back, or start anew without "
+            fix="the checkpoint's tensors do not fit: leave these overrides out, or start again without "
             "train.resume_from_checkpoint"
             if fixed
-            else f"take the values back{again}, or 'resume.allow=[{named}]'{typed}",
+            else f"leave these overrides out{again}, or 'resume.allow=[{named}]'{typed}",
         )
     own = RULES["resuming itself"]
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
