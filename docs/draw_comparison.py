@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from finetune.runs.receipt import changed_numbers
+
 PICTURE = Path(__file__).parent / "pages" / "pictures" / "fp8_over_bf16.svg"
 STYLE = (
     "<style>svg{color:#24292f;font-family:system-ui,sans-serif}"
@@ -101,7 +103,7 @@ def words(folder: Path, facts: dict[str, Any]) -> list[str]:
         ("verified", f"{receipt['fp8_flop_share']:.1%} of FLOPs in FP8"),
         ("engine", f"{precision['backend']}, {precision['scaling']} scaling"),
         ("trainable", f"{trainable['before']:,} parameters"),
-        ("updated", f"{trainable['moved']:,} of them"),
+        ("changed", f"{changed_numbers(receipt['movement'])[0]:,} of them"),
         ("", ""),
         (f"FP8 against BF16, {len(facts['runs'])} seeds", ""),
         ("eval loss", f"{eval_a:.4f} and {eval_b:.4f}"),

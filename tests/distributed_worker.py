@@ -47,6 +47,7 @@ from finetune import (
 from finetune.config.paths import TINY_LLAMA
 from finetune.precision.convert import conversion_of
 from finetune.precision.stored import StoredMixin
+from finetune.runs.receipt import changed_numbers
 
 
 def rows(rank: int) -> list[dict]:
@@ -119,6 +120,7 @@ def main(out: Path, mode: str) -> None:
         "status": receipt.status,
         "share": receipt.fp8_flop_share,
         "trainable": receipt.trainable,
+        "changed": changed_numbers(receipt.movement),
         "experts": {
             row.name.rpartition(".")[2]: [row.fprop, row.dgrad, row.wgrad]
             for row in receipt.layers

@@ -144,10 +144,15 @@ class Receipt(JupyterMixin):
         flop_share: the same for each precision.
         role_share: share of those FLOPs by what a layer is: `base`, `adapter`, `head`, `router`,
             and `other` for matmuls that are no layers.
-        trainable: parameter counts `before`, `after` (preparation), `in_optimizer`, `moved` (by
-            the second optimizer step with a learning rate above zero), `below_resolution` (updated
-            by the optimizer, but by less than their type can hold); `optimizer_state_bytes`: of
-            moments and their scales as they are stored, on this process.
+        trainable: parameter counts `before`, `after` (preparation), `in_optimizer`, and of tensors
+            of which, by the second optimizer step with a learning rate above zero, some number has
+            `moved`, or none has and all were `below_resolution` (updated by the optimizer, but by
+            less than their type can hold); `optimizer_state_bytes`: of moments and their scales as
+            they are stored, on this process.
+        movement: numbers that differ from those before the first step, `early` (after warm-up) and
+            `now`: `steps`, and `groups` of `kind` (matrices, embeddings, vectors), `type`,
+            `numbers` and `changed`. Of tensors with more than `sample` numbers they are estimates;
+            `rounding` of BF16 weights is `nearest` or `stochastic`.
         layers: every linear layer, in the observed micro-step.
         held: what was watched until the end: optimizer `steps` compared with the plan, layers
             `resting` (name -> steps without a call), and those that BF16 `entered`.
@@ -166,6 +171,7 @@ class Receipt(JupyterMixin):
     fp8_flop_share: float = 0.0
     flop_share: dict[str, float] = field(default_factory=dict)
     trainable: dict[str, int] = field(default_factory=dict)
+    movement: dict[str, Any] = field(default_factory=dict)
     layers: list[LayerReceipt] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -281,21 +287,17 @@ class Receipt(JupyterMixin):
             each = f"; {state / owned:.2f} bytes of optimizer state each" if state and owned else ""
             if each and (self.environment.get("processes") or 1) > 1:
                 each += " per process"  # sharded, each has a part of it
-            if t["before"] == t["after"] == owned == t["moved"]:
-                yield Text(f"{owned:,} trainable parameters, all updated{each}")
-            else:
+            changed, numbers = changed_numbers(self.movement)
+            told = f"{changed:,} of {numbers:,} trainable parameters changed" if numbers else ""
+            yield Text(f"{told or f'{owned:,} trainable parameters'}{each}")
+            if not t["before"] == t["after"] == owned:
                 yield Text(
-                    f"trainable parameters: {t['before']:,} before and {t['after']:,} after "
-                    f"preparation, {owned:,} in the optimizer, {t['moved']:,} updated{each}",
+                    f"! trainable parameters: {t['before']:,} before and {t['after']:,} after "
+                    f"preparation, {owned:,} in the optimizer",
                     style="yellow",
                 )
-            if t.get("below_resolution"):
-                yield Text(
-                    f"! {t['below_resolution']:,} parameters get updates smaller than their type "
-                    "can hold at this learning rate and stand still; BF16 weights need "
-                    "model.dtype=float32",
-                    style="yellow",
-                )
+        if line := still_line(self.movement):
+            yield Text(f"! {line}", style="yellow")
         if line := memory_line(self.memory):
             yield Text(line)
 
@@ -308,6 +310,30 @@ SCALES = {
     "blockwise": "block scales",
 }
 """Setting of `precision.scaling` -> its name in the headline."""
+
+
+def changed_numbers(movement: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of `Receipt.movement` that have changed, and all of them; zeros if none was seen."""
+    groups = movement.get("now", {}).get("groups", [])
+    return sum(g["changed"] for g in groups), sum(g["numbers"] for g in groups)
+
+
+def still_line(movement: dict[str, Any]) -> str:
+    """What to do where most numbers of BF16 matrices stand still; empty where they move.
+
+    Not of embeddings, whose rows wait for their tokens. Weights rounded by chance move on average.
+    """
+    now = movement.get("now", {})
+    low = [g for g in now.get("groups", []) if (g["kind"], g["type"]) == ("matrices", "bfloat16")]
+    every, changed = (sum(g[key] for g in low) for key in ("numbers", "changed"))
+    if movement.get("rounding") != "nearest" or changed >= every / 2:
+        return ""
+    return (
+        f"{changed / every:.1%} of the numbers in BF16 matrices have changed in {now['steps']} "
+        "steps: the other updates are smaller than BF16 can hold, and lost. "
+        "train.optim=adamw_torch_8bit rounds by chance, which loses none on average; "
+        "model.dtype=float32 holds them"
+    )
 
 
 def memory_line(memory: dict[str, Any]) -> str:

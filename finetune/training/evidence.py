@@ -25,7 +25,7 @@ from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import recipe_name
-from finetune.runs.receipt import Receipt
+from finetune.runs.receipt import Receipt, changed_numbers
 from finetune.training import compute_types
 from finetune.training.varlen import executed_attention
 
@@ -46,6 +46,25 @@ def refuse_disagreement(receipt: Receipt) -> None:
                 why="; ".join(f"{key}: {everyone[0][key]} and {other[key]}" for key in keys)[:500],
                 fix="look at its log: other hardware, libraries or code on its machine",
             )
+
+
+def standstill(receipt: Receipt) -> ProofError | None:
+    """The error for a run of which not one number has changed, on any process; None if one has."""
+    from accelerate.utils import gather_object
+
+    everyone = gather_object([changed_numbers(receipt.movement)])
+    numbers = everyone[0][1]
+    if not numbers or any(changed for changed, _ in everyone):
+        return None
+    return ProofError(
+        f"0 of {numbers:,} trainable parameters changed",
+        where=f"all steps ({receipt.movement['now']['steps']})",
+        why="the model that was saved is the one that training began with: the learning rate was "
+        "zero, or its updates were smaller than the weights' type can hold",
+        fix="train for more steps than warm up (train.warmup_steps=0 has no warm-up), or raise "
+        "train.learning_rate; with BF16 weights train.optim=adamw_torch_8bit or "
+        "model.dtype=float32",
+    )
 
 
 def receipt_of(
@@ -97,6 +116,7 @@ def receipt_of(
         fp8_flop_share=share.get("fp8", 0.0) + share.get("fp4", 0.0),
         flop_share=share,
         trainable=dict(proof.trainable) if proof else {},
+        movement=proof.numbers.described() if proof else {},
         layers=proof.layers if proof else [],
         held=proof.sentinel.described() if proof else {},
         environment=environment(device) | {"patches": patches},

@@ -24,7 +24,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.data.dataset import load_data, refuse_no_eval_rows
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import this_device
 from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, output, whole
@@ -36,7 +36,7 @@ from finetune.storage import nf4
 from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
-from finetune.training.evidence import refuse_disagreement
+from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, guard_trackers, others_alive, write_failure
 from finetune.training.model import VARLEN, Attention, load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
@@ -105,7 +105,10 @@ def train(
         if forecast is not None and run.is_main and not run.stop.asked:
             run.receipt.memory |= forecast.predicted(ahead, run.meter.batch)
             run.receipt.save(run.folder / "receipt.json")
-        return run.report()
+        report = run.report()
+        if run.still is not None:
+            raise run.still
+        return report
 
 
 class _Run:
@@ -121,11 +124,13 @@ class _Run:
         stop: handler of Ctrl-C.
         until: step after which it stops.
         stopped, interrupted: the error that ended the run, if any; or that a signal did.
+        still: the error if it came to its end, and not one number has changed.
         receipt: made by `close`.
     """
 
     receipt: Receipt
     until: int | None = None
+    still: ProofError | None = None
 
     def __init__(
         self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None, *, force: bool
@@ -303,7 +308,7 @@ class _Run:
         # A launcher ends the processes that outlive another by a signal, too.
         self.interrupted = self.stop.asked and after is None
         try:
-            self._close()
+            self._close(ended=after is None and not self.interrupted)
             # Of processes that failed some may be gone, or wait for this one elsewhere.
             if after is None and not self.stop.is_cut_short:
                 refuse_disagreement(self.receipt)
@@ -316,13 +321,16 @@ class _Run:
             what = "the receipt could not be written"
             raise write_failure(error, self.folder, what) from error
 
-    def _close(self) -> None:
+    def _close(self, *, ended: bool) -> None:
         for watcher in (self.meter, self.timer, self.bar, self.monitor):
             watcher.close()
         self.receipt = self.session.receipt()
         self.receipt.notes, self.receipt.memory = self.notes, self.meter.reading()
         self.receipt.conditions = self.session.conditions(self.trainer)
         self.receipt.data = {name: found.as_json() for name, found in self.ledgers.items()}
+        if ended and self.resume is None:  # the last steps of a run may change nothing
+            self.still = standstill(self.receipt)
+            self.stopped = self.still.what if self.still else ""
         self.receipt.run = {
             "name": self.recipe.name,
             "folder": str(self.folder),

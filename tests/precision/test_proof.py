@@ -15,8 +15,10 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConversionError, OrderError, PrecisionError, ProofError
 from finetune.precision import convert, planner
 from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.proof import numbers
 from finetune.precision.proof.movement import IDLE_STEPS
 from finetune.precision.proof.witness import Witness
+from finetune.runs.receipt import changed_numbers
 from finetune.training.references import PRECOMPUTES
 from tests.conftest import batch
 
@@ -81,7 +83,7 @@ def test_weight_that_does_not_move(make_llama, setup_backend) -> None:
 def test_weight_whose_gradient_is_zeros(make_llama, setup_backend, decay) -> None:
     """What underflow looks like: the graph is whole, and the message must not say otherwise.
 
-    Decay alone is no training: with torch's default of 0.01 the receipt said "all updated".
+    Decay alone is no training: with torch's default of 0.01 the receipt called it updated.
     """
     model = make_llama()
     model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
@@ -187,17 +189,42 @@ def test_steps_without_learning_rate_prove_nothing(make_llama, setup_backend) ->
 
 
 def test_bf16_weights_below_resolution_are_told(make_llama, setup_backend) -> None:
-    """Norm weights are 1.0: in BF16 an update of 1e-5 is rounded away, and that is said."""
+    """An update of 1e-5 is lost beside most weights in BF16, and beside each norm's 1.0."""
     model = make_llama().bfloat16()
     accelerator, model, optimizer = prepared(model, setup_backend, lr=1e-5)
     optimizer.optimizer.param_groups[0]["weight_decay"] = 0.0
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(accelerator, model, optimizer)
+    with pytest.warns(
+        UserWarning, match=r"[0-9]\.\d% of the numbers in BF16 matrices have changed"
+    ):
+        step(accelerator, model, optimizer, seed=1)
     receipt = get_receipt()
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
     assert receipt.status == "proven"
     assert receipt.trainable["below_resolution"] == norms
     assert receipt.trainable["moved"] == receipt.trainable["after"] - norms
+    moved = sum(int((before[n] != p).sum()) for n, p in model.named_parameters())
+    assert changed_numbers(receipt.movement) == (moved, receipt.trainable["after"])
+    groups = {group["kind"]: group for group in receipt.movement["early"]["groups"]}
+    assert groups["vectors"]["changed"] == 0 < groups["matrices"]["changed"] < moved + 1
+    assert f"{moved:,} of {receipt.trainable['after']:,} trainable parameters changed" in str(
+        receipt
+    )
+
+
+def test_large_tensors_are_sampled_in_all_columns(monkeypatch) -> None:
+    """Every 256th number of rows of 4096 would be 16 columns alone."""
+    monkeypatch.setattr(numbers, "SAMPLE", 4096)
+    columns = torch.arange(4096.0).expand(256, 4096)
+    assert len(numbers.sample(columns).unique()) > 4000
+    model = nn.Linear(4096, 256, bias=False)
+    watch = numbers.Numbers(model)
+    watch.before_step(dict(model.named_parameters()))
+    with torch.no_grad():
+        model.weight[:, :1024] += 1
+    watch.after_step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert changed_numbers(watch.described()) == (pytest.approx(2**18, rel=0.05), 2**20)
 
 
 def test_layer_switched_back_to_high_precision(make_llama, setup_backend) -> None:

@@ -61,6 +61,8 @@ def test_two_processes_train_in_fp8_with_the_same_scales(mode, facts) -> None:
         assert one["processes"] == 2
         assert one["share"] > 0.5
         assert t["before"] == t["after"] == t["in_optimizer"] == t["moved"] > 0
+        changed, numbers = one["changed"]  # of shards, estimates for the whole
+        assert t["before"] / 2 < changed <= numbers == t["before"]
         assert (one["sharded"] > 0) == (mode != "ddp"), "parameters are DTensors under FSDP2"
         assert one["experts"] == {name: ["fp8"] * 3 for name in names}
     assert len(first["scale"]) >= 3, "x, w and g of some layers"

@@ -434,7 +434,8 @@ def test_resuming_under_another_scaling_begins_its_history_anew(tmp_path) -> Non
 def test_odd_file_names(name, tmp_path) -> None:
     rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
     (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    overrides = [f"data.path={tmp_path / name}", "train.max_steps=1", *SMALL_BATCHES]
+    steps = ("train.max_steps=1", "train.warmup_steps=0")
+    overrides = [f"data.path={tmp_path / name}", *steps, *SMALL_BATCHES]
     report = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path / "runs", console=QUIET)
     assert not json.loads((report.folder / "report.json").read_text())["proven"], "one step"
 
@@ -470,3 +471,16 @@ def test_the_eval_loss_of_a_run_is_that_of_the_model_it_keeps(tmp_path) -> None:
     (best,), (last, kept) = losses[5], losses[10]
     assert best < last
     assert report.eval_loss == kept == pytest.approx(best, rel=1e-4)
+
+
+def test_a_run_that_changes_nothing_fails_at_its_end(cli) -> None:
+    """All steps of it within the warm-up, whose first learning rate is zero."""
+    steps = ("train.max_steps=1", "train.warmup_steps=1", "train.save_strategy=no")
+    done = cli("tiny_lora_bf16", *steps, *SMALL_BATCHES, "train.eval_strategy=no")
+    assert done.code == 2
+    assert "0 of 90,112 trainable parameters changed" in done.err + done.out
+    (receipt,) = Path("runs").rglob("receipt.json")
+    assert "90,112" in json.loads(receipt.read_text())["run"]["stopped"]
+    assert (receipt.parent / "model").is_dir(), "saved all the same"
+    done = cli("tiny_lora_bf16", *steps, *SMALL_BATCHES, "train.warmup_steps=0")
+    assert done.code == 0

@@ -6,7 +6,8 @@ Three things are observed, none read off a flag:
    have run FP8 GEMMs and nothing else, and requested FP8 must have a share above 0.
 2. *The trainable set.* What trained before preparation must train after it, no more and no less,
    and every such parameter must be in the optimizer.
-3. *Movement* (`movement`). In the first steps the bits of every trainable parameter change.
+3. *Movement* (`movement`). In the first steps the bits of every trainable parameter change. How
+   many of its numbers have, then and at the end, is counted (`numbers`).
 
 Afterwards a `Sentinel` holds the run to its plan, at each optimizer step until the last.
 
@@ -43,6 +44,7 @@ from finetune.precision.compiling import (
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import Movement, changes_nothing, has_new_gradient
+from finetune.precision.proof.numbers import Numbers
 from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
@@ -65,6 +67,7 @@ class Proof:
         layers: rows of the receipt, after the first micro-step.
         trainable: counts for the receipt.
         sentinel: holds the model to its plan.
+        numbers: counts changed numbers, until the last step.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Proof:
         self._graded: set[int] | None = None  # ids of what had a gradient before
         self._movement = Movement(self.model, self.trainable, self._fail, optimizers)
         self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
+        self.numbers = Numbers(self.model)
         self._flops: Flops = {}
         self._left = ""
         self._makes_state = False  # the step that is being taken
@@ -344,10 +348,14 @@ class Proof:
         if self.is_open:
             trainable = named_trainable(self.model)
             self.trainable["after"] = sum(p.numel() for p in trainable.values())
+            self.numbers.before_step(trainable)
             self._movement.before_step(optimizer, trainable, self.sentinel.idle)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._makes_state or not self.is_open or not self.concerns(optimizer):
+        if self._makes_state or not self.concerns(optimizer):
+            return
+        self.numbers.after_step(optimizer)
+        if not self.is_open:
             return
         self._movement.after_step(optimizer, named_trainable(self.model))
         self.status = f"not proven: {self._movement.missing}"
