@@ -434,7 +434,8 @@ def test_resuming_under_another_scaling_begins_its_history_anew(tmp_path) -> Non
 def test_odd_file_names(name, tmp_path) -> None:
     rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
     (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    overrides = [f"data.path={tmp_path / name}", "train.max_steps=1", *SMALL_BATCHES]
+    overrides = [f"data.path={tmp_path / name}", "train.max_steps=1", "train.warmup_steps=0"]
+    overrides += SMALL_BATCHES
     report = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path / "runs", console=QUIET)
     assert not json.loads((report.folder / "report.json").read_text())["proven"], "one step"
 
@@ -460,7 +461,7 @@ def test_the_eval_loss_of_a_run_is_that_of_the_model_it_keeps(tmp_path) -> None:
     recipe = load_recipe("tiny_full_bf16", [
         "data.max_rows=160", "eval.samples=false", "train.max_steps=10", "train.learning_rate=2e-2",
         "train.eval_steps=5", "train.save_strategy=steps", "train.save_steps=5",
-        "train.load_best_model_at_end=true",
+        "train.load_best_model_at_end=true", "train.warmup_steps=5",
     ])  # fmt: skip
     report = train(recipe, out=tmp_path, console=QUIET)
     losses = {}
