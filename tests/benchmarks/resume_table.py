@@ -124,7 +124,8 @@ def files(folder: Path) -> list[Row]:
 
     recipe = load_recipe(
         "tiny_full_fp8",
-        ["train.max_steps=1", "train.save_strategy=steps", "train.eval_strategy=no",
+        ["train.max_steps=1", "train.warmup_steps=0",
+         "train.save_strategy=steps", "train.eval_strategy=no",
          "eval.samples=false", "data.max_rows=24", "train.max_length=64"],
     )  # fmt: skip
     report = train(recipe, out=folder, console=Console(quiet=True))

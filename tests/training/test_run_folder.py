@@ -144,7 +144,8 @@ def test_the_bytes_of_a_checkpoint_are_those_on_the_disk(tmp_path) -> None:
 
     recipe = load_recipe(
         "tiny_lora_fp8",
-        ["train.max_steps=1", "train.save_strategy=steps", "eval.samples=false", "data.max_rows=24",
+        ["train.max_steps=1", "train.warmup_steps=0",
+         "train.save_strategy=steps", "eval.samples=false", "data.max_rows=24",
          "train.eval_strategy=no"],
     )  # fmt: skip
     report = train(recipe, out=tmp_path, console=Console(quiet=True))
