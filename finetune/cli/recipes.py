@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import RunConfig
     from finetune.data.ledger import CountedRows
+    from finetune.training.schedule import Schedule
 
 REACH_SECONDS = 3
 """Time in which the hub has to answer before its cache alone is used."""
@@ -262,6 +263,8 @@ def data(
         print(json.dumps({**facts, "train": found.ledger.as_json(), "rows": rows}))
         return
     show_ledger(console, found)
+    if (planned := _schedule(checked.config, found)) is not None:
+        _show_schedule(console, planned)
     page = Console(record=True, file=io.StringIO(), width=100)
     for index, row in enumerate(shown):
         for target in (console, page):
@@ -287,6 +290,26 @@ def show_ledger(console: Console, found: CountedRows) -> None:
         console.print(Text(f"! {line}", style="yellow"))
     for warns, line in found.ledger.lines():
         console.print(Text(f"! {line}", style="yellow") if warns else f"      {line}")
+
+
+def _schedule(config: RunConfig, found: CountedRows) -> Schedule | None:
+    """Steps of a run on these rows; None where only some of them were read."""
+    from finetune.training.schedule import schedule_of
+
+    ledger = found.ledger
+    rows = ledger.rows - ledger.dropped if ledger.bins is None else ledger.bins
+    known = None if ledger.sampled is not None else rows
+    if known is None and found.args.max_steps <= 0:
+        return None
+    return schedule_of(found.args, known, config.data.min_steps)
+
+
+def _show_schedule(console: Console, planned: Schedule) -> None:
+    console.print(f"      {planned.line}", highlight=False)
+    if planned.lowered:
+        console.print(f"      {planned.lowered}", highlight=False)
+    if planned.few:
+        console.print(f"! {planned.few}", style="yellow", highlight=False)
 
 
 def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
@@ -377,6 +400,8 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     short = why_too_small(need, device)
     with busy(output(stderr=True), f"reading the rows of {checked.name}"):
         rows, unread = _rows(config)
+        if (planned := rows and _schedule(config, rows)) is not None:
+            planned.check()
     if as_json:
         layers = [
             {"name": x.name, "shape": x.shape, "compute": x.compute, "held": x.stored,
@@ -404,6 +429,8 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         console.print(f"data: not read: {unread}", style="yellow")
     else:
         show_ledger(console, rows)
+        if planned is not None:
+            _show_schedule(console, planned)
     console.print("\n", the_plan, "", sep="")
     again = shlex.join([recipe, *(overrides or ()), *([] if resolution else ["--gpu", "H100"])])
     console.print(whole(f"next: python -m finetune estimate {again}"), crop=False)

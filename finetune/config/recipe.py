@@ -158,9 +158,13 @@ def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None
 def _replace_duration(data: dict[str, Any], overrides: Sequence[str]) -> None:
     """`train.num_train_epochs=3` alone replaces the recipe's `train.max_steps`, and vice versa.
 
-    Transformers lets `max_steps` win over epochs, without a word.
+    Transformers lets `max_steps` win over epochs, without a word. A typed accumulation stays as it
+    is, however few the rows.
     """
     named, section = {item.partition("=")[0] for item in overrides}, data.get("train")
+    own, rows = "train.gradient_accumulation_steps", data.get("data")
+    if own in named and "data.min_steps" not in named and isinstance(rows, dict):
+        rows.pop("min_steps", None)
     epochs, steps = "num_train_epochs", "max_steps"
     for given, other in ((epochs, steps), (steps, epochs)):
         alone = f"train.{given}" in named and f"train.{other}" not in named

@@ -169,6 +169,12 @@ class DataConfig(Section):
         default="error",
         description="a row that cannot be trained on ends the run, or is skipped and counted",
     )
+    min_steps: PositiveInt | None = Field(
+        default=None,
+        description="where epochs over few rows make fewer optimizer steps than this, "
+        "`train.gradient_accumulation_steps` is lowered, down to 1; left out, or where that is "
+        "typed: it stays as it is",
+    )
     prompts: tuple[str, ...] = Field(
         default=(), description="questions that the model answers at each evaluation and at the end"
     )

@@ -366,12 +366,16 @@ def _not_formatted(name: str, error: BaseException, step: int | None = None) -> 
 
 @dataclass(frozen=True)
 class CountedRows:
-    """Rows of a recipe, and `prepared`: tokenized and cut as for training, not packed."""
+    """Rows of a recipe, and `prepared`: tokenized and cut as for training, not packed.
+
+    `args` are those of the trainer that would read them.
+    """
 
     rows: Rows
     prepared: Dataset
     ledger: Ledger
     tokenizer: Any
+    args: Any
 
 
 def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
@@ -415,7 +419,7 @@ def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
     )
     if args.packing:
         prepared = prepare(held, tokenizer, args, False, None, "train")
-    return CountedRows(rows, prepared, ledger, tokenizer)
+    return CountedRows(rows, prepared, ledger, tokenizer, args)
 
 
 def nothing_trained(found: Ledger, name: str) -> DataError:

@@ -49,6 +49,7 @@ from finetune.training.run_folder import (
     write_card,
 )
 from finetune.training.samples import prompts_of
+from finetune.training.schedule import schedule_of
 from finetune.training.session import Session, session_of
 from finetune.training.varlen import fix_documents, prefer_flash_3
 
@@ -153,6 +154,8 @@ class _Run:
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         refuse_no_eval_rows(self.rows, self.args)
+        if self.args.max_steps > 0:  # by epochs: once rows are packed
+            schedule_of(self.args, None).check()
         self._choose_checkpoint(out, state.num_processes)
         if not force:
             check_disk(ahead, out, Checkpoint(self.resume) if self.resume else None)
@@ -263,6 +266,7 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
+        self._fit_to_rows()
         self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:
@@ -281,6 +285,21 @@ class _Run:
         if session.precision.compute == "fp16":
             self.trainer.callback_handler.callbacks.insert(0, LossScaleLog())
         self._started = time.perf_counter()
+
+    def _fit_to_rows(self) -> None:
+        """Lower accumulation where rows are few; refuse a learning rate that stays near zero."""
+        from transformers.trainer_utils import has_length
+
+        args, rows = self.trainer.args, self.trainer.train_dataset
+        count = len(rows) if has_length(rows) else None
+        found = schedule_of(args, count, self.config.data.min_steps)
+        found.check()
+        args.gradient_accumulation_steps = found.args.gradient_accumulation_steps
+        if found.lowered:
+            self.notes = [*self.notes, found.lowered]
+            self.console.print(found.lowered, crop=False, highlight=False)
+        if found.few:
+            self._warn(found.few)
 
     def _is_in_another_precision(self, session: Session) -> bool:
         """True if the checkpoint's amax histories are of another precision than this run's."""

@@ -78,6 +78,7 @@ def conversations(draw: st.DrawFn) -> Case:
     return Case(
         "rows: turns",
         (verb, "tiny_full_bf16", "data.path=r.jsonl", "model.name=./m", "train.max_steps=1",
+         "train.warmup_steps=0",
          *streamed),
         {"r.jsonl": "".join(json.dumps(x) + "\n" for x in rows).encode(),
          "m/chat_template.jinja": template.read_bytes()},

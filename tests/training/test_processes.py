@@ -77,6 +77,7 @@ def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(
     are left out, eval rows are not.
     """
     words = ("tiny_lora_bf16", *SETTINGS, f"data.max_rows={rows}", "train.max_steps=1")
+    words += ("train.warmup_steps=0",)
     words += ("train.packing=true", "train.max_length=128") * packing
     words += ("train.eval_strategy=steps", "eval.at_start=true")
     words += ("train.per_device_eval_batch_size=4",)

@@ -461,7 +461,7 @@ def test_the_eval_loss_of_a_run_is_that_of_the_model_it_keeps(tmp_path) -> None:
     recipe = load_recipe("tiny_full_bf16", [
         "data.max_rows=160", "eval.samples=false", "train.max_steps=10", "train.learning_rate=2e-2",
         "train.eval_steps=5", "train.save_strategy=steps", "train.save_steps=5",
-        "train.load_best_model_at_end=true",
+        "train.load_best_model_at_end=true", "train.warmup_steps=5",
     ])  # fmt: skip
     report = train(recipe, out=tmp_path, console=QUIET)
     losses = {}

@@ -43,6 +43,7 @@ from finetune.training.health.operands import (
 )
 from finetune.training.health.speed import Speed
 from finetune.training.patches import replaced
+from finetune.training.schedule import LEAST_SHARE, reached
 
 Ratios = dict[str, Ratio]
 OVERFLOW_WARNING = 0.01
@@ -108,6 +109,12 @@ class HealthMonitor(TrainerCallback):
         line = repeats_line(loader, state.max_steps * each)
         if line and state.is_world_process_zero:
             self._warn_once("repeats", line)
+        if (share := reached(self.trainer.lr_scheduler, state.max_steps)) < LEAST_SHARE:
+            self._warn_once(
+                "learning rate",
+                f"the learning rate gets to {share:.0%} of its value in {state.max_steps:,} steps "
+                "(fewer warmup_steps, or a share of the steps: warmup_steps=0.1)",
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.close()

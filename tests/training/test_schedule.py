@@ -1,0 +1,163 @@
+"""A run that cannot learn is refused before it begins; few rows get steps enough."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shlex
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.training.schedule import LEAST_SHARE, peak_of, remedy, schedule_of, steps_of
+
+WORDS = [
+    *("harbour", "boat", "crane", "cargo", "tide", "keel"),
+    *("rope", "pier", "anchor", "captain", "sail", "port"),
+]
+
+
+def args_of(**values):
+    from trl import SFTConfig
+
+    usual = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
+    usual |= {"use_cpu": True, "report_to": "none", "num_train_epochs": 1}
+    return SFTConfig(**{"output_dir": "unused", **usual, **values})
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """A function that writes rows of one question and one answer, of about 60 tokens."""
+
+    def write(count: int) -> str:
+        draw = random.Random(0)
+        file = tmp_path / f"chat{count}.jsonl"
+        with file.open("w", encoding="utf-8") as lines:
+            for _ in range(count):
+                asked = draw.choices(WORDS, k=5)
+                turns = [
+                    ("user", "Sort " + " ".join(asked)),
+                    ("assistant", " ".join(sorted(asked))),
+                ]
+                row = {"messages": [{"role": who, "content": text} for who, text in turns]}
+                lines.write(json.dumps(row) + "\n")
+        return file.name
+
+    return write
+
+
+OF_8B = (
+    *("llama_8b_lora_bf16", "model.name=builtin:tiny_llama", "~model.pad_token"),
+    *("model.dtype=float32", "eval.samples=false", "train.save_strategy=no"),
+    *("train.optim=adamw_torch", "train.max_length=128", "lora.target_modules=all-linear"),
+    *("precision.compute=fp32", "train.gradient_checkpointing=false"),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_own_rows_under_a_recipe_of_eight_billion_are_learned(cli, chat, tmp_path) -> None:
+    """They were 3 steps in 20 of warm-up: the loss stayed where it was."""
+    words = (*OF_8B, f"data.path={chat(200)}")
+    ran = cli(*words)
+    assert ran.code == 0, ran.err
+    said = " ".join(ran.out.split())
+    assert "gradient accumulation: 1 instead of 4, since rows are few" in said
+    assert "17 optimizer steps are few; train.per_device_train_batch_size=1" in said
+    (folder,) = (tmp_path / "runs" / words[0]).iterdir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert losses[-1] < losses[0] - 0.1
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert receipt["conditions"]["tokens per step"]["accumulation"] == 1
+    assert any("gradient accumulation" in note for note in receipt["notes"])
+
+
+def test_few_rows_are_accumulated_less_and_what_is_typed_stays(cli, chat) -> None:
+    words = ("data", *OF_8B, f"data.path={chat(200)}", "--show", "0")
+    few = "steps: 17 of 4 rows (4 x 1 x 1), learning rate up to 0.0002 of 0.0002"
+    assert few in cli(*words).out
+    assert "steps: 5 of 16 rows" in cli(*words, "train.gradient_accumulation_steps=4").out
+    many = cli(*words, "train.num_train_epochs=10")
+    assert "steps: 50 of 16 rows" in many.out, "nothing to lower where steps are enough"
+
+
+def test_a_rate_that_stays_near_zero_is_refused_before_a_model_is_loaded(cli, tmp_path) -> None:
+    words = ("tiny_lora_bf16", "train.max_steps=12", "train.warmup_steps=40", "data.max_rows=40")
+    for verb in ((), ("validate",)):
+        refused = cli(*verb, *words)
+        assert refused.code == 2
+        assert "the learning rate would get to 28% of its value in 12 steps" in refused.err
+    assert not (tmp_path / "runs").exists()
+    fix = refused.err.partition("fix:")[2].split(";")[0]
+    assert cli("validate", *words, *shlex.split(fix)).code == 0
+
+
+@given(
+    steps=st.integers(1, 60),
+    warmup=st.one_of(st.integers(0, 80), st.floats(0, 0.99)),
+    kind=st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_peak_is_that_of_the_trainers_schedule_and_the_remedy_works(steps, warmup, kind):
+    """Against the rates that an optimizer really gets."""
+    import torch
+    from transformers import get_scheduler
+
+    args = args_of(warmup_steps=warmup, lr_scheduler_type=kind)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    made = get_scheduler(kind, optimizer, args.get_warmup_steps(steps), steps)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    assert peak_of(args, steps) == pytest.approx(max(seen))
+    key, _, value = remedy(args, steps).partition("=")
+    changed = float(value) if key == "warmup_steps" else value
+    assert peak_of(args_of(**{"lr_scheduler_type": kind, key: changed}), steps) >= LEAST_SHARE
+
+
+@given(
+    rows=st.integers(1, 3000),
+    batch=st.integers(1, 8),
+    accumulation=st.integers(1, 8),
+    epochs=st.sampled_from([0.5, 1, 3]),
+    least=st.integers(1, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_accumulation_is_lowered_no_further_than_needed(rows, batch, accumulation, epochs, least):
+    args = args_of(
+        per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+        num_train_epochs=epochs,
+    )  # fmt: skip
+    found = schedule_of(args, rows, least)
+    each = found.args.gradient_accumulation_steps
+    assert 1 <= each <= accumulation == args.gradient_accumulation_steps
+    assert found.steps == steps_of(found.args, rows)
+    assert found.steps >= least or each == 1
+    if each < accumulation:
+        args.gradient_accumulation_steps = each + 1
+        assert steps_of(args, rows) < least
+    loader = math.ceil(rows / batch)
+    assert found.steps == math.ceil(epochs * math.ceil(loader / each))
+
+
+def test_a_script_is_told_and_trains(make_llama, setup_backend, tmp_path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from tests.conftest import batch
+
+    setup_backend("emulated")
+    rows = [{key: value[0] for key, value in batch(1, seed=i).items()} for i in range(8)]
+    args = TrainingArguments(
+        str(tmp_path), max_steps=3, warmup_steps=20, report_to="none", use_cpu=True,
+        per_device_train_batch_size=2, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Trainer(make_llama(), args, train_dataset=rows).train()
+    lines = [str(one.message) for one in said]
+    assert any("the learning rate gets to 10% of its value in 3 steps" in line for line in lines)
