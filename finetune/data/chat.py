@@ -2,10 +2,7 @@
 
 A template prints what it is given: a number, a picture or a call without a name would train an
 answer that nobody wrote, so each part has the type that its place asks for.
-
-TRL trains messages with the tokenizer's template where that marks the assistant's parts
-(`{% generation %}`), and else with a marked copy of its own, if it knows the template
-(`trl.chat_template_utils`, TRL 1.16). Rows are checked against the one that is used.
+What is trained on of it is the affair of `finetune.data.masks`.
 """
 
 from __future__ import annotations
@@ -188,27 +185,14 @@ FAILED = "\0"
 CALL = {"type": "function", "function": {"name": "probed_call", "arguments": {"of": "a probe"}}}
 
 
-def training_template(tokenizer: Any) -> str | None:
-    """Template that messages are trained with; None if nothing marks the assistant's parts."""
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    given = tokenizer.chat_template
-    given = given.get("default") if isinstance(given, dict) else given
-    if has_generation_markers(tokenizer.chat_template):
-        return given
-    try:
-        return get_training_chat_template(tokenizer)
-    except (TemplateError, *TEMPLATE_ERRORS):  # TRL does not know this template
-        return None
-
-
-def refusal(row: dict[str, Any], tokenizer: Any, template: str | None) -> str:
+def refusal(row: dict[str, Any], tokenizer: Any) -> str:
     """Reason why the template takes no such conversation; empty where it does."""
-    text = _rendered(_turns(row), row.get("tools") or [], tokenizer, template)
+    text = _rendered(turns_of(row), row.get("tools") or [], tokenizer)
     return text.removeprefix(FAILED) if text.startswith(FAILED) else ""
 
 
-def _turns(row: dict[str, Any]) -> list[dict[str, Any]]:
+def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a row of messages, or of a prompt and a completion in turns."""
     return row.get("messages") or [*row["prompt"], *row["completion"]]
 
 
@@ -224,7 +208,7 @@ def null_content(tokenizer: Any) -> dict[str, Any]:
             {"role": "user", "content": "?"},
             {"role": "assistant", **form, "tool_calls": [CALL]},
         ]
-        text = _rendered(turns, [], tokenizer, training_template(tokenizer))
+        text = _rendered(turns, [], tokenizer)
         if "probed_call" in text and "None" not in text:
             return form
     return forms[0]
@@ -233,25 +217,23 @@ def null_content(tokenizer: Any) -> dict[str, Any]:
 def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:
     """Parts of turns that the template leaves out, each tried where it first occurs.
 
-    A part is a key of a turn by its role, the last turn apart: some templates leave the reasoning
-    out of earlier ones. Calls behind the first of a turn are a part of their own.
+    A part is a key of a turn by its role, the last turn apart. An answer is the last one of its own
+    row (`finetune.data.masks`). Calls behind the first of a turn are a part of their own.
 
     Raises:
         DataError: tools or tool calls are left out: a turn that calls one would be empty.
     """
-    template = training_template(tokenizer)
     seen: set[Any] = set()
     notes: list[str] = []
     for index, row in enumerate(itertools.islice(rows, TRIED)):
-        turns, tools = _turns(row), row.get("tools") or []
+        turns, tools = turns_of(row), row.get("tools") or []
         for part, changed, others in _without_parts(turns, tools):
             if part in seen:
                 continue
             seen.add(part)
             key, role, when = part
-            if _rendered(turns, tools, tokenizer, template) != _rendered(
-                changed, others, tokenizer, template
-            ):
+            shown = turns[: len(changed)]
+            if _rendered(shown, tools, tokenizer) != _rendered(changed, others, tokenizer):
                 continue
             if key in SILENT or key == "content":
                 note = f"the chat template does not use {key!r} of {when} turn of {role!r}"
@@ -275,7 +257,8 @@ def _without_parts(
     if tools:
         yield ("tools", "", ""), turns, []
     for position, turn in enumerate(turns):
-        when = "the last" if position == len(turns) - 1 else "an earlier"
+        shown = turns[: position + 1] if turn["role"] == "assistant" else turns
+        when = "the last" if position == len(shown) - 1 else "an earlier"
         for key in turn:
             if key == "role" or not turn[key]:
                 continue
@@ -283,29 +266,27 @@ def _without_parts(
                 only = turn | {key: turn[key][:1]}
                 yield (
                     (key, turn["role"], "calls behind the first of a turn"),
-                    _with(turns, position, only),
+                    _with(shown, position, only),
                     tools,
                 )
             if key == "content":
                 other = turn | {key: "another text"} if isinstance(turn[key], str) else None
                 bare = "a calling" if turn.get("tool_calls") else when
                 if other is not None and turn[key].strip():
-                    yield (key, turn["role"], bare), _with(turns, position, other), tools
+                    yield (key, turn["role"], bare), _with(shown, position, other), tools
                 continue
             without = {k: v for k, v in turn.items() if k != key}
             label = when if key in SILENT else ""
-            yield (key, turn["role"], label), _with(turns, position, without), tools
+            yield (key, turn["role"], label), _with(shown, position, without), tools
 
 
 def _with(turns: list[Any], position: int, turn: dict[str, Any]) -> list[Any]:
     return [*turns[:position], turn, *turns[position + 1 :]]
 
 
-def _rendered(turns: list[Any], tools: list[Any], tokenizer: Any, template: str | None) -> str:
+def _rendered(turns: list[Any], tools: list[Any], tokenizer: Any) -> str:
     """A conversation as text; what went wrong, if it cannot be rendered."""
     try:
-        return tokenizer.apply_chat_template(
-            turns, tools=tools or None, chat_template=template, tokenize=False
-        )
+        return tokenizer.apply_chat_template(turns, tools=tools or None, tokenize=False)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         return f"{FAILED}{type(error).__name__}: {error}"

@@ -14,15 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.schema import DataConfig, ModelConfig
-from finetune.data.chat import training_template, unused_parts
+from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
-from finetune.data.rows import (
-    TRAINED_TURNS,
-    Form,
-    formatted,
-    formatted_stream,
-    unused_columns,
-)
+from finetune.data.masks import TRAINED_TURNS
+from finetune.data.rows import Form, formatted, formatted_stream, unused_columns
 from finetune.data.sources import Source, files_of, reading, sources_of
 from finetune.errors import DataError, some
 from finetune.storage.pretrained import vocabulary_of
@@ -141,14 +136,7 @@ def load_data(
     if held_out is not None:
         description += f", {len(held_out):,} eval rows"
     if kind == "messages":
-        settings["assistant_only_loss"] = training_template(tokenizer) is not None
-        on = "the assistant's turns" if settings["assistant_only_loss"] else "every token"
-        description += f", loss on {on}"
-        if not settings["assistant_only_loss"]:
-            notes.append(
-                "the chat template has no {% generation %} markers, so the user's turns are "
-                "trained on too; give prompt and completion, or a template with markers"
-            )
+        settings["assistant_only_loss"] = True
     streams = any(part.stream is not None for part in parts)
     first = _concatenated([part.train for part in parts]) if streams else None
     if streams:  # processes read the stream themselves: rows of a batch differ in length

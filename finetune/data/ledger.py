@@ -6,7 +6,8 @@
 TRL tokenizes, masks, truncates and packs (`SFTTrainer._prepare_dataset`), and drops rows of which
 truncation leaves no trained token without a word. `AccountedTrainer` lets it do so in two steps,
 first everything but truncating and packing, counts what is there, and lets it finish: the prepared
-rows are those of one step. Of a stream, and of large files before a run, a sample is counted.
+rows are those of one step. Conversations it gets tokenized and masked (`finetune.data.masks`). Of a
+stream, and of large files before a run, a sample is counted.
 """
 
 from __future__ import annotations
@@ -14,28 +15,30 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 from jinja2 import TemplateError
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
-from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import is_conversational
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import REFUSALS, refused, sft_config
 from finetune.config.train_section import with_checkpointing
-from finetune.data.chat import training_template
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data
+from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
 from finetune.data.repeats import EvaluatesOnce
-from finetune.data.rows import TRAINED_TURNS, workers
+from finetune.data.rows import workers
 from finetune.errors import ConfigError, DataError, FinetuneError, first_line
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
+
+TOKENIZED = Features(input_ids=List(Value("int64")), labels=List(Value("int64")))
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Ledger:
         max_length: the limit; None without one.
         refused: rows that could not be read and were skipped (`data.on_bad_row`).
         chat: True if the rows are turns of a conversation.
+        on: which tokens of a conversation are trained on, for a line.
+        split: rows more than there are conversations, of which some have become several.
         sampled: rows that were looked at, where these are not all.
         pad_is_stop: True if the padding token is the end-of-text token.
         in_eval: evaluation rows that are also training rows (`Rows.shared`).
@@ -72,6 +77,8 @@ class Ledger:
     max_length: int | None
     refused: int = 0
     chat: bool = False
+    on: str = ""
+    split: int = 0
     sampled: int | None = None
     pad_is_stop: bool = False
     in_eval: int = 0
@@ -79,7 +86,7 @@ class Ledger:
     @property
     def read(self) -> int:
         """Rows that were read: refused, dropped or trained on."""
-        return self.rows + self.refused
+        return self.rows + self.refused - self.split
 
     @property
     def kept(self) -> int:
@@ -102,11 +109,17 @@ class Ledger:
         """(is a warning, line) for the console."""
         if self.sampled is not None:
             yield False, f"the first {self.sampled:,} rows, which stand for all:"
-        facts = [f"{self.kept:,} tokens", f"{self.share:.1%} of them trained"]
+        facts = [f"{self.kept:,} tokens", f"{self.share:.1%} of them trained{self.on}"]
         facts.append(f"longest row {self.longest:,}")
         if self.efficiency is not None:
             facts.append(f"packed into {self.bins:,} rows, {self.efficiency:.0%} full")
         yield False, ", ".join(facts)
+        if self.split:
+            yield (
+                False,
+                f"{self.rows - self.split:,} conversations are {self.rows:,} rows: an answer that "
+                "the chat template alters when others follow it has a row of its own",
+            )
         if self.refused:
             yield True, f"{self.refused:,} rows could not be read and are skipped"
         if self.in_eval:
@@ -232,10 +245,15 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
 
     ledgers: dict[str, Ledger]
     vocabulary: int = UNKNOWN
+    only_answers: bool = False
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        super().__init__(model, *args, **kwargs)
+        self.only_answers, args.assistant_only_loss = args.assistant_only_loss, False
+        try:  # TRL would look for a marked copy of the chat template, and has few
+            super().__init__(model, args, **kwargs)
+        finally:
+            args.assistant_only_loss = self.only_answers
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers'; rows by length in an order that a run which goes on makes again."""
@@ -267,43 +285,58 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
         prepare, ledgers = super()._prepare_dataset, self.__dict__.setdefault("ledgers", {})
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
-        held = isinstance(dataset, Dataset)
-        flagged = TRAINED_TURNS in (dataset.column_names or next(iter(dataset)))
+        held, row = isinstance(dataset, Dataset), next(iter(dataset))
         if held and args.dataset_num_proc is None:
             args = copy.copy(args)
             args.dataset_num_proc = whole.dataset_num_proc = workers(len(dataset))
+        if self.only_answers and not is_conversational(row):
+            raise ConfigError(
+                "train.assistant_only_loss=true needs rows of messages",
+                where="train.assistant_only_loss",
+                why=f"columns found: {', '.join(sorted(row))}",
+                fix="~train.assistant_only_loss",
+            )
         # A stream is not counted, and each look at its first row fills the buffer of its shuffle.
-        first = (whole, False) if held or flagged else (args, packing)
+        first, given = (whole, False) if held else (args, packing), dataset
+        processes = {"num_proc": args.dataset_num_proc} if held else {}
+        pairs = "prompt" in row and bool(self.completion_only_loss)
         try:
+            if is_conversational(row) and (self.only_answers or pairs):
+                dataset = dataset.map(
+                    partial(masked, tokenizer=self._tokenizer, completion_only=pairs),
+                    batched=True,
+                    remove_columns=[*row],
+                    features=TOKENIZED,
+                    **processes,
+                )
+            elif TRAINED_TURNS in row:
+                dataset = dataset.map(refuse_weights, **processes)
             tokenized: Any = prepare(
                 dataset, processing_class, *first, formatting_func, dataset_name
             )
         except (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise _not_formatted(dataset_name, error) from error
-        if not held and not flagged:
+        if not held:
             return tokenized
-        if flagged:
-            processes = {"num_proc": whole.dataset_num_proc} if held else {}
-            tokenized = tokenized.map(_only_trained_turns, **processes)
-        tokenizer, found = self._tokenizer, None
-        if held:
-            # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
-            stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-            found = account(
-                tokenized, args, packing=packing, stops=stops,
-                blank=lambda token: not str(tokenizer.decode([token])).strip(),
-                vocabulary=self.vocabulary,
-            )  # fmt: skip
-            if not found.trained:
-                raise nothing_trained(found, dataset_name)
+        tokenizer = self._tokenizer
+        # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
+        stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        found = account(
+            tokenized, args, packing=packing, stops=stops,
+            blank=lambda token: not str(tokenizer.decode([token])).strip(),
+            vocabulary=self.vocabulary,
+        )  # fmt: skip
+        if not found.trained:
+            raise nothing_trained(found, dataset_name)
         done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
-        if found is not None:
-            ledgers[dataset_name] = replace(
-                found,
-                bins=len(done) if packing else None,
-                chat=is_conversational(dataset[0]),
-                pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
-            )
+        ledgers[dataset_name] = replace(
+            found,
+            bins=len(done) if packing else None,
+            chat=is_conversational(row),
+            on=" (the assistant's turns)" if self.only_answers else "",
+            split=len(tokenized) - len(given),
+            pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
+        )
         return done
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,26 +354,6 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
             if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
                 raise
             raise _not_formatted("train", error, step=self.state.global_step) from error
-
-
-def _only_trained_turns(row: dict[str, Any]) -> dict[str, Any]:
-    """Labels without those of turns that are not trained on: the n-th run is the n-th turn's."""
-    flags, labels = row[TRAINED_TURNS], np.asarray(row["labels"])
-    if flags is None or all(flags):
-        return {"labels": row["labels"]}
-    on = labels != MASKED
-    begins = on & ~np.concatenate([[False], on[:-1]])
-    if begins.sum() != len(flags):
-        raise DataError(
-            f"{len(flags)} turns of the assistant are marked in {begins.sum()} parts by the chat "
-            "template",
-            where="data: a row with a turn that is not to be trained on (weight, train, loss)",
-            why="it is not known which part belongs to which turn",
-            fix="remove the flags, or give prompt and completion, or a template with "
-            "{% generation %} markers around each turn",
-        )
-    kept = on & np.asarray(flags)[np.cumsum(begins) - 1]
-    return {"labels": np.where(kept, labels, MASKED).tolist()}
 
 
 def _no_such_token(token: int, vocabulary: int) -> DataError:
@@ -397,8 +410,7 @@ def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
     trainer = object.__new__(AccountedTrainer)  # without a model: preparing rows needs none
     state: Any = trainer
     state._tokenizer, state.chat_template = tokenizer, None
-    if args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
-        state.chat_template = training_template(tokenizer)
+    state.only_answers = args.assistant_only_loss
     held: Any = rows.train if rows.sample is None else rows.sample
     pairs = {"prompt", "completion"} <= set(held.column_names)
     state.completion_only_loss = (

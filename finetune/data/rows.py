@@ -34,9 +34,9 @@ from finetune.data.chat import (
     parsed,
     plain,
     refusal,
-    training_template,
     turn_of,
 )
+from finetune.data.masks import TRAINED_TURNS, answers
 from finetune.data.sources import files_of
 from finetune.errors import DataError, did_you_mean
 from finetune.hardware.device import cores
@@ -89,7 +89,7 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
         if form.data.on_bad_row == "skip":
             template = form.tokenizer.chat_template  # another one refuses other rows
             name = made_by(rows, "reasons", *_arguments(convert), template)
-            refused = _bad_rows(rows, _taken(convert, kind, form.tokenizer), name)
+            refused = _bad_rows(rows, _taken(convert, form.tokenizer), name)
             rows = _without(rows, refused, source)
         return kind, mapped(rows, partial(_numbered, convert, source, 0)), _named(refused)
     except UnicodeDecodeError as error:
@@ -112,7 +112,7 @@ def formatted_stream(
     if kind == "messages":
         features[TRAINED_TURNS] = List(Value("bool"))
     if form.data.on_bad_row == "skip":
-        taken = _taken(convert, kind, form.tokenizer)
+        taken = _taken(convert, form.tokenizer)
         rows = rows.filter(lambda row: not _problem(taken, row))
     return rows.map(
         partial(_numbered, convert, source, first),
@@ -122,15 +122,16 @@ def formatted_stream(
     )
 
 
-def _taken(convert: Converter, kind: str, tokenizer: Any) -> Converter:
-    """A converter that refuses turns which the chat template refuses, too."""
-    template = training_template(tokenizer) if kind == "messages" else None
+def _taken(convert: Converter, tokenizer: Any) -> Converter:
+    """A converter that refuses turns which the chat template refuses or prints in part, too."""
 
     def checked(row: dict[str, Any]) -> dict[str, Any]:
         found = convert(row)
         turns = any(isinstance(found.get(key), list) for key in ("messages", "completion"))
-        if turns and (why := refusal(found, tokenizer, template)):
+        if turns and (why := refusal(found, tokenizer)):
             raise BadRowError(f"the chat template refuses it: {why}")
+        if turns:
+            answers(found, tokenizer)
         return found
 
     return checked if tokenizer.chat_template else convert
@@ -378,8 +379,6 @@ def _turns_pair(ask: Any, answer: Any, null: Null | None, row: dict[str, Any]) -
 
 # ------------------------------------------------------------------- maps, cached by `datasets`
 
-TRAINED_TURNS = "trained_turns"
-"""Column with a truth value for each turn of the assistant, where not all of them are true."""
 MANY, MOST = 20_000, 16
 """Rows from which on several processes convert and tokenize, and the most of these."""
 
@@ -391,7 +390,7 @@ def workers(count: int) -> int | None:
 
 def made_by(rows: Dataset, *what: Any) -> str:
     """Name of converted rows in the cache of `datasets`: of the rows, and of the code for them."""
-    files = [Path(__file__).with_name(name) for name in ("rows.py", "chat.py")]
+    files = [Path(__file__).with_name(name) for name in ("rows.py", "chat.py", "masks.py")]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
 

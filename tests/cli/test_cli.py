@@ -792,7 +792,7 @@ def test_data_counts_and_shows_what_is_trained_on(cli) -> None:
     found = cli("data", "tiny_lora_fp8", "--show", 1, "--html", "rows.html", "data.max_rows=40")
     assert found.code == 0
     assert "32 training rows" in found.out
-    assert "of them trained, longest row" in found.out
+    assert "of them trained (the assistant's turns), longest row" in found.out
     assert "row 1, " in found.out
     assert "<|im_start|>assistant\n[[Ahoy!" in found.out, "a pipe has no colors"
     assert "[[Ahoy!" not in Path("rows.html").read_text("utf-8")

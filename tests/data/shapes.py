@@ -53,20 +53,19 @@ CALLS = [user("Tide?"), answer(None, tool_calls=[CALL]),
 PARTS = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "gh."}]
 
 
-def end(family: str, text: str, *, last: bool = True, header: bool = True) -> str:
+def end(family: str, text: str) -> str:
     """An answer as the family's template has it, with its stop token."""
-    channel = "<|start|>assistant" * header + f"<|channel|>final<|message|>{text}"
     return {
-        "chatml": f"{text}<|im_end|>" + "\n" * (not header),
+        "chatml": f"{text}<|im_end|>",
         "llama3": f"{text}<|eot_id|>",
         "gemma": f"{text}<end_of_turn>\n",
         "qwen3": f"<think>\n\n</think>\n\n{text}<|im_end|>\n",
-        "gptoss": channel + ("<|return|>" if last else "<|end|>"),
+        "gptoss": f"<|channel|>final<|message|>{text}<|return|>",
     }[family]
 
 
 def with_thoughts(family: str) -> str:
-    shown = "<|start|>assistant<|channel|>analysis<|message|>Moon.<|end|>"
+    shown = "<|channel|>analysis<|message|>Moon.<|end|><|start|>assistant"
     thought = "<think>\nMoon.\n</think>\n\nHigh.<|im_end|>\n"
     own = {"qwen3": thought, "gptoss": shown + end("gptoss", "High.")}
     return own.get(family, "") or end(family, "High.")
@@ -77,8 +76,7 @@ def call_of(family: str) -> str:
     return {
         "qwen3": "<think>\n\n</think>\n\n<tool_call>\n"
         f'{{"name": "tide", "arguments": {arguments}}}\n</tool_call><|im_end|>\n',
-        "gptoss": "<|start|>assistant to=functions.tide<|channel|>commentary json<|message|>"
-        f"{arguments}<|call|>",
+        "gptoss": f" to=functions.tide<|channel|>commentary json<|message|>{arguments}<|call|>",
     }[family]
 
 
@@ -149,15 +147,11 @@ def expected(family: str, shape: str) -> list[str] | str:
             return "does not use 'tool|chat template refuses it"
         return [call_of(family), end(family, "High.")]
     return {
-        "two answers": [end(family, "High.", last=False), end(family, "West.")],
+        "two answers": [end(family, "High."), end(family, "West.")],
         "first answer not trained": [end(family, "West.")],
         "reasoning": [with_thoughts(family)],
         "tokenized": ["".join(tokenizer_of(family).decode([6, 7]))],
-    }.get(shape) or [end(family, "High.", header=SHAPES.index(shape) < PAIRED)]  # fmt: skip
-
-
-PAIRED = SHAPES.index("prompt, completion")
-"""First shape of a prompt and a completion; before it, an answer's header is trained on too."""
+    }.get(shape) or [end(family, "High.")]
 
 
 # --------------------------------------------------------------------------------------- trained
@@ -207,10 +201,10 @@ def trained_texts(tokenizer: Any, row: dict[str, Any]) -> Iterator[str]:
 
 
 def check_sums(found: CountedRows, read: int, refused: int = 0, dropped: int = 0) -> None:
-    """read = refused + dropped + kept rows; tokens = cut + kept; trained as the labels say."""
+    """read + split = refused + dropped + kept; tokens = cut + kept; trained as the labels say."""
     ledger, labels = found.ledger, [row["labels"] for row in found.prepared]
     assert (ledger.read, ledger.refused, ledger.dropped) == (read, refused, dropped)
-    assert ledger.read == ledger.refused + ledger.dropped + len(labels)
+    assert ledger.read + ledger.split == ledger.refused + ledger.dropped + len(labels)
     assert ledger.kept == ledger.tokens - ledger.cut == sum(map(len, labels))
     assert ledger.trained == sum(label != MASKED for row in labels for label in row)
 
@@ -232,10 +226,8 @@ def main() -> None:
                 except DataError as error:
                     print(f"{shape:<28} {family:<7} refused: {error.what}; {error.why}")
                     continue
-                ledger, texts = (
-                    found.ledger,
-                    list(trained_texts(found.tokenizer, found.prepared[0])),
-                )
+                ledger = found.ledger
+                texts = [list(trained_texts(found.tokenizer, row)) for row in found.prepared]
                 print(
                     f"{shape:<28} {family:<7} rows {ledger.read} = {ledger.refused} refused + "
                     f"{ledger.dropped} dropped + {len(found.prepared)} kept; tokens {ledger.tokens}"

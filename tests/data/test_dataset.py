@@ -11,9 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
 
-from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import DataConfig
 from finetune.data.dataset import load_data
 from finetune.errors import DataError, DataNotFoundError
@@ -214,20 +212,8 @@ def test_without_a_chat_template_a_pair_stays_text(load):
     assert list(rows.train) == [{"prompt": "a?\n\n", "completion": "b."}]
 
 
-def test_the_loss_is_on_the_assistant_where_the_template_can_be_marked(load):
-    path = write("rows.jsonl", [MESSAGES])
-    marked = load(path)
-    assert marked.settings == {"assistant_only_loss": True}
-    assert marked.description.endswith("loss on the assistant's turns")
-
-    plain = AutoTokenizer.from_pretrained(TINY_LLAMA)
-    plain.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    unmarked = load(path, tokenizer=plain)
-    assert unmarked.settings == {"assistant_only_loss": False}
-    assert unmarked.description.endswith("loss on every token")
-
-
 def test_only_messages_bring_settings(load):
+    assert load(write("chat.jsonl", [MESSAGES])).settings == {"assistant_only_loss": True}
     assert load(write("rows.jsonl", [{"text": "Once."}])).settings == {}
 
 

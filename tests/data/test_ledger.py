@@ -145,13 +145,6 @@ def test_a_turn_that_asks_not_to_be_trained_on_is_not(load, prepare, tokenizer, 
         load([turns("Tide?", content="High.", **{key: 0})], tokenizer)
 
 
-def test_a_template_without_markers_is_warned_about(load) -> None:
-    plain = AutoTokenizer.from_pretrained(TINY_LLAMA)
-    plain.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    rows = load([turns("Tide?", content="High.")], plain)
-    assert "the user's turns are trained on too" in rows.notes[0]
-
-
 # ---------------------------------------------------------------------------------------- columns
 
 

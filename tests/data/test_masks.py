@@ -5,10 +5,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
+import trl
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
 
+from finetune.config.paths import TINY_LLAMA
+from finetune.data.chat import null_content, plain
+from finetune.data.checks import MASKED
+from finetune.data.masks import masked
 from finetune.errors import DataError
 from tests.data.shapes import (
     CALL,
@@ -24,12 +34,15 @@ from tests.data.shapes import (
     call_of,
     check_sums,
     counted,
+    end,
     expected,
     of,
-    tokenizer_of,
     trained_texts,
+    user,
+    with_thoughts,
 )
 
+TEMPLATE_FILES = Path(trl.__file__).parent / "chat_templates"
 BY_COLUMNS = SHAPES[SHAPES.index("Alpaca") :]
 """Shapes that become one of the others before a template sees them: one family is enough."""
 MATRIX = [
@@ -62,9 +75,11 @@ def test_masks_and_ledger(count, shape, family) -> None:
             run()
         return
     found = run()
-    assert texts_of(found) == [texts]
-    check_sums(found, read=3, refused=1, dropped=1)
-    assert found.ledger.stops == (shape != "tokenized")
+    assert [text for row in texts_of(found) for text in row] == texts
+    rows = len(found.prepared)  # an answer that the template alters later has a row of its own
+    check_sums(found, read=3, refused=1, dropped=rows)
+    assert found.ledger.split == 2 * (rows - 1)
+    assert found.ledger.stops == rows * (shape != "tokenized")
     left_out = shape == "reasoning" and family not in THOUGHTS
     assert any("does not use 'thinking'" in note for note in found.rows.notes) == left_out
 
@@ -85,10 +100,13 @@ def test_a_call_is_the_completion_of_a_prompt(count, family) -> None:
     assert "Tide of a port." in found.tokenizer.decode(found.prepared[0]["input_ids"])
 
 
-def test_reasoning_of_earlier_turns_that_is_left_out_is_said(count) -> None:
+def test_reasoning_of_earlier_turns_is_trained_on_where_it_is_shown(count) -> None:
+    """Behind the question that it answers; the last answer's row has it no more, as when asked."""
     turns = [TURNS[0], TURNS[1] | {"thinking": "Moon."}, *TURNS[2:]]
     found = count("gptoss", {"messages": turns})
-    assert "'thinking' of an earlier turn of 'assistant'" in found.rows.notes[0]
+    assert texts_of(found) == [[with_thoughts("gptoss")], [end("gptoss", "West.")]]
+    assert "Moon." not in found.tokenizer.decode(found.prepared[1]["input_ids"])
+    assert found.rows.notes == ()
 
 
 def test_calls_behind_the_first_of_a_turn_are_not_left_out_in_silence(count) -> None:
@@ -98,10 +116,175 @@ def test_calls_behind_the_first_of_a_turn_are_not_left_out_in_silence(count) -> 
         count("gptoss", {"messages": both, "tools": [TOOL]})
 
 
-def test_every_token_of_a_chat_trained_on_is_a_loud_warning(count, monkeypatch):
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
-    monkeypatch.setattr(tokenizer_of("chatml"), "chat_template", plain)
-    found = count("chatml", {"messages": TURNS})
-    assert (True, "100% of the tokens of chat rows are trained on: the user's turns too") in list(
-        found.ledger.lines()
+def test_a_template_that_nobody_marked_is_masked_in_a_run_of_its_own(cli, tmp_path) -> None:
+    """Llama 3.1's, of which TRL has no marked copy; every token is trained on where it is asked."""
+    model = shutil.copytree(TINY_LLAMA, tmp_path / "llama")
+    shutil.copy(TEMPLATE_FILES / "llama3_1.jinja", model / "chat_template.jinja")
+    turns = [SYSTEM, TURNS[0], TURNS[1] | {"weight": 0}, *TURNS[2:]]
+    rows = {"rows": turns, "plain": [SYSTEM, *TURNS]}
+    for name, one in rows.items():
+        text = (json.dumps({"messages": one}) + "\n") * 4
+        (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    common = ("tiny_full_bf16", f"model.name={model}", "train.max_length=512", "--json")
+    found = json.loads(cli("data", *common, "data.path=rows.jsonl").out)
+    decode = AutoTokenizer.from_pretrained(model).decode
+    trained = [x for x in found["rows"][0]["labels"] if x != MASKED]
+    assert decode(trained).startswith("West.<|eot_id|>")
+    assert found["train"]["trained"] == 3 * len(trained)
+    every = (*common, "train.assistant_only_loss=false")
+    all_of_it = json.loads(cli("data", *every, "data.path=plain.jsonl").out)
+    assert all_of_it["train"]["trained_share"] == 1
+    assert (
+        "the user's turns too" in cli("data", *every[:-2], every[-1], "data.path=plain.jsonl").out
     )
+    refused = cli("data", *every, "data.path=rows.jsonl")
+    assert refused.code == 2
+    assert "a turn of the rows is not to be trained on" in refused.err
+
+
+def test_only_conversations_have_answers_to_train_on(cli, tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "Once."}\n' * 4, encoding="utf-8")
+    words = ("tiny_full_bf16", "data.path=rows.jsonl", "train.assistant_only_loss=true")
+    refused = cli("data", *words)
+    assert (refused.code, "needs rows of messages" in refused.err) == (2, True)
+
+
+# ------------------------------------------------------------------------------ every template
+
+THINKS = "<think>\n\n</think>\n\n"
+CHATML = ("", "<|im_end|>\n")
+TURN = ("", "<turn|>\n")
+EMPTY = ("</think>", "<|im_end|>\n")
+AROUND = {
+    "cohere": ("", "<|END_OF_TURN_TOKEN|>"),
+    "cohere2": ("", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
+    "deepseek_r1_distill": ("", "<｜end▁of▁sentence｜>"),
+    "deepseekv3": ("", "<｜end▁of▁sentence｜>"),
+    "gemma": ("", "<end_of_turn>\n"),
+    "gemma3": ("", "<end_of_turn>\n"),
+    "glm4moe": ("\n<think></think>\n", "<eos>"),  # it has no end of its own
+    "gptoss": ("<|channel|>final<|message|>", "<|return|>"),
+    "llama3": ("", "<|eot_id|>"),
+    "llama3_1": ("", "<|eot_id|>"),
+    "llama3_2": ("", "<|eot_id|>"),
+    "muse_glimmer": (" to=user<|message|>", "<|eot|>"),
+    "phi3": ("", "<|end|>\n<eos>"),
+    "phi3_5": ("", "<|end|>\n<eos>"),
+    "qwen3": (THINKS, "<|im_end|>\n"),
+    **dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8"), ("\n</think>\n\n", "<|im_end|>\n")),
+    **dict.fromkeys(("lfm2", "lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"), CHATML),
+    **dict.fromkeys(("qwen2_5", "qwen2_5_vl", "qwen3_vl", "qwen3_instruct_2507"), CHATML),
+    "qwen3_5_nothink": CHATML,
+    **dict.fromkeys(("diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3"), TURN),
+    **dict.fromkeys(("gemma4_v4", "gemma4_v5"), TURN),
+    **dict.fromkeys([f"nemotron_3_{x}" for x in ("nano", "super", "ultra", "5_lightning")], EMPTY),
+    "mistral": (" ", "<eos>"),
+    "mistral_tools": (" ", "<eos>"),
+}
+"""What a model writes before and behind a plain answer, by template."""
+PICTURES = {"idefics3", "llava_next", "smolvlm"}
+"""Templates that take content in parts alone: a text has no place in them."""
+MISTRAL = {
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}"
+    "{% endif %}{% endfor %}",
+    # The tools stand before the last question, a system text in it, if nothing follows it.
+    "mistral_tools": "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% else %}"
+    "{% set rest = messages %}{% endif %}{% set asked = rest | selectattr('role', 'equalto', "
+    "'user') | list %}{{ bos_token }}{% for m in rest %}{% if m.role == 'user' %}"
+    "{% if tools and m == asked[-1] %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + "
+    "'[/AVAILABLE_TOOLS]' }}{% endif %}{{ '[INST] ' }}{% if loop.last and messages[0].role == "
+    "'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
+    "{% elif m.tool_calls %}{{ '[TOOL_CALLS] ' + m.tool_calls | tojson + eos_token }}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}",
+}
+"""How Mistral's templates print turns."""
+TEMPLATES = sorted(
+    {file.stem for file in TEMPLATE_FILES.glob("*.jinja") if not file.stem.endswith("_training")}
+    | MISTRAL.keys()
+)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A function from a template and a conversation to the texts trained on, a row each."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    ends = {behind.strip() for _, behind in AROUND.values()} | {"<eos>", "<bos>", "</think>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(ends)})
+    tokenizer.eos_token, tokenizer.bos_token = "<eos>", "<bos>"
+
+    def texts(name: str, turns: list, **beside) -> list[list[str]]:
+        text = MISTRAL.get(name) or (TEMPLATE_FILES / f"{name}.jinja").read_text(encoding="utf-8")
+        tokenizer.chat_template = text
+        null = null_content(tokenizer)
+        row = {"messages": [plain(turn, null) for turn in turns], **beside}
+        columns = masked({k: [v] for k, v in row.items()}, tokenizer, completion_only=False)
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [list(trained_texts(tokenizer, row)) for row in rows]
+
+    return texts
+
+
+def test_every_template_has_its_ends_here() -> None:
+    assert {*AROUND} | PICTURES == {*TEMPLATES}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_chat_is_trained_on_where_the_model_writes(trained, name) -> None:
+    """Content and end, in each of several turns, behind a system text where there may be one."""
+    before, behind = AROUND[name]
+    answers = [f"{before}{text}{behind}" for text in ("High.", "West.", "<b>9</b> kn")]
+    more = [user("How strong?"), answer("<b>9</b> kn")]
+    rows = trained(name, [*TURNS, *more])
+    if name == "glm4moe":  # its answers end with the next question, the last one at the end of text
+        answers[:2] = [text.removesuffix("<eos>") for text in answers[:2]]
+    assert [text for row in rows for text in row] == answers
+    try:
+        rows = trained(name, [SYSTEM, *TURNS[:2]])
+    except (TemplateError, DataError) as error:
+        assert name in ("gemma", "mistral", "mistral_tools"), error  # noqa: PT017
+    else:
+        assert rows == [[answers[0].removesuffix("<eos>") + "<eos>" * (behind[-5:] == "<eos>")]]
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_thoughts_and_calls_are_trained_on_whole_or_refused(trained, name) -> None:
+    """Each thought, call and answer once, and no word of anyone else."""
+    key = {"gptoss": "thinking"}.get(name, "reasoning_content")
+    end = AROUND[name][1]
+    thoughts = [answer(text, **{key: f"{text} thought"}) for text in ("High.", "West.")]
+    inline = [answer(f"<think>\n{text} thought\n</think>\n\n{text}") for text in ("High.", "West.")]
+    for one, other in (thoughts, inline):
+        try:
+            rows = trained(name, [TURNS[0], one, TURNS[2], other])
+        except DataError as error:
+            assert name.startswith("deepseek"), error  # noqa: PT017
+            assert "leaves out a part" in error.why  # noqa: PT017
+            continue
+        texts = [text for row in rows for text in row]
+        assert len(texts) == 2
+        shown = "thought" in "".join(texts)
+        for text, word in zip(texts, ("High.", "West."), strict=True):
+            assert text.count(f"{word} thought") == shown
+            assert text.removesuffix("<eos>").endswith(f"{word}{end}".removesuffix("<eos>"))
+            assert not {"Tide?", "Wind?"} & {*text.replace("<", " ").split()}
+    call = {"type": "function", "id": "123456789", "function": CALL["function"]}
+    result = {"role": "tool", "name": "tide", "tool_call_id": "123456789", "content": "5 m"}
+    turns = [TURNS[0], answer(None, tool_calls=[call]), result, answer("High."), *TURNS[2:]]
+    try:
+        rows = trained(name, turns, tools=[TOOL])
+    except (TemplateError, TypeError):
+        return  # a template that knows no calls
+    called, *texts = [text for row in rows for text in row]
+    assert "Brest" in called or name in ("qwen2_5_vl", "llama3", "mistral")
+    assert ["High." in text for text in texts] == [True, False]
+    assert ["West." in text for text in texts] == [False, True]
+    for text in (called, *texts):
+        assert not {"Tide?", "Wind?", "5 m"} & {*text.replace("<", " ").split()}
+
+
+@pytest.mark.parametrize("name", sorted(PICTURES))
+def test_a_template_without_a_place_for_text_is_refused(trained, name) -> None:
+    with pytest.raises((DataError, TemplateError), match=r"leaves out a part|no attribute"):
+        trained(name, TURNS)

@@ -1,0 +1,178 @@
+"""Which tokens of a conversation are trained on: what the model writes, under any chat template.
+
+An answer is what the tokenizer's own template prints between a conversation up to it that asks for
+an answer (`add_generation_prompt`) and the same conversation with it, so what is trained on stands
+behind the text that will be there when the model is asked, and ends as an answer has to:
+
+    up to it   <|im_start|>user\\nTide?<|im_end|>\\n<|im_start|>assistant\\n
+    with it    <|im_start|>user\\nTide?<|im_end|>\\n<|im_start|>assistant\\nHigh.<|im_end|>\\n
+    trained                                                              High.<|im_end|>\\n
+
+Templates may print an answer otherwise when others follow it: without its reasoning (Qwen 3, GLM,
+Gemma 4), with another end (gpt-oss, Phi-3). Such an answer gets a row of its own, that ends with
+it; the others share one. A template's `{% generation %}` markers, where it has them, are its
+author's word on which part of an answer counts, and take the rest of it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from finetune.data.chat import BadRowError, turns_of
+from finetune.data.checks import MASKED
+from finetune.errors import ConfigError, DataError
+
+Span = tuple[int, int]
+Render = Callable[..., str]
+TRAINED_TURNS = "trained_turns"
+"""Column with a truth value for each turn of the assistant, where not all of them are true."""
+FIX = (
+    "a chat_template.jinja beside the tokenizer that prints answers whole, behind its generation "
+    "prompt; or train on every token: train.assistant_only_loss=false"
+)
+
+
+def answers(
+    row: dict[str, Any], tokenizer: Any, *, completion_only: bool = True
+) -> list[tuple[int, list[Span]]]:
+    """Rows that a conversation becomes.
+
+    Args:
+        completion_only: of a prompt and a completion, answers in the prompt are not trained on.
+
+    Returns:
+        For each row the number of turns that it has, and (begin, end) of the answers that are
+        trained on in it, in characters of these turns as text.
+
+    Raises:
+        BadRowError: the template prints an answer in part, or alters what stands before it.
+    """
+    turns = turns_of(row)
+    places = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
+    before = len(row.get("prompt") or ()) if completion_only else 0
+    trained = row.get(TRAINED_TURNS) or [k >= before for k in places]
+    render, found, text = _renderer(row, tokenizer), list[tuple[int, list[Span]]](), ""
+    for place in [k for k, flag in zip(places, trained, strict=True) if flag][::-1]:
+        whole = render(turns[: place + 1])
+        if not text.startswith(whole):
+            text = whole
+            found.append((place + 1, []))
+        begin = _begin(turns, place, whole, render)
+        _refuse_part(turns[place].get("content") or "", whole, begin)
+        found[-1][1].append((begin, len(whole)))
+    return found[::-1]
+
+
+def _renderer(row: dict[str, Any], tokenizer: Any) -> Render:
+    """A function from turns to text, with what a row has beside them."""
+
+    def render(turns: list[Any], **kwargs: Any) -> Any:
+        kwargs = {"tokenize": False, **(row.get("chat_template_kwargs") or {}), **kwargs}
+        return tokenizer.apply_chat_template(turns, tools=row.get("tools") or None, **kwargs)
+
+    return render
+
+
+def _begin(turns: list[Any], place: int, whole: str, render: Render) -> int:
+    """Where the model begins to write an answer.
+
+    A generation prompt may open what an answer does not have (`<think>` of DeepSeek-R1): it begins
+    where the two part, which another answer shows too, if theirs begin alike by chance.
+    """
+    asked = render(turns[:place], add_generation_prompt=True) if place else ""
+    if place and whole.startswith(asked):
+        return len(asked)
+    other = render([*turns[:place], {"role": "assistant", "content": "."}])
+    if not place:  # nothing asks for it
+        return _shared(whole, other)
+    begin = _shared(asked, whole, other)
+    if begin < _shared(asked, render(turns[:place])):
+        raise BadRowError(
+            "the chat template prints what stands before an answer in two ways: "
+            f"{asked[begin:][:40]!r} when it asks for it, {whole[begin:][:40]!r} when it is there"
+        )
+    return begin
+
+
+def _shared(*texts: str) -> int:
+    """Number of characters that all texts begin with."""
+    columns = enumerate(zip(*texts, strict=False))
+    return next((i for i, column in columns if len({*column}) > 1), min(map(len, texts)))
+
+
+def _refuse_part(content: str, whole: str, begin: int) -> None:
+    """Refuse an answer without all of its content; white space is the template's affair.
+
+    Of a content with its thoughts the generation prompt may have the first word (`<think>`).
+    """
+    shown = whole[max(begin - len(content), 0) :]
+    if "".join(content.split()) not in "".join(shown.split()):
+        raise BadRowError(
+            f"the chat template leaves out a part of an answer: of {content[:40]!r} it prints "
+            f"{whole[begin:][:40]!r}"
+        )
+
+
+def masked(
+    rows: dict[str, list[Any]], tokenizer: Any, *, completion_only: bool
+) -> dict[str, list[list[int]]]:
+    """Token ids and labels of a batch of conversations, for `datasets.Dataset.map`.
+
+    A template without an end of its own gets the tokenizer's, as plain text does.
+
+    Raises:
+        DataError: a conversation of which the template makes no answers.
+    """
+    done: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for values in zip(*rows.values(), strict=True):
+        row = dict(zip(rows, values, strict=True))
+        try:
+            found = answers(row, tokenizer, completion_only=completion_only)
+        except BadRowError as error:
+            raise DataError(
+                "a row cannot be trained on the assistant's turns alone",
+                where=f"data: the row that begins {turns_of(row)[0]['content']!r:.80}",
+                why=str(error),
+                fix=FIX,
+            ) from error
+        for count, spans in found:
+            ids, labels = _labels(row, count, spans, tokenizer)
+            done["input_ids"].append(ids)
+            done["labels"].append(labels)
+    return done
+
+
+def _labels(
+    row: dict[str, Any], count: int, spans: list[Span], tokenizer: Any
+) -> tuple[list[int], list[int]]:
+    """Ids of the first turns, and labels: a token that has any character of a span counts."""
+    from trl.chat_template_utils import has_generation_markers
+
+    marked = has_generation_markers(tokenizer.get_chat_template(tools=row.get("tools") or None))
+    found: Any = _renderer(row, tokenizer)(
+        turns_of(row)[:count], tokenize=True, return_dict=True,
+        return_assistant_tokens_mask=marked, tokenizer_kwargs={"return_offsets_mapping": True},
+    )  # fmt: skip
+    ids = list(found["input_ids"])
+    on = [any(s < end and e > begin for begin, end in spans) for s, e in found["offset_mapping"]]
+    if marked:
+        on = [a and bool(b) for a, b in zip(on, found["assistant_masks"], strict=True)]
+    labels = [token if flag else MASKED for token, flag in zip(ids, on, strict=True)]
+    last = next((token for token in reversed(ids) if tokenizer.decode([token]).strip()), None)
+    if last not in tokenizer.added_tokens_decoder and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+        labels.append(tokenizer.eos_token_id)
+    return ids, labels
+
+
+def refuse_weights(row: dict[str, Any]) -> dict[str, Any]:
+    """Nothing, for `datasets.Dataset.map`; a `ConfigError` where a turn is not to be trained on."""
+    if not all(row[TRAINED_TURNS] or ()):
+        raise ConfigError(
+            "a turn of the rows is not to be trained on, and every token is",
+            where="train.assistant_only_loss=false",
+            why="the turn's weight of 0 would be passed over",
+            fix="~train.assistant_only_loss, or rows without weight, train and loss",
+        )
+    return {}
