@@ -115,12 +115,55 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Model type -> what its configuration has besides the defaults."""
 
+_HEADS: dict[str, Any] = {"vocab_size": 1536, "n_layer": 2, "n_head": 4}
+_SCANS: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "afmoe": _EXPERTS | {"num_experts": 4, "num_dense_layers": 1, "moe_intermediate_size": 64},
+    "bamba": _TEXT | _SCANS | {"attn_layer_indices": [1]},
+    "bloom": _HEADS | {"hidden_size": 128},
+    "codegen": _HEADS | {"n_embd": 128, "rotary_dim": 16, "bos_token_id": 1, "eos_token_id": 2},
+    "cwm": _TEXT | {
+        "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "falcon_h1": _TEXT | _SCANS | {"mamba_d_ssm": 256},
+    "gpt_neo": {
+        "vocab_size": 1536, "hidden_size": 128, "num_layers": 2, "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]], "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gptj": _HEADS | {"n_embd": 128, "rotary_dim": 16, "bos_token_id": 1, "eos_token_id": 2},
+    "jamba": _TEXT | {
+        "num_hidden_layers": 4, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16,
+        "mamba_dt_rank": 16,
+    },
+    "lfm2": _TEXT | {"layer_types": ["conv", "full_attention"]},
+    "minimax": _TEXT | {"num_local_experts": 4, "block_size": 16},
+    "mpt": {"vocab_size": 1536, "d_model": 128, "n_layers": 2, "n_heads": 4},
+    "olmo": _TEXT,
+    "phi": _TEXT,
+    "qwen3_next": _EXPERTS | {
+        "num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "recurrent_gemma": _TEXT | {
+        "num_hidden_layers": 3, "lru_width": 128, "attention_window_size": 64,
+    },
+    "rwkv": {"vocab_size": 1536, "hidden_size": 128, "num_hidden_layers": 2},
+    "xlstm": {"vocab_size": 1536, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4},
+}  # fmt: skip
+"""Families of which only packed rows are looked at (`tests.benchmarks.isolation`)."""
+
 
 def config_of(family: str) -> Any:
     """The configuration of a tiny model."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **FAMILIES[family])
+    return AutoConfig.for_model(family, **(FAMILIES | OTHERS)[family])
 
 
 def folder_of(family: str, folder: Path) -> Path:

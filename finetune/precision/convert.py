@@ -279,8 +279,9 @@ class Conversion:
                 raise compiling.compiled_later("torch.compile of the prepared model")
             if self.follows is not None:
                 low = steps = self.follows()
+                computes = low or self.plan.precision.eval == "fp8"
                 for engine in self.engines:
-                    stack.enter_context(engine.computing(low=low))
+                    stack.enter_context(engine.computing(low=computes))
             if low:
                 stack.enter_context(self.adapters.passes.whole_model())
             if self.backend is not None:

@@ -266,8 +266,8 @@ class Backend:
 
     @contextlib.contextmanager
     def computing(self, *, low: bool) -> Iterator[None]:
-        """Compute as in training or as in evaluation, whatever the modules' mode."""
-        before, self._low = self._low, low or self.precision.eval == "fp8"
+        """Compute in FP8 or in high precision, whatever the modules' mode and `precision.eval`."""
+        before, self._low = self._low, low
         try:
             yield
         finally:

@@ -12,7 +12,7 @@ reading is a warning, once per group and kind.
 are saved; a nonfinite value ends the run (`finiteness`).
 
 *At the start* it says how many rows several processes train on once more, and rejects unequal
-numbers of batches (`repeats`).
+numbers of batches (`repeats`) and packed rows whose documents see each other (`isolation`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from finetune.training.health.operands import (
     merge_sums,
 )
 from finetune.training.health.speed import Speed
+from finetune.training.isolation import refuse_leaks
 from finetune.training.patches import replaced
 from finetune.training.schedule import LEAST_SHARE, reached
 
@@ -104,6 +105,7 @@ class HealthMonitor(TrainerCallback):
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._speed.restart()
         loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
+        refuse_leaks(self.trainer)
         refuse_no_batch(loader, args)
         refuse_uneven(loader, args.max_steps * each if args.max_steps > 0 else float("inf"))
         line = repeats_line(loader, state.max_steps * each)
