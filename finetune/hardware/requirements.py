@@ -49,7 +49,7 @@ def backend_verdict(
     if name == "emulated":
         if precision.emulation != "forbid" or precision.backend == "emulated":  # named: permitted
             return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
-        return Verdict(False, "no FP8 unit is used: FP8 is emulated (exact, slow) with precision.emulation=allow")
+        return Verdict(False, "precision.emulation=allow emulates FP8: exact, and slow")
     offered = engine_verdict(name, precision)
     if not offered:
         return offered

@@ -170,8 +170,8 @@ def check_resume(
             f"resuming would change {', '.join(shown)}",
             where=f"train.resume_from_checkpoint: {checkpoint.folder}",
             why="; ".join(why),
-            fix="the checkpoint's tensors do not fit: leave these overrides out, or start again without "
-            "train.resume_from_checkpoint"
+            fix="the checkpoint's tensors do not fit: leave these overrides out, or start again "
+            "without train.resume_from_checkpoint"
             if fixed
             else f"leave these overrides out{again}, or 'resume.allow=[{named}]'{typed}",
         )
