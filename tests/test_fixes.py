@@ -351,8 +351,8 @@ COMMANDS = [
     long(f"{TINY} train.max_length=null", f"{TINY} train.max_length=512"),
     long(f"{TINY} train.max_length=9999", f"{TINY} train.max_length=512"),
     long(
-        "tiny_full_fp8 train.max_steps=1 train.padding_free=true",
-        "tiny_full_fp8 train.max_steps=1 train.padding_free=true train.max_length=null",
+        "tiny_full_fp8 train.max_steps=2 train.padding_free=true",
+        "tiny_full_fp8 train.max_steps=2 train.padding_free=true train.max_length=null",
     ),
 ]
 """A command that ends with an error, and the one that its fix says."""

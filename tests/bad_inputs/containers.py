@@ -155,7 +155,7 @@ def eval_files() -> st.SearchStrategy[Case]:
         lambda content: Case(
             "rows: eval rows",
             ("run", "tiny_full_bf16", "data.path=r.jsonl", "data.eval_path=e.jsonl",
-             "train.max_steps=1"),
+             "train.max_steps=2"),
             {"r.jsonl": LINE * 20, "e.jsonl": content},
         )
     )  # fmt: skip

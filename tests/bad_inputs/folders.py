@@ -150,7 +150,7 @@ def models(draw: st.DrawFn, model: Path) -> Case:
         }
         return Case(
             "model folder",
-            (verb, "tiny_full_bf16", "model.name=./m", "train.max_steps=1"),
+            (verb, "tiny_full_bf16", "model.name=./m", "train.max_steps=2"),
             files,
             {"m": "model"},
         )
@@ -187,7 +187,7 @@ def models(draw: st.DrawFn, model: Path) -> Case:
         )
     return Case(
         "model folder",
-        (verb, "tiny_full_bf16", "model.name=./m", "train.max_steps=1"),
+        (verb, "tiny_full_bf16", "model.name=./m", "train.max_steps=2"),
         {f"m/{name}": content},
         {"m": "model"},
     )

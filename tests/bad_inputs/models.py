@@ -99,7 +99,7 @@ def mismatched(draw: st.DrawFn, model: Path) -> Case:
     return Case(
         "model folder: parts",
         (verb, draw(st.sampled_from(["tiny_full_bf16", "tiny_lora_fp8"])), "model.name=./m",
-         "train.max_steps=1"),
+         "train.max_steps=2"),
         {f"m/{name}": content for name, content in files.items()},
         {"m": "model"},
         tolerant=kind != "template" and verb != "run",

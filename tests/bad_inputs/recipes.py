@@ -203,7 +203,7 @@ def overrides() -> st.SearchStrategy[Case]:
 def meanings() -> st.SearchStrategy[Case]:
     """Overrides that name files, layers, columns or checkpoints that are not there."""
     return st.sampled_from(CORPUS["meanings"]).map(
-        lambda line: Case("override: meaning", ("run", "tiny_lora_fp8", "train.max_steps=1", line))
+        lambda line: Case("override: meaning", ("run", "tiny_lora_fp8", "train.max_steps=2", line))
     )
 
 

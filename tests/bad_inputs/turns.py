@@ -77,7 +77,7 @@ def conversations(draw: st.DrawFn) -> Case:
     verb = draw(st.sampled_from(["data", "data", "data", "run", "validate"]))
     return Case(
         "rows: turns",
-        (verb, "tiny_full_bf16", "data.path=r.jsonl", "model.name=./m", "train.max_steps=1",
+        (verb, "tiny_full_bf16", "data.path=r.jsonl", "model.name=./m", "train.max_steps=2",
          *streamed),
         {"r.jsonl": "".join(json.dumps(x) + "\n" for x in rows).encode(),
          "m/chat_template.jinja": template.read_bytes()},
