@@ -233,8 +233,8 @@ def _optimizer(facts: Optimizer, moments: Moments) -> tuple[str, ...]:
     else:
         shown = f"{size:.2f}".rstrip("0").rstrip(".")
     library = facts.library + (" (extra `bnb`)" if facts.library == "bitsandbytes" else "")
-    by_chance = ", or by chance (`train.optim_args=bf16_stochastic_round=true`)"
-    rounded = "to nearest" + (by_chance if facts.library == "torchao" else "")
+    by_chance = "by chance (to nearest with `train.optim_args=bf16_stochastic_round=false`)"
+    rounded = by_chance if facts.library == "torchao" else "to nearest"
     cpu = f"no: use `{facts.instead}`" if facts.not_on_cpu else "yes"
     return (
         f"`{facts.name}`", facts.kind, library, state(facts, moments), shown, facts.math, rounded,

@@ -3,7 +3,8 @@
 AdamW keeps two moving averages (moments) for every parameter, of the gradient and of its square.
 "8-bit" and "4-bit" optimizers *store* these two in 8 or 4 bits. Nothing else is in 8 or 4 bits: the
 moments are turned back into float32, the update is computed in float32 and the weights stay in the
-type they have (`model.dtype`), to which the updated weight is rounded.
+type they have (`model.dtype`), to which the updated weight is rounded: to nearest, or where torchao
+updates BF16 weights by chance (`bf16_stochastic_round`, on unless `train.optim_args` says false).
 
 Storage is blockwise (Dettmers et al. 2021, arXiv 2110.02861): a block of 256 numbers shares one
 float32 scale, its largest magnitude, and every number is an index into a table of 256 (16) values

@@ -331,8 +331,8 @@ def still_line(movement: dict[str, Any]) -> str:
     return (
         f"{changed / every:.1%} of the numbers in BF16 matrices have changed in {now['steps']} "
         "steps: the other updates are smaller than BF16 can hold, and lost. "
-        "train.optim=adamw_torch_8bit rounds by chance, which loses none on average; "
-        "model.dtype=float32 holds them"
+        'train.optim=adamw_torch_8bit (in a script with optim_args="bf16_stochastic_round=True") '
+        "rounds by chance, which loses none on average; model.dtype=float32 holds them"
     )
 
 

@@ -262,8 +262,9 @@ class Session:
             # A fused optimizer would skip inside its kernel unreported: the learning rate would
             # advance, and skipped steps would count as steps.
             optimizer._step_supports_amp_scaling = False
-        if self.device.kind == "cpu" and is_torchao(optimizer):
-            self.undo.callback(low_bit.step_uncompiled(optimizer))
+        if is_torchao(optimizer):
+            compiled = self.device.kind != "cpu"
+            self.undo.callback(low_bit.around_steps(optimizer, compiled=compiled))
 
     def stop(self, error: BaseException) -> None:
         """End the proof of a run that has failed, so that nothing of it watches later runs."""

@@ -26,6 +26,7 @@ from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.precision.planner import plan
 from finetune.precision.proof.movement import evidence, stored_bytes
+from finetune.runs.receipt import changed_numbers
 from finetune.training import low_bit
 from finetune.training.model import sketch
 from finetune.training.trainer import RunReport, train
@@ -156,7 +157,7 @@ def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
     settings = [f"train.optim={name}", "train.save_strategy=steps", "train.save_steps=2"]
     settings.append("train.max_steps=5")
     if name in ("adamw_torch_4bit", FP8_ADAMW):  # BF16 weights, rounded by chance
-        settings += ["model.dtype=bfloat16", "train.optim_args=bf16_stochastic_round=true"]
+        settings.append("model.dtype=bfloat16")
     whole = run(tmp_path, *settings)
     resume = f"train.resume_from_checkpoint={whole.folder}/checkpoints/checkpoint-2"
     resumed = run(tmp_path, *settings, resume)
@@ -178,18 +179,58 @@ def test_it_steps_in_float32_compute_too(name, tmp_path) -> None:
     assert report.receipt.flop_share == {"fp32": pytest.approx(1.0)}
 
 
-@pytest.mark.long
-def test_rounding_by_chance_acts(tmp_path) -> None:
-    """At a learning rate below what BF16 holds, some weights move all the same."""
-    settings = ["model.dtype=bfloat16", "train.optim=adamw_torch_8bit", "train.learning_rate=1e-6"]
-    nearest = run(tmp_path, *settings)
-    by_chance = run(tmp_path, *settings, "train.optim_args=bf16_stochastic_round=true")
-    start = weights(run(tmp_path, *settings, "train.learning_rate=1e-30"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_but([FP8_ADAMW], LOW_BIT_ADAMW[1:], pytest.mark.long))
+def test_rounding_by_chance_acts(name, tmp_path) -> None:
+    """At a learning rate below what BF16 holds, weights move all the same; to nearest few do."""
+    settings = ["model.dtype=bfloat16", f"train.optim={name}", "train.learning_rate=1e-5"]
+    by_chance = run(tmp_path, *settings)
+    with pytest.warns(UserWarning, match="numbers in BF16 matrices have changed"):
+        nearest = run(tmp_path, *settings, "train.optim_args=bf16_stochastic_round=false")
+    moved = [changed_numbers(report.receipt.movement)[0] for report in (by_chance, nearest)]
+    assert moved[0] > 2 * moved[1] > 0
+    assert [r.receipt.movement["rounding"] for r in (by_chance, nearest)] == [
+        "stochastic", "nearest",
+    ]  # fmt: skip
+    assert "! " not in str(by_chance.receipt)
 
-    def moved(report: RunReport) -> int:
-        return sum(int((start[k] != w).sum()) for k, w in weights(report).items())
 
-    assert moved(by_chance) > 2 * moved(nearest)
+def test_replicas_round_alike_and_a_resumed_one_too(tmp_path) -> None:
+    """Whatever else has drawn: samples, on the first process; and what draws later is the same."""
+    torch.manual_seed(0)
+    start = torch.randn(64, 64).bfloat16()
+    gradients = torch.randn(4, 64, 64).bfloat16()
+
+    def trained(seed: int, begin: int = 0) -> list[torch.Tensor]:
+        """Weights after each step; those of seed 1 are saved after the second."""
+        weight = nn.Parameter(start.clone())
+        optimizer: Any = low_bit_adamw("adamw_torch_8bit", [weight], lr=1e-4)
+        optimizer.bf16_stochastic_round = True
+        if begin:
+            saved = torch.load(tmp_path / "saved.pt", weights_only=False)
+            weight.data.copy_(saved["weight"])
+            optimizer.load_state_dict(saved["optimizer"])
+        undo = low_bit.around_steps(optimizer, compiled=False)
+        torch.manual_seed(seed)
+        found = []
+        for number in range(begin, len(gradients)):
+            weight.grad = gradients[number].clone()
+            torch.rand(seed)
+            before = torch.get_rng_state()
+            optimizer.step()
+            assert torch.equal(torch.get_rng_state(), before)
+            found.append(weight.detach().clone())
+            if seed == 1 and number == 1:
+                both = {"weight": weight.data, "optimizer": optimizer.state_dict()}
+                torch.save(both, tmp_path / "saved.pt")
+        undo()
+        return found
+
+    one = trained(seed=1)
+    assert all(map(torch.equal, one, trained(seed=2)))
+    assert all(map(torch.equal, one[2:], trained(seed=3, begin=2)))
+    shares = [float((w != start).float().mean()) for w in one]
+    assert 0 < shares[0] < shares[1] < shares[2] < shares[3] < 1, "others in each step"
 
 
 @pytest.mark.long
@@ -216,7 +257,7 @@ def test_the_update_of_torchao_is_not_compiled_on_a_cpu(tmp_path) -> None:
 def test_a_step_that_is_broken_off_leaves_compiling_as_it_was() -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     optimizer = low_bit_adamw(FP8_ADAMW, [weight])
-    undo = low_bit.step_uncompiled(optimizer)
+    undo = low_bit.around_steps(optimizer, compiled=False)
     weight.grad = torch.randn(64, 64)
     optimizer.param_groups[0]["lr"] = 1e-3  # torchao wants a tensor
     with pytest.raises(RuntimeError, match="lr was changed"):

@@ -223,7 +223,12 @@ def test_large_tensors_are_sampled_in_all_columns(monkeypatch) -> None:
     watch.before_step(dict(model.named_parameters()))
     with torch.no_grad():
         model.weight[:, :1024] += 1
-    watch.after_step(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rate in (0.0, 0.1, 0.2, 0.1):  # warm-up is over at the fourth
+        assert not watch.described().get("early")
+        optimizer.param_groups[0]["lr"] = rate
+        watch.after_step(optimizer)
+    assert watch.described()["early"]["steps"] == 4
     assert changed_numbers(watch.described()) == (pytest.approx(2**18, rel=0.05), 2**20)
 
 

@@ -92,10 +92,18 @@ def test_the_eval_loss_of_uneven_rows_is_that_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "recipe", [("tiny_full_fp8", "precision.scaling=rowwise"), ("tiny_lora_fp8",)]
+    "recipe",
+    [
+        ("tiny_full_fp8", "precision.scaling=rowwise"),
+        ("tiny_lora_fp8",),
+        ("tiny_full_bf16", "model.dtype=bfloat16", "train.optim=adamw_torch_8bit"),
+    ],
 )
 def test_two_processes_equal_two_micro_batches_of_one_to_the_bit(recipe, tmp_path) -> None:
-    """Scales and BF16 products are of a micro-batch, whichever process computes it."""
+    """Scales and BF16 products are of a micro-batch, whichever process computes it.
+
+    Weights that are rounded by chance are so with the same draws.
+    """
     one = train(tmp_path, *recipe, *SETTINGS, accumulation=2)
     two = train(tmp_path, *recipe, *SETTINGS, processes=2)
     assert losses(two) == losses(one)

@@ -25,12 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from finetune.precision.proof.movement import EFFECTIVE_STEPS, local_part
+from finetune.precision.proof.movement import local_part
 from finetune.runs.receipt import still_line
 
 SAMPLE = 65_536
-FULL_RATE = 0.9
-"""Share of the learning rate's start value (`initial_lr`, of schedulers) that ends a warm-up."""
 
 
 class Numbers:
@@ -40,6 +38,7 @@ class Numbers:
         self._model = model
         self._first: dict[str, Tensor] = {}  # name -> sample before the first step
         self._steps: Counter[int] = Counter()  # of each optimizer
+        self._rates: dict[int, float] = {}  # in its step before
         self._early: dict[str, Any] = {}
         self._rounding = "nearest"
 
@@ -54,10 +53,12 @@ class Numbers:
         self._steps[id(optimizer)] += 1
         if getattr(optimizer, "bf16_stochastic_round", False):  # torchao's
             self._rounding = "stochastic"
-        if self._early or self._steps[id(optimizer)] < EFFECTIVE_STEPS:
+        if self._early:
             return
-        if not any(_is_full(group) for group in optimizer.param_groups):
-            return
+        rate = max(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
+        before, self._rates[id(optimizer)] = self._rates.get(id(optimizer), 0.0), rate
+        if not before >= rate > 0:
+            return  # it warms up
         self._early = self._count()
         if line := still_line(self.described()):
             warnings.warn(line, stacklevel=2)
@@ -101,8 +102,3 @@ def sample(parameter: Tensor) -> Tensor:
     while math.gcd(every, width) > 1 and every > 1:
         every += 1
     return local.reshape(-1)[::every].to("cpu", copy=True)
-
-
-def _is_full(group: dict[str, Any]) -> bool:
-    lr = float(group.get("lr", 1.0))
-    return lr > 0 and lr >= FULL_RATE * float(group.get("initial_lr", lr))
