@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -234,6 +234,36 @@ def _check_saved(names: Iterable[str], lora: LoraSection) -> None:
                 fix="~lora.modules_to_save; names end in "
                 f"{some([end for end in ends if not end.isdigit()], 20)}",
             )
+
+
+def target_check(model: nn.Module, adapters: LoraConfig) -> Callable[[], None]:
+    """A check of `lora.target_modules` for when PEFT has had its configuration.
+
+    PEFT passes over names that no layer has, if another one of the list is there. Names of experts
+    that Transformers holds in one parameter it takes out of the list first.
+    """
+    names = [name for name, _ in model.named_modules()]
+    linears = [name for name, _, _ in iter_linears(model)]
+    linears = [name for name in linears if any(part.isdigit() for part in name.split("."))]
+
+    def check() -> None:
+        targets = adapters.target_modules
+        missing = [
+            wanted
+            for wanted in ([] if isinstance(targets, str) else sorted(targets or ()))
+            if not any(name == wanted or name.endswith(f".{wanted}") for name in names)
+        ]
+        if missing:
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(
+                f"no layer's name ends in {some(missing)}{did_you_mean(missing[0], ends)}",
+                where="lora.target_modules",
+                why="nothing would be adapted there, without a word",
+                fix=f"lora.target_modules=[{','.join(ends)}], which this model has, or fewer of "
+                "them; or lora.target_modules=all-linear",
+            )
+
+    return check
 
 
 def why_not_adapted(error: Exception, config: RunConfig) -> ConfigError:

@@ -511,7 +511,7 @@ def test_what_is_not_there_is_refused(config, tmp_path):
         estimate(config, gpu="H1000")
     with pytest.raises(ModelNotFoundError, match="no model in"):
         estimate(changed(config, model={"name": str(tmp_path / "nowhere")}), gpu="H100")
-    with pytest.raises(ConfigError, match="peft can put no such adapters"):
+    with pytest.raises(ConfigError, match="no layer's name ends in nowhere"):
         estimate(changed(config, lora={"target_modules": ["nowhere"]}), gpu="H100")
     with pytest.raises(PrecisionError, match="cannot be had on NVIDIA A100"):
         estimate(config, gpu="A100-80GB")

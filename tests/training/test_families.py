@@ -136,6 +136,12 @@ def test_adapters_are_where_they_were_asked_for(override, left, tmp_path) -> Non
         ("full", "model.freeze=[model, lm_head]", "every parameter is frozen"),
         ("lora", "lora.exclude_modules=[mpl]", "'mpl' names nothing in this model; did you mean"),
         ("lora", "lora.layers_to_transform=[2]", "there is no decoder block 2 to adapt"),
+        (
+            "lora",
+            "lora.target_modules=[q_proj, qkv_proj]",
+            "no layer's name ends in qkv_proj; did",
+        ),
+        ("lora", "lora.target_modules=[nowhere]", "no layer's name ends in nowhere"),
         ("lora", "lora.target_parameters=[mlp.up.weight]", "is the end of no parameter's name"),
     ],
 )
@@ -143,6 +149,30 @@ def test_a_choice_that_reaches_nothing_is_an_error(method, override, what, tmp_p
     with pytest.raises(ConfigError, match=re.escape(what)) as caught:
         sketch(recipe("llama", method, tmp_path, override))
     assert caught.value.fix
+
+
+OF_LLAMA = "[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [
+        ("phi3", "gate_proj, k_proj, q_proj, "),
+        ("gpt_oss", "down_proj, gate_proj, "),
+        ("qwen3_moe", ""),
+        ("mistral", ""),
+    ],
+)
+def test_the_layers_of_llama_are_refused_on_models_without_them(family, missing, cli, tmp_path):
+    """PEFT adapted what is left of the list; the experts' names it knows of some mixtures."""
+    words = ["validate", "tiny_lora_bf16", f"model.name={folder_of(family, tmp_path)}"]
+    words += ["model.weights=random"]
+    found = cli(*words, f"lora.target_modules={OF_LLAMA}")
+    assert found.code == 2 * bool(missing)
+    if missing:
+        assert f"no layer's name ends in {missing}up_proj" in found.err
+        fix = " ".join(found.err.partition("fix:")[2].split()).partition(", which")[0]
+        assert cli(*words, fix).code == 0
 
 
 @pytest.mark.parametrize(
