@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from finetune.data.chat import BadRowError, turns_of
 from finetune.data.checks import MASKED
 from finetune.errors import ConfigError, DataError
@@ -128,18 +130,17 @@ def masked(
     for values in zip(*rows.values(), strict=True):
         row = dict(zip(rows, values, strict=True))
         try:
-            found = answers(row, tokenizer, completion_only=completion_only)
-        except BadRowError as error:
+            for count, spans in answers(row, tokenizer, completion_only=completion_only):
+                ids, labels = _labels(row, count, spans, tokenizer)
+                done["input_ids"].append(ids)
+                done["labels"].append(labels)
+        except (BadRowError, NotImplementedError) as error:  # the second of slow tokenizers
             raise DataError(
                 "a row cannot be trained on the assistant's turns alone",
                 where=f"data: the row that begins {turns_of(row)[0]['content']!r:.80}",
                 why=str(error),
                 fix=FIX,
             ) from error
-        for count, spans in found:
-            ids, labels = _labels(row, count, spans, tokenizer)
-            done["input_ids"].append(ids)
-            done["labels"].append(labels)
     return done
 
 
@@ -154,11 +155,16 @@ def _labels(
         turns_of(row)[:count], tokenize=True, return_dict=True,
         return_assistant_tokens_mask=marked, tokenizer_kwargs={"return_offsets_mapping": True},
     )  # fmt: skip
-    ids = list(found["input_ids"])
-    on = [any(s < end and e > begin for begin, end in spans) for s, e in found["offset_mapping"]]
+    ids, places = list(found["input_ids"]), np.asarray(found["offset_mapping"])
+    begins, ends = places.T  # characters of each token
+    inside = np.zeros(ends.max() + 1, int)  # of each character, and how many lie before it
+    for begin, end in spans:
+        inside[begin + 1 : end + 1] = 1
+    before = inside.cumsum()
+    on = before[ends] > before[begins]
     if marked:
-        on = [a and bool(b) for a, b in zip(on, found["assistant_masks"], strict=True)]
-    labels = [token if flag else MASKED for token, flag in zip(ids, on, strict=True)]
+        on &= np.asarray(found["assistant_masks"], bool)
+    labels = np.where(on, ids, MASKED).tolist()
     last = next((token for token in reversed(ids) if tokenizer.decode([token]).strip()), None)
     if last not in tokenizer.added_tokens_decoder and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)

@@ -2,7 +2,7 @@
 
 The models run one after the other, so that only one is in memory: the reference is the original
 weights with the adapter by stock PEFT (of a full run, its weights), the other is the export, loaded
-as users would. Rows are tokenized, masked and padded by the same `SFTTrainer` as in the run's
+as users would. Rows are tokenized, masked and padded by the same trainer as in the run's
 evaluation; models are loaded in the run's compute type, without our code in between. The
 reference's loss is kept, and its logits at the first 2,048 labeled positions. Compared are:
 
@@ -195,7 +195,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     Raises:
         DataError, DataNotFoundError: the run's rows are gone.
     """
-    from trl import SFTTrainer
+    from finetune.data.ledger import AccountedTrainer
 
     tokenizer, _ = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
@@ -206,7 +206,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     sizes = {f"per_device_{part}_batch_size": BATCH for part in ("train", "eval")}
     only = config.model_copy(update={"train": train | sizes | {"report_to": "none"}})
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = SFTTrainer(
+        trainer = AccountedTrainer(
             model=model,
             args=sft_config(only, Path(scratch), rows.settings, on_cpu=this_device().kind == "cpu"),
             train_dataset=rows.first(CALIBRATION_ROWS),
