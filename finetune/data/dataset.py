@@ -19,6 +19,7 @@ from finetune.data.checks import UNKNOWN, shared_rows
 from finetune.data.masks import TRAINED_TURNS
 from finetune.data.rows import Form, formatted, formatted_stream, unused_columns
 from finetune.data.sources import Source, files_of, reading, sources_of
+from finetune.data.undivided import undivided
 from finetune.errors import DataError, some
 from finetune.storage.pretrained import vocabulary_of
 
@@ -184,7 +185,7 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
 def _streamed(source: Source, weight: float | None, form: Form, splits: bool) -> _Part:
     """A stream, whose first rows are held: for evaluation, and to stand for the others."""
     data = form.data
-    stream = cast("IterableDataset", source.read(streaming=True))
+    stream = undivided(cast("IterableDataset", source.read(streaming=True)))
     if data.max_rows is not None:
         stream = stream.take(data.max_rows)
     with reading(source):
@@ -291,8 +292,6 @@ def _joined(
     weights = [part.weight for part in parts if part.weight is not None]
     total, kind = sum(weights), parts[0].kind
     if parts[0].stream is not None:
-        from finetune.data.undivided import undivided
-
         streams: list[Any] = [part.stream for part in parts]
         names = ", ".join(_share(part, total) for part in parts)
         description = f"{kind}, streamed from {names}"

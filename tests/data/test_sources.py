@@ -140,34 +140,49 @@ def test_a_stream_goes_on_where_it_was_and_its_hash_is_of_its_files(load) -> Non
     assert len({one.fingerprint, other.fingerprint, weighted.fingerprint}) == 3
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_processes_and_workers_share_the_rows_of_a_stream_and_not_its_files(mixed, load) -> None:
+@pytest.mark.parametrize("buffer", [1, 16])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "rows",
+        "rows/*.jsonl",
+        ["rows/a.jsonl", "rows/b.jsonl"],
+        {"rows/[ab].jsonl": 3, "e.jsonl": 1},
+    ],
+    ids=["folder", "glob", "list", "mixture"],
+)
+def test_processes_and_workers_share_the_rows_of_a_stream_and_not_its_files(
+    path: Any, buffer, load
+) -> None:
     """By file, rows held out were trained on, others lost, and those of a short file doubled."""
-    names = ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
-    for name, count in zip(names, (30, 10, 20, 4), strict=True):
-        Path(name).write_text(rows_of(name[0], count))
-    settings = {"streaming": True, "eval_fraction": 0.2, "shuffle_buffer": 1, "max_rows": 36}
-    path: Any = {"[ab].jsonl": 0.5, "[cd].jsonl": 0.5} if mixed else names
+    Path("rows").mkdir()
+    for name, count in (("rows/a", 30), ("rows/b", 10), ("e", 10)):
+        Path(f"{name}.jsonl").write_text(rows_of(name[-1], count))
+    settings = {"streaming": True, "eval_fraction": 0.2, "shuffle_buffer": buffer, "max_rows": 36}
     found = load(path, **settings)
-    whole = asked(found.train, 64)
-    assert not {*whole} & {*asked(found.eval)}
+    held_out, rows = {*asked(found.eval)}, len(found.sample)
+    whole = asked(found.train, 96)
+    assert not {*whole} & held_out
+    if not isinstance(path, dict):
+        assert (
+            len({*whole[:rows]}) == rows == (40 if isinstance(path, list) else 36) - len(held_out)
+        )
 
     def prompts(rows: list[dict]) -> list[str]:
         return [row["prompt"][0]["content"] for row in rows]
 
-    shares = []
-    for index in range(2):
-        plain = DataLoader(found.train, batch_size=4, collate_fn=prompts)
-        one = prepare_data_loader(
-            plain, num_processes=2, process_index=index, dispatch_batches=False
-        )
-        shares.append(list(itertools.islice(one, 8)))
-    steps = zip(*shares, strict=True)
-    assert [row for step in steps for batch in step for row in batch] == whole
-    loader = DataLoader(found.train, batch_size=4, collate_fn=prompts, num_workers=2)
-    worked = [row for batch in itertools.islice(loader, 16) for row in batch]
-    assert not {*worked} & {*asked(found.eval)}
-    assert mixed or worked == whole, "a worker draws others of a mixture"
+    for workers in range(3):
+        shares, several = [], {"num_workers": workers, "collate_fn": prompts, "batch_size": 4}
+        for index in range(2):
+            one = prepare_data_loader(
+                DataLoader(found.train, **several),
+                num_processes=2, process_index=index, dispatch_batches=False,
+            )  # fmt: skip
+            shares.append(list(itertools.islice(one, 12)))
+        steps = zip(*shares, strict=True)
+        assert [row for step in steps for batch in step for row in batch] == whole
+        loader = DataLoader(found.train, **several)
+        assert [row for batch in itertools.islice(loader, 24) for row in batch] == whole
 
 
 def test_a_bad_row_of_a_stream_is_named_or_skipped(load) -> None:
