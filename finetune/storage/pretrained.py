@@ -179,14 +179,23 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
 
 
 def load_whole(load: Any, source: str | Path, **kwargs: Any) -> PreTrainedModel:
-    """`from_pretrained` of a class or function, which refuses files that lack weights.
+    """`from_pretrained` of a class, which refuses files that lack weights or have more.
 
-    Transformers would draw them by chance with a warning.
+    Transformers would draw them by chance, or leave them out, with a warning.
 
     Raises:
-        ModelNotFoundError: names the missing weights.
+        ModelNotFoundError: names the missing weights, or those without a place.
     """
     model, found = load(source, output_loading_info=True, **kwargs)
+    # Buffers of rotary embeddings and what a class knows to leave out are not among these.
+    if names := sorted(found["unexpected_keys"]):
+        raise ModelNotFoundError(
+            f"the model {str(source)!r} has {len(names):,} weights without a place in it",
+            where=f"model.name: {some(names, 3)}",
+            why="its config.json describes a model without them: they would be left out",
+            fix="download or copy config.json again (num_hidden_layers, tie_word_embeddings, "
+            "architectures), or take those weights out of its safetensors files",
+        )
     if names := sorted(found["missing_keys"]):
         raise ModelNotFoundError(
             f"the model {str(source)!r} lacks {len(names):,} of its weights",
@@ -195,7 +204,38 @@ def load_whole(load: Any, source: str | Path, **kwargs: Any) -> PreTrainedModel:
             fix="download or copy its safetensors files again; model.weights=random draws all of "
             "them",
         )
+    check_generation(getattr(model, "generation_config", None))
     return model
+
+
+def check_generation(settings: Any) -> None:
+    """Refuse settings of generation, of generation_config.json, with values of other types.
+
+    Raises:
+        ValueError: names the key.
+    """
+    defaults = settings._get_default_generation_params() if settings is not None else {}
+    for key, value in vars(settings).items() if defaults else ():
+        usual, kinds = defaults.get(key), None
+        if key.endswith("token_id"):
+            kinds, value = int, value if isinstance(value, list) else [value]
+        elif isinstance(usual, int | float) and key != "early_stopping":  # or "never"
+            kinds, value = bool if isinstance(usual, bool) else int | float, [value]
+        wrong = [v for v in value if not isinstance(v, kinds | None)] if kinds else []
+        wrong += [v for v in value if kinds is not bool and isinstance(v, bool)] if kinds else []
+        if wrong:
+            raise ValueError(f"{key} of generation_config.json is {wrong[0]!r}")
+
+
+def keep_generation(model: Any) -> None:
+    """Let a model's settings of generation be saved as they are, though the padding token is new.
+
+    Transformers 5.23 saves settings that have changed since they were read only if they pass a
+    strict check. Files of its own that it wrote earlier do not: greedy, with a temperature.
+    """
+    settings = getattr(model, "generation_config", None)
+    if settings is not None:
+        settings._original_object_hash = hash(settings)
 
 
 def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:

@@ -20,15 +20,15 @@ that was found (Jamba, random weights) is 2e-2, and in BF16 experts on a CPU dif
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.precision.convert import conversion_of
 from finetune.precision.layers import without_adapters
+from finetune.training.samples import undisturbed
 
 TOKENS = 8
 """Of each document: more than the short convolutions of recurrent layers reach back."""
@@ -50,19 +50,21 @@ def refuse_leaks(trainer: Any) -> None:
     """
     if not getattr(trainer, "padding_free", False):
         return
-    model: nn.Module = trainer.model
-    name = type(without_adapters(trainer.accelerator.unwrap_model(model))).__name__
-    trained = model.training
-    try:
-        with _as_in_evaluation(model), torch.no_grad():
+    conversion = conversion_of(trainer.model)
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
+    name = type(model).__name__
+    with contextlib.ExitStack() as stack:
+        for engine in conversion.engines if conversion is not None else ():
+            stack.enter_context(engine.computing(low=False))
+        stack.enter_context(undisturbed(trainer.model))
+        stack.enter_context(torch.no_grad())
+        try:
             change = _change(trainer, packed=True)
             leaks = change > 0 and change > NOISE * _change(trainer, packed=False)
-    except (FinetuneError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # of the model's own code, whatever it is
-        raise _refusal(f"{name} takes no packed rows", first_line(error)) from error
-    finally:
-        model.train(trained)
+        except (FinetuneError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of the model's own code, whatever it is
+            raise _refusal(f"{name} takes no packed rows", first_line(error)) from error
     if leaks:
         why = "its masks or states know no boundaries: other tokens in the first of two documents "
         why += f"changed the logits of the second by {change:.2g}"
@@ -77,17 +79,6 @@ def _refusal(what: str, why: str) -> ConfigError:
         fix="train.packing=false train.padding_free=false (SFTConfig's, in a script): each document"
         " is a padded row of its own; where model.attention was chosen, ~model.attention may do",
     )
-
-
-@contextlib.contextmanager
-def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Context of evaluation mode, in high precision also with `precision.eval=fp8`."""
-    conversion = conversion_of(model)
-    with contextlib.ExitStack() as stack:
-        for engine in conversion.engines if conversion is not None else ():
-            stack.enter_context(engine.computing(low=False))
-        model.eval()
-        yield
 
 
 def _change(trainer: Any, *, packed: bool) -> float:

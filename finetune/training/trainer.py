@@ -28,12 +28,18 @@ from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import this_device
 from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, output, whole
+from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
 from finetune.runs.checkpoints import Checkpoint, find_checkpoint
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
-from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
+from finetune.storage.pretrained import (
+    fit_trl,
+    keep_generation,
+    load_tokenizer,
+    vocabulary_of,
+)
 from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
@@ -267,6 +273,7 @@ class _Run:
                 ],
             )
         self._fit_to_rows()
+        keep_generation(without_adapters(self.trainer.model))
         self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:

@@ -1,0 +1,63 @@
+"""Files of a model that do not go together, through the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from finetune.config.paths import TINY_LLAMA
+
+SHORT = [
+    "train.max_steps=1", "data.max_rows=12", "data.eval_fraction=0", "train.eval_strategy=no",
+    "eval.samples=false", "train.warmup_steps=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A function that copies the packaged model, with other values in one of its files."""
+
+    def make(file: str, **changed: object) -> str:
+        home = tmp_path / "model"
+        shutil.copytree(TINY_LLAMA, home)
+        path = home / file
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | changed))
+        return f"model.name={home}"
+
+    return make
+
+
+def test_weights_that_the_configuration_has_no_place_for_are_an_error(cli, model) -> None:
+    found = cli("tiny_full_bf16", model("config.json", num_hidden_layers=2), *SHORT)
+    assert found.code == 2
+    assert "has 18 weights without a place in it" in found.err
+    assert "model.layers.2.input_layernorm.weight" in found.err
+
+
+def test_a_run_saves_the_generation_settings_that_its_model_came_with(cli, model, tmp_path) -> None:
+    """Greedy with a temperature: Transformers wrote such files, and refuses to write them."""
+    old = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
+    found = cli("tiny_full_bf16", model("generation_config.json", **old), *SHORT, "--json")
+    assert found.code == 0
+    saved = json.loads(found.out)["folder"]
+    kept = json.loads((tmp_path / saved / "model" / "generation_config.json").read_text())
+    assert {key: kept[key] for key in old} == old
+    assert cli("generate", saved, "Hello").code == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("eos_token_id", [2, "x"]),
+        pytest.param("temperature", "hot", marks=pytest.mark.slow),
+        pytest.param("do_sample", 3, marks=pytest.mark.slow),
+        pytest.param("repetition_penalty", True, marks=pytest.mark.slow),
+    ],
+)
+def test_generation_settings_of_another_type_are_an_error(key, value, cli, model) -> None:
+    found = cli("tiny_full_bf16", model("generation_config.json", **{key: value}), *SHORT)
+    assert found.code == 2
+    assert f"{key} of generation_config.json is" in found.err
