@@ -77,7 +77,7 @@ def test_in_bf16_it_is_as_near_to_float32_as_peft_is(make_llama, options):
     conversion = convert(model, compute="bf16")
     assert len(conversion.fused) == 14
     _, fused = gradients(model)
-    assert apart(fused, exact) < 1.2 * apart(peft, exact)
+    assert apart(fused, exact) < 1.3 * apart(peft, exact)
 
 
 @pytest.mark.parametrize(
