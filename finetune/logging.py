@@ -40,7 +40,37 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
     console = Console(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
+    show_controls(console)
     return console
+
+
+_CONTROLS = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for codes in ((*range(9), *range(11, 32), *range(127, 160)), (*range(0x202A, 0x202F),))
+    for code in (*codes, *range(0x2066, 0x206A))
+}
+"""Characters that a terminal obeys, tabs and line breaks left out, and those that turn the order
+of letters around, as text."""
+
+
+def show_controls(console: Console) -> None:
+    """Let a console print controls in rows, answers and names as text: only its own are obeyed."""
+    from rich.console import RenderHook
+    from rich.segment import Segment
+
+    class Shown:
+        def __init__(self, thing: Any) -> None:
+            self.thing = thing
+
+        def __rich_console__(self, console: Console, options: Any) -> Iterator[Segment]:
+            for text, style, control in console.render(self.thing, options):
+                yield Segment(text if control else text.translate(_CONTROLS), style, control)
+
+    class Hook(RenderHook):
+        def process_renderables(self, renderables: Any) -> Any:
+            return [Shown(thing) for thing in renderables]
+
+    console.push_render_hook(Hook())
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE
 from finetune.config.paths import is_path, is_text, list_recipes
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
-from finetune.logging import fit_streams, output, quiet_libraries
+from finetune.logging import fit_streams, output, quiet_libraries, show_controls
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
 _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -158,9 +159,37 @@ def main() -> None:
         sys.exit(MISUSE)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except Exception as error:
+        if (found := _of_environment(error)) is None:
+            raise
+        _show_error(found)
+        sys.exit(MISUSE)
     if code == INTERRUPTED:  # newer typers catch Ctrl-C and return it
         output(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
+
+
+def _of_environment(error: BaseException) -> ConfigError | None:
+    """The error for a variable whose value a library cannot use when it is imported; else None.
+
+    Libraries convert variables in their first lines, and say what they met, not in which of them.
+    """
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    imports = any(
+        f.f_code.co_name == "<module>" and f.f_globals["__name__"] != "__main__" for f in frames
+    )
+    names = [name for name, value in os.environ.items() if value and repr(value) in str(error)]
+    if not names or not imports:
+        return None
+    return ConfigError(
+        f"a library cannot use {', '.join(names)} of the environment",
+        where="; ".join(f"{name}={os.environ[name]}" for name in names),
+        why=f"{type(error).__name__}: {error}",
+        fix=f"{' '.join(f'env -u {name}' for name in names)} python -m finetune ..., or another "
+        "value",
+    )
 
 
 def _check_versions(verb: list[str]) -> None:
@@ -254,6 +283,7 @@ def _show_error(error: FinetuneError) -> None:
     from finetune.config.secrets import scrubbed
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    show_controls(console)
     console.print(Text("error: ", style="bold red") + Text(scrubbed(error.what), style="bold"))
     for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
         if text:

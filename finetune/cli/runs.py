@@ -233,4 +233,24 @@ def export(
     done = export_run(
         folder, to, out, force=force, trust_remote_code=trust_remote_code, console=console
     )
-    print((done.folder / "export.json").read_text("utf-8") if as_json else f"export: {done.folder}")
+    if as_json:
+        print((done.folder / "export.json").read_text("utf-8"))
+        return
+    output().print(whole(f"export: {done.folder}"), whole(f"next: {serving(done)}"), crop=False)
+
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Highest ranks of adapters that vLLM can be started with; it is 16 if nothing is said."""
+
+
+def serving(done: Any) -> str:
+    """The command that serves an `Export` with vLLM."""
+    folder = shlex.quote(str(done.folder))
+    if done.target != "adapter":
+        return f"vllm serve {folder}"
+    adapter = json.loads((done.folder / "adapter_config.json").read_text("utf-8"))
+    ranks = [adapter["r"], *(adapter.get("rank_pattern") or {}).values()]
+    most = next((rank for rank in RANKS if rank >= max(ranks)), max(ranks))
+    base = shlex.quote(adapter["base_model_name_or_path"])
+    named = f"--lora-modules {shlex.quote(done.folder.name)}={folder}"
+    return f"vllm serve {base} --enable-lora --max-lora-rank {most} {named}"

@@ -35,16 +35,21 @@ from finetune.runs.folder import Run, write_whole
 from finetune.runs.last_model import MODEL, save_last_model
 from finetune.runs.lookup import find_run
 
+Details = Annotated[
+    bool, typer.Option("--details", help="Print the whole receipt and the samples at the end.")
+]
+
 
 def run(
     recipe: RecipeName,
     overrides: Overrides = None,
     out: RunsFolder = Path("runs"),
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
+    details: Details = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe (the verb may be left out)."""
-    _train(load_recipe(recipe, overrides or ()), out, force=force, as_json=as_json)
+    _train(load_recipe(recipe, overrides or ()), out, force=force, details=details, as_json=as_json)
 
 
 def resume(
@@ -61,6 +66,7 @@ def resume(
     ] = False,
     out: RunsFolder = Path("runs"),
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
+    details: Details = False,
     as_json: AsJson = False,
 ) -> None:
     """Resume a run from its newest complete checkpoint."""
@@ -97,7 +103,7 @@ def resume(
         earlier = load_recipe(file, check_train=False).config.train.get("resume_from_checkpoint")
         own = [] if earlier else own
     recipe = load_recipe(file, [*own, *(overrides or ())])
-    _train(recipe, out, force=force, as_json=as_json)
+    _train(recipe, out, force=force, details=details, as_json=as_json)
 
 
 def _say_saved(folder: Path, checkpoint: Path, *, as_json: bool) -> None:
@@ -134,7 +140,7 @@ def _first_step(recipe: Recipe) -> int:
     return find_checkpoint(str(earlier))[0].step if earlier else 0
 
 
-def _train(checked: Recipe, out: Path, *, force: bool, as_json: bool) -> None:
+def _train(checked: Recipe, out: Path, *, force: bool, details: bool, as_json: bool) -> None:
     console = output(stderr=as_json, quiet=rank() > 0)
     with busy(console, f"loading libraries for {checked.name}"):  # seconds
         from finetune.api import train
@@ -144,7 +150,9 @@ def _train(checked: Recipe, out: Path, *, force: bool, as_json: bool) -> None:
     if as_json and rank() == 0:
         print(report.to_json(), flush=True)
     elif rank() == 0:
-        output().print(report, crop=False)  # paths to copy stay whole
+        output().print(
+            report if details else report.summary, crop=False
+        )  # paths to copy stay whole
     if report.interrupted:
         sys.exit(report.receipt.run.get("exit_code", INTERRUPTED))
 
@@ -164,7 +172,7 @@ def generate(
         int | None, typer.Option(min=1, help="Longest answer; left out: eval.max_new_tokens.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Sampling seed.")] = None,
     checkpoint: Checkpoint = None,
     trust_remote_code: TrustCode = False,
     out: RunsFolder = Path("runs"),
@@ -177,6 +185,13 @@ def generate(
             where="--seed",
             why="without a temperature nothing is drawn",
             fix="--temperature 0.7, or leave it out",
+        )
+    if temperature and not 1e-6 <= temperature <= 1e6:
+        raise ConfigError(
+            f"nothing can be drawn at a temperature of {temperature:g}",
+            where="--temperature",
+            why="scores divided by it are not finite, or all alike",
+            fix="0 takes the likeliest token, as the limit of small ones would; 0.7 is usual",
         )
     folder = find_run(run, out)
     from transformers import TextStreamer, set_seed

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from finetune.errors import first_line, install_hint
+from finetune.errors import ConfigError, first_line, install_hint
 from finetune.hardware.versions import version
 from finetune.units import GIB
 
@@ -99,19 +99,36 @@ def shown_capability(capability: tuple[int, int]) -> str:
 # Set by torchrun and accelerate launch, before any of these processes has met the others.
 
 
+def launched(name: str, default: int) -> int:
+    """Number in a variable of a launcher, which schedulers set, too.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{name} is {text!r}, and no number",
+            where=f"{name}, of the environment",
+            why="torchrun and accelerate launch tell processes apart by it",
+            fix=f"env -u {name} python -m finetune ... for one process, or start it with torchrun",
+        )
+    return int(text)
+
+
 def processes() -> int:
     """Number of processes of this run."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launched("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """Number of this process among them, from 0."""
-    return int(os.environ.get("RANK", "0"))
+    return launched("RANK", 0)
 
 
 def _together() -> int:
     """Number of processes of this run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return launched("LOCAL_WORLD_SIZE", 1)
 
 
 @functools.cache
@@ -201,7 +218,7 @@ def available_gib(device: Device) -> float:
         import torch
 
         # On another process' GPU this would make a context, and take half a GiB of it.
-        own = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        own = launched("LOCAL_RANK", 0) % torch.cuda.device_count()
         return torch.cuda.mem_get_info(own)[0] / GIB
     import psutil
 

@@ -253,11 +253,17 @@ class Receipt(JupyterMixin):
         """Headline, loud lines, layers by group, trainable parameters, memory."""
         return Group(*self._parts())
 
-    def _parts(self) -> Iterator[RenderableType]:
+    def verdict(self) -> Iterator[Text]:
+        """Headline, and the warnings among the facts, which are yellow."""
         verified = self.status == "proven" and not self.precision.get("fallback")
         yield Text(self.headline, style="bold green" if verified else "bold yellow")
         if self.precision.get("fallback"):
             yield Text(f"! {self.precision['fallback']}", style="bold yellow")
+        yield from (line for line in self._facts() if line.style == "yellow")
+
+    def _parts(self) -> Iterator[RenderableType]:
+        warnings = list(self.verdict())
+        yield from (line for line in warnings if line.style != "yellow")
         yield from self._facts()
         whole_columns = ("layers", "fprop", "dgrad", "wgrad", "FLOPs")
         titles = ("layers", "", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
@@ -267,7 +273,7 @@ class Receipt(JupyterMixin):
         yield Text()
         yield table
 
-    def _facts(self) -> Iterator[RenderableType]:
+    def _facts(self) -> Iterator[Text]:
         yield Text(f"torch.compile: {self.precision.get('compile', 'off')}", style="dim")
         if self.precision.get("attention"):
             yield Text(f"attention: {self.precision['attention']}", style="dim")
@@ -396,18 +402,26 @@ class RunReport(JupyterMixin):
         """Loss, speed, samples, scores, receipt, and the next command."""
         return Group(*self._parts())
 
-    def _parts(self) -> Iterator[RenderableType]:
+    @property
+    def summary(self) -> RenderableType:
+        """Loss, verdict, costs, folder, next command; warnings and scores where there are any."""
+        return Group(*self._parts(whole_receipt=False))
+
+    def _parts(self, *, whole_receipt: bool = True) -> Iterator[RenderableType]:
         yield Text()
         if losses := ", ".join(self._losses()):
             yield Text(losses, style="bold")
+        if not whole_receipt:
+            yield from self.receipt.verdict()
         yield Text(", ".join(self._costs()))
-        for sample in self.samples:
+        for sample in self.samples if whole_receipt else ():
             yield Text("> ", style="dim") + Text(sample.prompt, style="italic")
             yield Text(f"  {sample.answer or '(empty answer)'}")
         for name, scores in self.tasks.items():
             yield Text(f"{name}: {describe(scores)}")
-        yield self.receipt
-        yield Text()
+        if whole_receipt:
+            yield self.receipt
+            yield Text()
         if self.interrupted:
             yield whole(f"Interrupted. {self._after_interrupt}", "yellow")
             return
@@ -420,7 +434,8 @@ class RunReport(JupyterMixin):
         yield whole(f"run folder: {self.folder}")
         name = shlex.quote(str(self.folder))
         yield whole(f'next: python -m finetune generate {name} "..."')
-        yield whole(f"      python -m finetune report {name}")
+        if whole_receipt:
+            yield whole(f"      python -m finetune report {name}")
 
     @property
     def _after_interrupt(self) -> str:

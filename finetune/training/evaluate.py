@@ -88,6 +88,14 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
                 why="its prompt has no place for them",
                 fix="~eval.shots",
             )
+        most = len(task.fewshot_docs()) - 1 if eval.shots else 0  # besides the question itself
+        if eval.shots and eval.shots > most:
+            raise ConfigError(
+                f"{name} has no {eval.shots:,} examples",
+                where=f"eval.shots={eval.shots}",
+                why=f"besides a question itself, its rows are {most:,}",
+                fix=f"eval.shots={most} (--shots {most}) or fewer",
+            )
         task.set_config(key="num_fewshot", value=(own or 0) if eval.shots is None else eval.shots)
         task.set_fewshot_seed(seed=SEED)
     return tasks

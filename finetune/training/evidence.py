@@ -21,6 +21,7 @@ from finetune.precision.convert import Conversion
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import without_adapters
 from finetune.precision.lora import fused_adapters
+from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import stored_weights
@@ -31,19 +32,27 @@ from finetune.training.varlen import executed_attention
 
 
 def refuse_disagreement(receipt: Receipt) -> None:
-    """Raise `ProofError` if some process ran something else than the first."""
+    """Raise `ProofError` if some process ran something else than the first.
+
+    Of a layer's GEMMs those are compared that both ran in their observed micro-step: to an expert
+    the tokens of one process may have been sent, and none of another's.
+    """
     from accelerate.utils import gather_object
 
-    layers = [(one.name, one.fprop, one.dgrad, one.wgrad) for one in receipt.layers]
-    own = {"status": receipt.status, "precision": receipt.precision["ran"], "layers": layers}
+    own = {"status": receipt.status, "precision": receipt.precision["ran"]}
+    own |= {f"{one.name}.{gemm}": getattr(one, gemm) for one in receipt.layers for gemm in GEMMS}
     everyone = gather_object([own])
+    first = everyone[0]
     for rank, other in enumerate(everyone):
-        keys = [key for key in own if other[key] != everyone[0][key]]
+        pairs = {key: (first.get(key), other.get(key)) for key in {**first, **other}}
+        keys = [key for key, (a, b) in pairs.items() if a != b and "none" not in (a, b)]
         if keys:
             raise ProofError(
                 f"process {rank} did not run what process 0 ran",
-                where=", ".join(keys),
-                why="; ".join(f"{key}: {everyone[0][key]} and {other[key]}" for key in keys)[:500],
+                where=some(keys, 3),
+                why="; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys)[
+                    :500
+                ],
                 fix="look at its log: other hardware, libraries or code on its machine",
             )
 
@@ -90,7 +99,7 @@ def receipt_of(
     ran = low or max(share, key=lambda k: share[k], default="nothing")
     fp8 = p.compute == "fp8"
     status = proof.status if proof else "not proven: nothing was trained"
-    if status == "proven" and conversion and (broken := _not_finite(conversion.model)):
+    if status == "proven" and conversion and (broken := not_finite(conversion.model)):
         status = f"not proven: weights are not finite ({some(broken, 3)})"
     return Receipt(
         status=status,
@@ -124,7 +133,7 @@ def receipt_of(
 
 
 @torch.no_grad()
-def _not_finite(model: nn.Module) -> list[str]:
+def not_finite(model: nn.Module) -> list[str]:
     """Names of plain trainable weights with NaN or infinity, which no optimizer step repairs.
 
     No health monitor runs in a hand-written loop, where moments in FP16, say, divide by zero. Of

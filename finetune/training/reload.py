@@ -22,7 +22,7 @@ from typing import Any
 
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from finetune.errors import ConfigError, did_you_mean
+from finetune.errors import ConfigError, did_you_mean, some
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, hashes_of
 from finetune.runs.lookup import refuse_foreign_code
 from finetune.storage.pretrained import refuse_random_base
@@ -115,10 +115,19 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     from finetune.hardware.device import this_device
     from finetune.storage.pretrained import loading
     from finetune.training import session
+    from finetune.training.evidence import not_finite
 
     device = this_device().kind
     with loading(str(run.weights)):
         model = _load(run)
+        if broken := not_finite(model):
+            raise ConfigError(
+                f"{len(broken):,} weights of the run are not finite",
+                where=f"{run.weights}: {some(broken, 3)}",
+                why="answers and scores that NaN or infinity gives say nothing about the rest",
+                fix="--checkpoint with an earlier one, or train again at a lower "
+                "train.learning_rate",
+            )
         trust = run.config.model.trust_remote_code  # `open_trained` asked whether it may
         tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trust)
         align_special_tokens(model, tokenizer)  # as in the trainer: decides where an answer ends

@@ -121,9 +121,31 @@ def base_hash(config: RunConfig) -> str:
     return Source(config.model.name, "model.name", files).fingerprint() if files else ""
 
 
+def model_files(config: RunConfig) -> dict[str, Any]:
+    """What the files of a local model say besides its weights: a function, a vocabulary, a format.
+
+    Returns:
+        `model.config.json.KEY` -> value, and `model.FILE` -> the beginning of its SHA-256.
+    """
+    folder, found = user_path(config.model.name), dict[str, Any]()
+    if not os.path.isfile(folder / "config.json"):
+        return found
+    shape = json.loads((folder / "config.json").read_text("utf-8"))
+    found |= {f"model.config.json.{key}": value for key, value in shape.items()}
+    for pattern in ("tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json"):
+        for file in filter(Path.is_file, sorted(folder.glob(pattern))):
+            found[f"model.{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return {key: value for key, value in found.items() if key.rpartition(".")[2] not in SAID_ONLY}
+
+
+SAID_ONLY = ("_name_or_path", "transformers_version", "architectures", "use_cache")
+"""Keys of config.json that change no number."""
+
+
 def facts_of(config: RunConfig, rows: str, processes: int, base: str = "") -> dict[str, Any]:
     """What a manifest keeps for `check_resume`."""
     facts = {"config": config.model_dump(mode="json"), "rows": rows, "processes": processes}
+    facts |= {"model_files": files} if (files := model_files(config)) else {}
     return facts | ({"base": base} if base else {})
 
 
@@ -147,6 +169,10 @@ def check_resume(
     differing = dict(_changed_keys(began["config"], now))
     if began.get("rows") != rows:
         differing["data.rows"] = ("the rows it was trained on", "other rows, or another order")
+    if (files := began.get("model_files")) and (named := model_files(config)):
+        keys = sorted({*files, *named})
+        pairs = {key: (files.get(key), named.get(key)) for key in keys}
+        differing |= {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if base and began.get("base", base) != base:
         differing["model.weights"] = ("those that it trained adapters over", "others of that name")
     if began.get("processes") != processes:

@@ -108,7 +108,11 @@ def train(
             raise
         run.close()
         if not run.stop.asked:
-            run.save()
+            run.save_model()
+        if not run.stop.is_cut_short:  # after the weights are safe
+            refuse_disagreement(run.receipt)
+        if not run.stop.asked:
+            run.ask_and_score()
         if forecast is not None and run.is_main and not run.stop.asked:
             run.receipt.memory |= forecast.predicted(ahead, run.meter.batch)
             run.receipt.save(run.folder / "receipt.json")
@@ -119,7 +123,7 @@ def train(
 
 
 class _Run:
-    """One run, from its rows to its report: made, `load`, train, `close`, `save`, `report`.
+    """One run, from its rows to its report: made, `load`, train, `close`, `save_model`, `report`.
 
     Attributes:
         folder: run folder, the same on every process.
@@ -335,9 +339,6 @@ class _Run:
         self.interrupted = self.stop.asked and after is None
         try:
             self._close(ended=after is None and not self.interrupted)
-            # Of processes that failed some may be gone, or wait for this one elsewhere.
-            if after is None and not self.stop.is_cut_short:
-                refuse_disagreement(self.receipt)
         except Exception as error:
             if after is not None:
                 self._warn(f"no receipt could be written: {error}")
@@ -370,14 +371,17 @@ class _Run:
         if self.is_main:
             self.receipt.save(self.folder / "receipt.json")
 
-    def save(self) -> None:
-        """Save the trained model, then sample and score it."""
+    def save_model(self) -> None:
+        """Save the trained model."""
         with saved_whole(self.folder) as place:
             self.trainer.save_model(str(place))
+        if self.is_main and self.config.precision.eval == "fp8":
+            self.keeper.save_to(self.folder)  # `generate` casts with these scales
+
+    def ask_and_score(self) -> None:
+        """Sample and score the trained model."""
         if not self.is_main:
             return
-        if self.config.precision.eval == "fp8":
-            self.keeper.save_to(self.folder)  # `generate` casts with these scales
         model, state = self.trainer.accelerator.unwrap_model(self.trainer.model), self.trainer.state
         self.answers = self.samples.at_end(model, state, anew=self.args.load_best_model_at_end)
         if self.tasks:

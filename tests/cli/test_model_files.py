@@ -61,3 +61,39 @@ def test_generation_settings_of_another_type_are_an_error(key, value, cli, model
     found = cli("tiny_full_bf16", model("generation_config.json", **{key: value}), *SHORT)
     assert found.code == 2
     assert f"{key} of generation_config.json is" in found.err
+
+
+def test_a_model_whose_function_has_changed_is_not_resumed(cli, model, tmp_path) -> None:
+    name = model("config.json")
+    saving = ["train.save_strategy=steps", "train.save_steps=1", "train.max_steps=2"]
+    assert cli("tiny_full_bf16", name, *SHORT, *saving).code == 0
+    config = tmp_path / "model" / "config.json"
+    before = json.loads(config.read_text())
+    config.write_text(json.dumps(before | {"hidden_act": "gelu", "transformers_version": "9"}))
+    again = ["resume", "last", "train.max_steps=3", "resume.allow=[train.max_steps]"]
+    found = cli(*again)
+    assert found.code == 2
+    assert "model.config.json.hidden_act: silu in the checkpoint, gelu now" in found.err
+    assert "transformers_version" not in found.err
+    config.write_text(json.dumps(before))
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    found = cli(*again)
+    assert found.code == 2
+    assert "resuming would change model.chat_template.jinja" in found.err
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate"])
+def test_weights_that_are_not_finite_answer_nothing(verb, cli, tmp_path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    assert cli("tiny_full_bf16", *SHORT).code == 0
+    (file,) = tmp_path.glob("runs/*/*/model/model.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, file, {"format": "pt"})
+    more = ["Hello"] if verb == "generate" else ["--tasks", "builtin:harbour_choice"]
+    found = cli(verb, "last", *more)
+    assert found.code == 2
+    assert "1 weights of the run are not finite" in found.err
+    assert "model.norm.weight" in found.err

@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import TrainerControl
 
 from finetune.errors import ProofError
-from finetune.runs.receipt import Receipt
+from finetune.runs.receipt import LayerReceipt, Receipt
 from finetune.training.evidence import refuse_disagreement
 from finetune.training.interrupt import GracefulStop
 
@@ -166,12 +166,16 @@ def test_a_signal_of_one_process_stops_both_after_the_same_step(other, two) -> N
 
 
 def test_receipts_that_differ_between_processes_stop_the_run(two) -> None:
-    receipt = Receipt("proven", {"ran": "fp8"})
-    two({})
-    refuse_disagreement(receipt)
-    two({"precision": "bf16"})
-    with pytest.raises(ProofError, match=r"process 1 did not run[\s\S]*fp8 and bf16"):
+    one = LayerReceipt("expert", (8, 8), "base", "fp8", "fp8", "none", {}, 1, "")
+    receipt = Receipt("proven", {"ran": "fp8"}, layers=[one])
+    # Of an expert: the tokens of one process were not sent to it, or frozen weights have no wgrad.
+    for alike in ({}, {"expert.fprop": "none", "expert.dgrad": "none"}, {"expert.wgrad": "fp8"}):
+        two(alike)
         refuse_disagreement(receipt)
+    for other in ({"precision": "bf16"}, {"expert.dgrad": "bf16"}, {"another.fprop": "fp8"}):
+        two(other)
+        with pytest.raises(ProofError, match=r"process 1 did not run what process 0 ran"):
+            refuse_disagreement(receipt)
 
 
 @pytest.mark.long

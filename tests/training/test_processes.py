@@ -256,3 +256,4 @@ def test_a_process_that_fails_ends_all_with_its_error(fault, codes, says, newest
     run = json.loads((folder.parent / "receipt.json").read_text())["run"]
     assert not run["interrupted"]
     assert run["stopped"] or fault is another_receipt
+    assert (folder.parent / "model").is_dir() == (fault is another_receipt)

@@ -1,0 +1,58 @@
+"""What a run ends with: loss, verdict, costs, folder, next; the rest when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.text import Text
+
+from finetune.cli.runs import serving
+from finetune.logging import as_text
+from finetune.runs.receipt import LayerReceipt, Receipt, RunReport, Sample
+
+
+@pytest.mark.parametrize("words", [[], ["--details"]])
+def test_a_run_ends_with_five_lines_unless_more_are_asked_for(words, cli) -> None:
+    settings = [
+        "train.max_steps=3", "data.max_rows=12", "train.warmup_steps=0", "train.logging_steps=1",
+        "train.lr_scheduler_type=constant", "train.eval_strategy=no", "data.eval_fraction=0",
+    ]  # fmt: skip
+    found = cli("tiny_full_bf16", *settings, *words)
+    assert found.code == 0
+    end = found.out.partition("\nloss ")[2].splitlines()
+    assert end[-1].strip().startswith(("next:", "python -m finetune report"))
+    if words:
+        assert "fprop  dgrad  wgrad" in found.out
+        assert found.out.count("What is the capital of France?") == 2
+        return
+    verdict, costs, folder, following = end[1:]
+    assert verdict == "BF16 verified: no matmul ran in FP8"
+    assert "peak process memory" in costs
+    assert folder.startswith("run folder: runs/tiny_full_bf16/")
+    assert following.startswith("next: python -m finetune generate runs/tiny_full_bf16/")
+
+
+def test_warnings_are_among_the_last_lines(tmp_path) -> None:
+    counts = {"before": 9, "after": 9, "in_optimizer": 9, "moved": 4}
+    layer = LayerReceipt("lm_head", (8, 8), "head", "bf16", "bf16", "bf16", {}, 1, "as configured")
+    receipt = Receipt("proven", {"ran": "bf16"}, trainable=counts, layers=[layer])
+    report = RunReport(tmp_path, receipt, 2.0, 1.0, None, None, 1.0, 1.0, [Sample("a", "b")])
+    short = as_text(report.summary)
+    assert "4 updated" in short
+    assert "lm_head" not in short
+    assert set(short.splitlines()) <= set(str(report).splitlines())
+    assert all(isinstance(line, Text) for line in receipt.verdict())
+
+
+def test_an_adapter_is_served_beside_its_base_at_its_highest_rank(tmp_path) -> None:
+    adapter = {"r": 8, "rank_pattern": {"q_proj": 24}, "base_model_name_or_path": "org/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    done = SimpleNamespace(folder=tmp_path, target="adapter")
+    assert serving(done) == (
+        f"vllm serve org/base --enable-lora --max-lora-rank 32 "
+        f"--lora-modules {tmp_path.name}={tmp_path}"
+    )
+    done.target = "fp8"
+    assert serving(done) == f"vllm serve {tmp_path}"
