@@ -131,14 +131,15 @@ def model_files(config: RunConfig) -> dict[str, Any]:
     if not os.path.isfile(folder / "config.json"):
         return found
     shape = json.loads((folder / "config.json").read_text("utf-8"))
-    found |= {f"model.config.json.{key}": value for key, value in shape.items()}
+    kept = {key: value for key, value in shape.items() if not key.startswith("_")}  # _name_or_path
+    found |= {f"model.config.json.{key}": value for key, value in kept.items()}
     for pattern in ("tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json"):
         for file in filter(Path.is_file, sorted(folder.glob(pattern))):
             found[f"model.{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     return {key: value for key, value in found.items() if key.rpartition(".")[2] not in SAID_ONLY}
 
 
-SAID_ONLY = ("_name_or_path", "transformers_version", "architectures", "use_cache")
+SAID_ONLY = ("transformers_version", "architectures", "use_cache")
 """Keys of config.json that change no number."""
 
 
