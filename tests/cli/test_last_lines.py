@@ -35,12 +35,12 @@ def test_a_run_ends_with_five_lines_unless_more_are_asked_for(words, cli) -> Non
 
 
 def test_warnings_are_among_the_last_lines(tmp_path) -> None:
-    counts = {"before": 9, "after": 9, "in_optimizer": 9, "moved": 4}
+    counts = {"before": 9, "after": 9, "in_optimizer": 4, "moved": 4}
     layer = LayerReceipt("lm_head", (8, 8), "head", "bf16", "bf16", "bf16", {}, 1, "as configured")
     receipt = Receipt("proven", {"ran": "bf16"}, trainable=counts, layers=[layer])
     report = RunReport(tmp_path, receipt, 2.0, 1.0, None, None, 1.0, 1.0, [Sample("a", "b")])
     short = as_text(report.summary)
-    assert "4 updated" in short
+    assert "4 in the optimizer" in short
     assert "lm_head" not in short
     assert set(short.splitlines()) <= set(str(report).splitlines())
     assert all(isinstance(line, Text) for line in receipt.verdict())
