@@ -300,7 +300,7 @@ def recipe_config(case: str, folder: Path) -> RunConfig:
     data["train"] |= {
         "max_length": LENGTH, "per_device_train_batch_size": ROWS, "packing": False,
         "gradient_accumulation_steps": 1, "fsdp": True, "fsdp_config": {"version": 2},
-        "gradient_checkpointing": True, **train,
+        "gradient_checkpointing": True, "optim": "adamw_torch_fused", **train,
     }  # fmt: skip
     if data["precision"]["compute"] == "fp8":
         data["precision"] |= EMULATED

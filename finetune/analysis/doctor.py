@@ -173,7 +173,7 @@ def advice(device: Device) -> str:
     if capability >= (8, 0):
         return (
             f"{device.name} has BF16 but no FP8 units: use _bf16 recipes with "
-            "train.optim=adamw_8bit (8-bit AdamW) to save memory"
+            "train.optim=adamw_torch_8bit (8-bit AdamW) to save memory"
         )
     if device.capability is not None:
         return (

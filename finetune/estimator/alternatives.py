@@ -158,7 +158,7 @@ def alternatives_of(measured: Measured) -> Iterator[Alternative]:
         yield _alternative(measured, "FP8 frozen base", *IN_FP8, "precision.frozen=fp8")
         yield _alternative(measured, "QLoRA", *IN_FOUR_BITS)
     else:
-        yield _alternative(measured, "this, 8-bit optimizer", "train.optim=adamw_8bit")
+        yield _alternative(measured, "this, 8-bit optimizer", "train.optim=adamw_torch_8bit")
         yield _alternative(measured, "this, LoRA r=16", *LORA)
 
 

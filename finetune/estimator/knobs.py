@@ -193,15 +193,13 @@ def _recomputed(config: RunConfig) -> Iterator[Change]:
 
 def _narrower(config: RunConfig) -> Iterator[Change]:
     if config.model.dtype == "float32" and config.precision.compute in ("bf16", "fp8"):
-        why = "weights, gradients and moments in BF16: updates below its rounding are lost"
+        why = "weights, gradients and moments in BF16: updates below its rounding are lost, unless "
+        why += "train.optim=adamw_torch_8bit rounds by chance"
         yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")
     moments = chosen(config.train).moments
     if moments is not None and moments.count == 2 and not moments.blockwise:
-        why = "both moments of AdamW in 8 bits, so it trains a little otherwise"
-        name, needs = "adamw_8bit", "; needs the extra bnb"
-        if config.train.get("fsdp"):  # bitsandbytes steps whole weights alone
-            name, needs = "adamw_torch_8bit", ""
-        yield Change("optimizer", (f"train.optim={name}",), why + needs, "otherwise")
+        why = "both moments of AdamW in 8 bits, BF16 weights rounded by chance"
+        yield Change("optimizer", ("train.optim=adamw_torch_8bit",), why, "otherwise")
 
 
 def _shorter(config: RunConfig) -> Iterator[Change]:

@@ -120,7 +120,7 @@ def by_tokens(gpu: str) -> str:
 
 SIDES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("llama_8b_lora", 1, ()), ("llama_8b_lora32", 1, ()), ("llama_8b_full", 1, ()),
-    ("llama_8b_full", 1, ("train.optim=adamw_8bit",)), ("qwen_7b_lora", 1, ()),
+    ("llama_8b_full", 1, ("train.optim=adamw_torch_fused",)), ("qwen_7b_lora", 1, ()),
     ("llama_70b_lora", 8, ()), ("llama_1b_full", 1, ()),
 )  # fmt: skip
 """Recipes of the table of speeds, their GPUs and overrides."""

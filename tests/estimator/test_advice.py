@@ -153,9 +153,9 @@ def test_gpus_with_a_copy_each_may_share_one(run):
     assert (shared.typed, shared.rank, shared.gpus) == (SHARDED, "same", None)
     sharded = with_overrides(config, shared.overrides)
     assert not [c for c in changes(sharded, H100, 8) if c.kind == "sharding"]
-    for one, name in ((config, "adamw_8bit"), (sharded, "adamw_torch_8bit")):
+    for one in (config, sharded):  # bitsandbytes steps no shards, and rounds BF16 to nearest
         (smaller,) = (c for c in changes(one, H100, 8) if c.kind == "optimizer")
-        assert smaller.overrides == (f"train.optim={name}",), "bitsandbytes steps no shards"
+        assert smaller.overrides == ("train.optim=adamw_torch_8bit",)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(8, [4, 2, 1]), (6, [3, 1]), (1, []), (5, [1])])

@@ -324,7 +324,7 @@ def test_other_precisions_resolve_to_themselves(device, compute):
     ("device", "advice", "not_said"),
     [
         (V100, ["precision.compute=fp16", "adamw_8bit"], ["_bf16", "_fp8"]),
-        (A100, ["_bf16 recipes", "no FP8 units", "train.optim=adamw_8bit"], ["_fp8"]),
+        (A100, ["_bf16 recipes", "no FP8 units", "train.optim=adamw_torch_8bit"], ["_fp8"]),
         (RTX4090, ["python -m finetune llama_8b_lora_fp8"], ["MXFP8", "_bf16"]),
         (H100, ["python -m finetune llama_8b_lora_fp8"], ["MXFP8", "_bf16"]),
         (B200, ["python -m finetune llama_8b_lora_fp8", "MXFP8 and NVFP4 too"], ["_bf16"]),

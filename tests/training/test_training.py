@@ -91,6 +91,9 @@ def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
     assert (receipt["fp8_flop_share"] > 0.3) == fp8
     t = receipt["trainable"]
     assert t["before"] == t["after"] == t["in_optimizer"] == t["moved"] + t["below_resolution"]
+    moved = receipt["movement"]
+    if any(group["type"] == "bfloat16" for group in moved["now"]["groups"]):
+        assert moved["rounding"] == "stochastic", "to nearest, most updates would be lost"
     assert (report.folder / "model").is_dir()
 
 
