@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from finetune.config.aliases import DROPPED, SETTINGS, in_recipe
 from finetune.config.optimizers import (
     BLOCK,
     FP8_ADAMW,
@@ -481,6 +482,23 @@ SECTIONS: dict[str, type[Section]] = {
     "resume": ResumeConfig,
 }
 
+
+def other_tools() -> str:
+    """Each key of another tool that an error knows, and what it says."""
+    names = sorted({*SETTINGS, *DROPPED})
+    return table(
+        ("elsewhere", "here"), [(f"`{name}`", _as_code(in_recipe(name))) for name in names]
+    )
+
+
+def _as_code(fix: str) -> str:
+    """`write train.max_length=...` with its settings as code."""
+    setting = (
+        r"(?<![`\w])(--out FOLDER|~lora|~?(?:model|precision|lora|data|train)\.\w+(?:=[^\s,:.]+)?)"
+    )
+    return re.sub(setting, r"`\1`", fix.removesuffix("=..."))
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     **{f"settings {name}": partial(settings, name, s) for name, s in SECTIONS.items()},
     "combinations": combinations,
@@ -494,6 +512,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "gpu scalings": gpu_scalings,
     "gpu figures": gpu_figures,
     "versions": versions,
+    "other tools": other_tools,
 }
 """Name in a page -> the function that makes its text."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.errors import speaking
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from finetune.runs.receipt import RunReport
 
 
+@speaking(str)
 def train(
     recipe: Recipe,
     *,

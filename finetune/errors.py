@@ -34,10 +34,27 @@ import difflib
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+_SPOKEN: list[Callable[[str], str]] = []
+
+
+@contextlib.contextmanager
+def speaking(form: Callable[[str], str]) -> Iterator[None]:
+    """Write messages about settings in another form inside: as arguments, in a script."""
+    _SPOKEN.append(form)
+    try:
+        yield
+    finally:
+        _SPOKEN.remove(form)
+
+
+def in_words(text: str) -> str:
+    """A message in the form in force; by default settings stand as in a recipe."""
+    return _SPOKEN[-1](text) if _SPOKEN else text
 
 
 class FinetuneError(Exception):
@@ -51,6 +68,7 @@ class FinetuneError(Exception):
     """
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
+        what, where, why, fix = map(in_words, (what, where, why, fix))
         self.what, self.where, self.why, self.fix = what, where, why, fix
         parts = (("", what), ("where: ", where), ("why:   ", why), ("fix:   ", fix))
         super().__init__("\n  ".join(label + text for label, text in parts if text))
@@ -197,6 +215,10 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+CLOSE = 0.65
+"""Least similarity of a guess: `early_stopping_patience` and `learning_rate` have 0.56."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The closest known word as the end of a sentence, `"; did you mean 'x'?"`, or nothing."""
     close = nearest(word, known)
@@ -204,5 +226,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is closest, None if none is close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+    """The known word that is closest, None if none is close; the beginning of one is."""
+    known = list(known)
+    begun = [one for one in known if len(word) > 4 and one.startswith(word)]
+    return next(iter(begun or difflib.get_close_matches(word, known, n=1, cutoff=CLOSE)), None)

@@ -137,7 +137,6 @@ READ = [
 CHECKED = [
     ("tiny_full_fp8", "train.bf16=true"),
     ("tiny_full_fp8", "train.output_dir=out"),
-    ("tiny_full_fp8", "train.learning_rat=1e-3"),
     ("tiny_full_fp8", "train.max_steps=lots"),
     ("tiny_full_fp8", "train.logging_steps=[1]"),
 ]
@@ -221,16 +220,17 @@ def named(error: FinetuneError, overrides: list[str]) -> list[list[str]]:
     [
         ("precision.scalin=delayed", "precision.scaling=delayed"),
         ("precison.scaling=delayed", "precision.scaling=delayed"),
+        ("train.learning_rat=1e-3", "train.learning_rate=1e-3"),
         ("precision.scaling=delay", "precision.scaling=delayed"),
         ("precision.compute=fp-8", "precision.compute=fp8"),
     ],
 )
 def test_a_misspelt_word_is_named_as_it_is_spelt(wrong, right, tried) -> None:
     with pytest.raises(ConfigError, match="did you mean") as caught:
-        load_recipe("tiny_full_fp8", [wrong], check_train=False)
+        load_recipe("tiny_full_fp8", [wrong], check_train=wrong.startswith("train"))
     (close,) = re.findall(r"did you mean '([^']+)'", caught.value.what)
-    assert close in re.split(r"[ ,]+", caught.value.fix)
-    fixed = re.sub(r"\b(scalin|precison|delay|fp-8)(?=[.=]|$)", close, wrong)
+    assert close in re.split(r"[ ,.=]+", caught.value.fix)
+    fixed = re.sub(r"\b(scalin|precison|delay|fp-8|learning_rat)(?=[.=]|$)", close, wrong)
     assert fixed == right
     load_recipe("tiny_full_fp8", [fixed], check_train=False)
     tried(wrong, caught.value, fixed)

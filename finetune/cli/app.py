@@ -244,8 +244,7 @@ def _of_usage(error: Any) -> ConfigError:
 
 def _as_setting(error: Any) -> ConfigError | None:
     """The error for `--max_steps 30`, as scripts of Transformers take settings; else None."""
-    from finetune.config.aliases import in_recipe
-    from finetune.config.train_section import OWNED_BY_US
+    from finetune.config.train_section import OWNED_BY_US, elsewhere, sft_arguments
 
     option = getattr(error, "option_name", "")
     takes_settings = error.ctx and "overrides" in {p.name for p in error.ctx.command.params}
@@ -254,13 +253,13 @@ def _as_setting(error: Any) -> ConfigError | None:
     words = " ".join(sys.argv[1:]).partition(option)[2].replace("=", " ", 1).split()
     value = words[0] if words and not words[0].startswith("--") else "..."
     key = option[2:].replace("-", "_")
-    written = f"write {key if '.' in key else f'train.{key}'}={value}"
+    fix = f"write {key}={value}" if "." in key else elsewhere(key, value)
     if key in OWNED_BY_US:
-        written = f"leave it out: {OWNED_BY_US[key]}"
+        fix = f"leave it out: {OWNED_BY_US[key]}"
     return ConfigError(
-        f"there is no option {option!r}",
+        f"there is no option {option!r}" + did_you_mean(key, () if fix else sft_arguments()),
         why="a setting of a recipe is given as section.key=value",
-        fix=f"{in_recipe(key, value) or written}; --help lists the options",
+        fix="; ".join(filter(None, (fix, "--help lists the options"))),
     )
 
 

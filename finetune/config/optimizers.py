@@ -244,9 +244,8 @@ def check_name(name: str, where: str = "train.optim") -> None:
     """Raise `ConfigError` with the nearest name unless there is such an optimizer."""
     if name not in OPTIMIZERS:
         known = [known for known, facts in OPTIMIZERS.items() if not facts.refused]
-        begins = [other for other in known if other.startswith(name)][:1]  # `adamw`
         raise ConfigError(
-            f"there is no optimizer {name!r}{did_you_mean(name, begins or known)}",
+            f"there is no optimizer {name!r}{did_you_mean(name, known)}",
             where=where,
             fix="adamw_torch_fused is the usual one; adamw_8bit and adamw_torch_4bit need less "
             "memory (docs/pages/reference/optimizers.md lists all)",

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.aliases import in_recipe, plain_dtype
+from finetune.config.aliases import plain_dtype
 from finetune.config.paths import find_recipe, recipe_of
 from finetune.config.schema import (
     DELAYED_ONLY,
@@ -25,9 +25,9 @@ from finetune.config.schema import (
 )
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError
-from finetune.config.train_section import convert_train, sft_arguments
+from finetune.config.train_section import convert_train, elsewhere, fields_of, sft_arguments
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
-from finetune.errors import ConfigError, did_you_mean
+from finetune.errors import ConfigError, did_you_mean, speaking
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -88,16 +88,16 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 def _no_section(item: str, path: Sequence[str], value: str) -> ConfigError:
     """The error for a key of another tool, one without its section, or a misspelt section."""
-    replacement = in_recipe(path[-1], value)
-    if not replacement and len(path) == 1:
-        ours = [name for name in SECTIONS if name != "train" and path[0] in _fields_of(name)]
-        written = " or ".join(f"{name}.{path[0]}={value}" for name in ours or ["train"])
-        replacement = f"write {written}, if that is meant; sections are {', '.join(SECTIONS)}"
+    dotted = re.sub("[:/]", ".", ".".join(path))
+    sections = f"sections are {', '.join(SECTIONS)}"
+    replacement = "" if item.startswith("~") else elsewhere(path[-1], value)
+    if dotted.partition(".")[0] in SECTIONS:
+        replacement = f"write {dotted}={value}"
     return ConfigError(
         f"{item!r}: there is no section {path[0]!r}"
-        + did_you_mean(path[0], () if replacement else SECTIONS),
+        + did_you_mean(path[0], () if replacement and len(path) == 1 else SECTIONS),
         why="a setting is typed with its section" if len(path) == 1 else "",
-        fix=replacement or f"sections are {', '.join(SECTIONS)}",
+        fix=replacement or sections,
     )
 
 
@@ -204,6 +204,7 @@ def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------------------ check
 
 
+@speaking(str)
 def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool = True) -> Recipe:
     """Read, override and check a recipe.
 
@@ -276,7 +277,7 @@ def _check_unset(
             continue
         if section == "train" and not check_train:  # its names need trl
             continue
-        known = sft_arguments() if section == "train" else tuple(_fields_of(section))
+        known = sft_arguments() if section == "train" else tuple(fields_of(section))
         if key not in known and key not in (written.get(section) or ()):
             raise ConfigError(
                 f"there is no key {key!r} in section {section!r}" + did_you_mean(key, known),
@@ -286,13 +287,6 @@ def _check_unset(
             )
 
 
-def _fields_of(section: str) -> dict[str, Any]:
-    """Fields of a section, whose annotation may be optional."""
-    annotation: Any = RunConfig.model_fields[section].annotation
-    kinds = (annotation, *getattr(annotation, "__args__", ()))
-    return next(kind for kind in kinds if isinstance(kind, type)).model_fields
-
-
 def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     problems = error.errors()
     # A misspelt key comes before the complaint that the right one is missing.
@@ -300,8 +294,8 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
     at = tuple(str(part) for part in first["loc"])
     dotted = ".".join(at[:2])  # what follows are list indices and members of unions
     if first["type"] == "extra_forbidden":
-        known = list(SECTIONS if len(at) == 1 else _fields_of(at[0]))
-        replacement = in_recipe(at[-1], first["input"])
+        known = list(SECTIONS if len(at) == 1 else fields_of(at[0]))
+        replacement = elsewhere(at[-1], first["input"])
         kind = f"section {at[-1]!r}" if len(at) == 1 else f"key {at[-1]!r} in section {at[0]!r}"
         return ConfigError(
             f"there is no {kind}" + did_you_mean(at[-1], () if replacement else known),
@@ -342,7 +336,7 @@ def _usual(at: KeyPath, problem: Any) -> str:
         return f"{'.'.join(at)}=[{problem['input']}]"
     if len(at) == 1:
         return f"write {at[0]}.key=value for each key of the section"
-    field = _fields_of(at[0])[at[1]]
+    field = fields_of(at[0])[at[1]]
     if field.is_required():
         return f"{'.'.join(at[:2])} is a {field.description}"
     return f"~{'.'.join(at[:2])} takes the default, {field.default}"

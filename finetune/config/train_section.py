@@ -75,6 +75,26 @@ def sft_arguments() -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(_import_config()) if f.init)
 
 
+def fields_of(section: str) -> dict[str, Any]:
+    """Fields of a section, whose annotation may be optional."""
+    annotation: Any = RunConfig.model_fields[section].annotation
+    kinds = (annotation, *getattr(annotation, "__args__", ()))
+    return next(kind for kind in kinds if isinstance(kind, type)).model_fields
+
+
+def elsewhere(key: str, value: object = "...") -> str:
+    """The fix for a key that is not where it was written: of another tool, or another section.
+
+    Empty where nothing has that name: what a guess is good for is not said with a value.
+    """
+    if fix := in_recipe(key, value):
+        return fix
+    ours = [name for name in RunConfig.model_fields if name != "train" and key in fields_of(name)]
+    if not ours and key in sft_arguments():
+        ours = [] if key in OWNED_BY_US else ["train"]
+    return "write " + " or ".join(f"{name}.{key}={value}" for name in ours) if ours else ""
+
+
 def convert_train(
     train: dict[str, Any], where: Callable[[KeyPath], str] = ".".join
 ) -> dict[str, Any]:
@@ -103,18 +123,16 @@ def convert_train(
                 fix=f"~train.{key}, or delete that line of the recipe",
             )
         if key not in fields:
-            replacement, remove = in_recipe(key, value), f"~train.{key}"
+            replacement = elsewhere(key, value)
             meant = None if replacement else nearest(key, fields)
-            if meant:
-                replacement = f"write train.{meant}={value} instead"
+            guess = f"train.{meant}=..., if that is meant; else " if meant else ""
             raise ConfigError(
                 f"trl.SFTConfig has no argument {key!r}"
                 + (f"; did you mean {meant!r}?" if meant else ""),
                 where=where(at),
                 why="the train section is handed unchanged to trl.SFTConfig",
                 fix=replacement
-                or f"{remove}, or delete that line of the recipe (TRL's page on SFTConfig has all "
-                "arguments)",
+                or f"{guess}leave it out (TRL's page on SFTConfig has all arguments)",
             )
         if key == CHECKPOINTING and str(value) == "auto":  # a value of ours
             result[key] = "auto"

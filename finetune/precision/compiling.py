@@ -29,7 +29,7 @@ UNREPEATABLE = ("ALoraLinearVariant", "MontecloraLinearVariant")
 CAPTURING = "transformers.utils.output_capturing"
 """Module of Transformers (5.23) whose hooks give `output_attentions` and other outputs."""
 BY_LAYER = (
-    "leave torch_compile out and set precision.compile=on (compile='on' in the helper): each "
+    "leave torch_compile out and set precision.compile=on: each "
     "decoder layer is compiled after the witnessed step"
 )
 """Fix of a script that compiles by itself."""

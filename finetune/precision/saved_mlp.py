@@ -77,7 +77,7 @@ class SavedMlp:
         if any(getattr(layer, "gradient_checkpointing", False) for layer in compiled):
             raise _idle(
                 "a checkpointed layer saves nothing of its MLP, and computes it again",
-                "train.gradient_checkpointing=false (gradient_checkpointing=False in a script), or",
+                "train.gradient_checkpointing=false, or",
             )
         before = counters()["frames"]["ok"]
         with torch.autograd.graph.saved_tensors_hooks(*self._hooks):

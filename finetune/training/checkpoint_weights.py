@@ -170,7 +170,7 @@ def refuse_sharded_codes(model: nn.Module) -> None:
     if trains and not saves_adapters(model) and next(iter_scales(model), None) is not None:
         raise PrecisionError(
             "FSDP2 cannot save a model whose frozen weights are stored in FP8",
-            where="precision.frozen=fp8 (frozen='fp8' in a script) without adapters, under FSDP2",
+            where="precision.frozen=fp8 without adapters, under FSDP2",
             why="it moves their codes without their scales",
             fix="precision.frozen=bf16 (frozen='bf16'); or lora.r=8, since checkpoints of adapters "
             "leave the base out; or DDP (~train.fsdp ~train.fsdp_config)",

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.config.aliases import as_arguments, in_script
+from finetune.config.aliases import as_arguments, in_python, in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.config.section import RefusedError
-from finetune.errors import ConfigError, OrderError, UnknownArgumentError, did_you_mean
+from finetune.errors import ConfigError, OrderError, UnknownArgumentError, did_you_mean, speaking
 from finetune.hardware.device import processes
 from finetune.runs.receipt import Receipt
 from finetune.training import session
@@ -141,7 +141,8 @@ def setup_fp8_mixed_precision_training(
                 refusal.ways if isinstance(refusal, RefusedError) else _values(key, first)
             ),
         ) from None
-    running = _begin(precision)
+    with speaking(in_python):
+        running = _begin(precision)
     if running.resolution.fallback:
         warnings.warn(running.resolution.fallback, stacklevel=2)
     atexit.unregister(_say_if_unused)
@@ -165,6 +166,7 @@ def _begin(precision: PrecisionConfig) -> session.Session:
 
     running = session.install(precision)
     running.again = partial(_begin, precision)
+    running.undo.enter_context(speaking(in_python))
     varlen.register()
     watch_trainers(running)
     keep_in_checkpoints(running)

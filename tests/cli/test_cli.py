@@ -471,13 +471,16 @@ RECIPE = (
         (["tiny_lora_fp8", "--output-dir", "x"], ["leave it out: the run folder", "use --out"]),
         (["data", "tiny_lora_fp8", "--max-seq-length=64"], ["write train.max_length=64;"]),
         (["ls", "--max_steps", "3"], ["No such option: --max_steps"]),
-        (["cat", "tiny_lora_fp8", "compute=fp8"], ["no section 'compute'", "sections are model"]),
+        (
+            ["cat", "tiny_lora_fp8", "compute=fp8"],
+            ["no section 'compute'", "write precision.compute=fp8"],
+        ),
         (["cat", "tiny_lora_fp8", "lora.rank=8"], ["no key 'rank' in section 'lora'"]),
         (
             ["validate", "tiny_lora_fp8", "train.learning_rat=1"],
             [
                 "'learning_rat'; did you mean 'learning_rate'?",
-                "write train.learning_rate=1 instead",
+                "train.learning_rate=..., if that is meant",
             ],
         ),
         (["tiny_lora_fp8", "train.bf16=true"], ["train.bf16 cannot be set here"]),

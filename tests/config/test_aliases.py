@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import doctest
+import re
+import shlex
 from typing import Any
 
 import pytest
 
-from finetune import setup_fp8_mixed_precision_training
+from finetune import (
+    setup_fp8_mixed_precision_training,
+    teardown_fp8_mixed_precision_training,
+)
+from finetune.cli.app import MODULES
 from finetune.config import aliases
 from finetune.config.recipe import load_recipe
-from finetune.errors import ConfigError, UnknownArgumentError
+from finetune.config.train_section import fields_of, sft_arguments
+from finetune.errors import (
+    ConfigError,
+    PlanError,
+    PrecisionError,
+    UnknownArgumentError,
+    in_words,
+)
 
 FIRST_VALUES = {
     "fp8_format": "hybrid",
@@ -33,6 +46,22 @@ FIRST_VALUES = {
     "lr": 1e-4,
     **dict.fromkeys(("epochs", "num_epochs", "batch_size", "micro_batch_size"), 2),
     "seq_len": 64,
+    "precision_map": '{"mlp": "bf16"}',
+    "compute_dtype": "bfloat16",
+    "model_name": "builtin:tiny_llama",
+    "base_model": "builtin:tiny_llama",
+    "dataset_config": "null",
+    "dataset_train_split": "train",
+    "dataset_test_split": "null",
+    "lora_modules_to_save": "[lm_head]",
+    **dict.fromkeys(("random_state", "max_steps_per_epoch", "num_warmup_steps", "lora_rank"), 3),
+    **dict.fromkeys(("eval_batch_size", "preprocessing_num_workers", "max_samples"), 3),
+    **dict.fromkeys(("sequence_len", "cutoff_len"), 64),
+    **dict.fromkeys(("warmup_ratio", "val_set_size", "val_size", "clip_grad_norm"), 0.1),
+    "max_lr": 1e-4,
+    "lora_attn_modules": "[q_proj]",
+    "optimizer": "adamw_torch",
+    "lr_scheduler": "cosine",
 }
 SECTION_OF = {name: setting.partition(".")[0] for name, setting in aliases.SETTINGS.items()}
 
@@ -41,17 +70,91 @@ def test_the_examples() -> None:
     assert doctest.testmod(aliases).failed == 0
 
 
-@pytest.mark.parametrize("name", aliases.SETTINGS)
+IN_WORDS = [name for name, setting in aliases.SETTINGS.items() if " " in setting]
+
+
+@pytest.mark.parametrize("name", [name for name in aliases.SETTINGS if name not in IN_WORDS])
 def test_what_the_error_says_to_write_is_accepted(name, tried) -> None:
     value = FIRST_VALUES.get(name, "true")
-    recipe = "tiny_lora_bf16" if name.startswith("load_in") else "tiny_full_fp8"
-    recipe = "tiny_lora_fp8" if name.startswith("lora") else recipe
+    recipe = "tiny_lora_bf16" if name.startswith("load_in_") else "tiny_full_fp8"
+    recipe = "tiny_lora_fp8" if name.startswith("lora") or name == "load_in_fp8" else recipe
+    recipe = "tiny_lora_fp8" if name.startswith("use_") and "lora" in SECTION_OF[name] else recipe
     for key in (name, f"{SECTION_OF[name]}.{name}"):
         with pytest.raises(ConfigError) as caught:
             load_recipe(recipe, [f"{key}={value}"])
         assert caught.value.fix.startswith("write ")
-        load_recipe(recipe, [caught.value.fix.removeprefix("write ")])
+        load_recipe(recipe, shlex.split(caught.value.fix.removeprefix("write ")))
         tried(f"{key}={value}", caught.value, caught.value.fix.removeprefix("write "))
+
+
+@pytest.mark.parametrize("name", IN_WORDS)
+def test_what_is_said_in_words_names_settings_that_there_are(name) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("tiny_full_fp8", [f"train.{name}=1"])
+    said = caught.value.fix
+    assert said == aliases.SETTINGS[name]
+    for section, key in re.findall(r"\b(model|precision|lora|data|train)\.(\w+)", said):
+        assert key in (sft_arguments() if section == "train" else fields_of(section))
+    assert all(verb in MODULES for verb in re.findall(r"-m finetune (\w+)", said))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("tiny_full_fp8 train.group_by_length=true", "train_sampling_strategy=group_by_length"),
+        ("tiny_full_fp8 train.group_by_length=false", "leave it out"),
+        ("tiny_full_fp8 train_on_inputs=false", "leave it out"),
+        ("tiny_full_fp8 train_on_inputs=true", "write train.assistant_only_loss=false, or"),
+        ("tiny_lora_fp8 lora:r=5", "write lora.r=5"),
+        ("tiny_lora_fp8 ~zzz", "sections are model, precision"),
+        ("tiny_full_fp8 USE_FP8=True", "write precision.compute=fp8"),
+        ("tiny_full_fp8 --use_fp8", "write precision.compute=fp8"),
+        ("tiny_full_fp8 USE_4BIT_OPTIMIZER=True", "write train.optim=adamw_8bit"),
+        ("tiny_full_fp8 COMPUTE_DTYPE=bfloat16", "write model.dtype=bfloat16"),
+        ("tiny_full_fp8 FP8_FORMAT=hybrid", "write precision.format=hybrid"),
+        ("tiny_full_fp8 transformer_engine=True", "write precision.backend=te"),
+        ("tiny_full_fp8 --resume latest", "python -m finetune resume last"),
+        ("tiny_full_fp8 --list_checkpoints", "python -m finetune checkpoints"),
+        ("tiny_full_fp8 --checkpoint_dir out", "--out FOLDER"),
+        ("tiny_full_fp8 --use_tensorboard", "write train.report_to=tensorboard"),
+        ("tiny_full_fp8 --max_lr 1e-4", "write train.learning_rate=1e-4"),
+        ("tiny_full_fp8 --max_steps 30", "write train.max_steps=30"),
+        ("tiny_full_fp8 model.max_steps=30", "write train.max_steps=30"),
+        ("tiny_full_fp8 train.train_on_responses_only=true", "train.assistant_only_loss=true"),
+    ],
+)
+def test_a_fix_is_for_what_was_meant(words, said, cli) -> None:
+    found = cli("cat", *words.split(), "--resolved") if "~" in words else cli(*words.split())
+    assert found.code == 2
+    assert said in " ".join(found.err.partition("fix:")[2].split())
+
+
+@pytest.mark.parametrize(
+    "typed", ["early_stopping=3", "beta_1=0.1", "train.zzz_patience=3", "train.lerning_rate=3"]
+)
+def test_a_guess_carries_no_value(typed, cli) -> None:
+    """`train.early_stopping_patience=3` was to be written as `train.learning_rate=3`."""
+    found = cli("tiny_full_fp8", typed)
+    value = typed.partition("=")[2]
+    assert found.code == 2
+    assert f"={value}" not in found.err.partition("fix:")[2]
+    assert ("did you mean 'learning_rate'" in found.err) == ("lerning" in typed)
+
+
+def test_messages_to_a_script_name_its_arguments(make_llama) -> None:
+    made = setup_fp8_mixed_precision_training("emulated", keep=["nowhere"], cpu=True)
+    model = make_llama()
+    with pytest.raises(PlanError, match=r"keep pattern 'nowhere'") as caught:
+        made.prepare(model)
+    assert "precision." not in str(caught.value)
+    with pytest.raises(ConfigError) as of_recipe:
+        load_recipe("tiny_full_fp8", ["train.zzz=1"])
+    assert "leave it out" in of_recipe.value.fix, "a recipe's own stay as they are"
+    teardown_fp8_mixed_precision_training()
+    assert in_words("precision.keep=[a]") == "precision.keep=[a]"
+    with pytest.raises(PrecisionError) as refused:
+        setup_fp8_mixed_precision_training(cpu=True)
+    assert "backend='emulated' (exact" in refused.value.fix
 
 
 @pytest.mark.parametrize("name", aliases.DROPPED)

@@ -10,6 +10,7 @@ import site_reference
 import yaml
 
 import finetune
+from finetune.config.aliases import DROPPED, SETTINGS
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
@@ -45,6 +46,12 @@ def test_every_setting_is_there() -> None:
         for key, field in section.model_fields.items():
             assert f"| `{key}`<br>" in made
             assert " ".join(field.description.split()) in made
+
+
+def test_every_key_of_another_tool_is_there() -> None:
+    made = site_reference.other_tools()
+    for name in (*SETTINGS, *DROPPED):
+        assert re.search(rf"^\| `{name}` \| \w|`", made, re.M), name
 
 
 def test_every_optimizer_is_there() -> None:

@@ -300,7 +300,7 @@ def test_what_a_script_compiles_by_itself_is_refused(
         step()
         step()
     compile_it(model)
-    with pytest.raises(PrecisionError, match=r"compile='on' in the helper"):
+    with pytest.raises(PrecisionError, match=r"set compile=.on.:"):
         step()
 
 

@@ -260,7 +260,7 @@ def test_trainer_stops_before_the_update(backend, make_llama, setup_backend, tmp
     assert error.what == "the loss is not finite at step 3; stopped before anything was saved"
     assert error.where == f"{LAYER}: its output"
     assert "1 NaN and 0 Inf of 4,096 values (bfloat16" in error.why
-    assert f"precision.keep=[{LAYER}]" in error.fix
+    assert f"keep=[{LAYER!r}]" in error.fix
     assert isinstance(error, FloatingPointError)
     assert weights
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())

@@ -29,6 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from finetune.config.schema import PrecisionConfig
 from finetune.data.repeats import refuse_no_batch, refuse_uneven, repeats_line
+from finetune.errors import in_words
 from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
 from finetune.training import session
@@ -71,7 +72,7 @@ class HealthMonitor(TrainerCallback):
         self, trainer: Any, every: int | None = None, say: Callable[[str], None] | None = None
     ) -> None:
         self.trainer, self.every = trainer, every
-        self._say = say or (lambda line: warnings.warn(line, stacklevel=3))
+        self._say = say or (lambda line: warnings.warn(in_words(line), stacklevel=3))
         self._undo = contextlib.ExitStack()
         self._speed = Speed()
         self._warned: set[str] = set()
@@ -115,7 +116,7 @@ class HealthMonitor(TrainerCallback):
             self._warn_once(
                 "learning rate",
                 f"the learning rate gets to {share:.0%} of its value in {state.max_steps:,} steps "
-                "(fewer warmup_steps, or a share of the steps: warmup_steps=0.1)",
+                "(fewer train.warmup_steps, or a share of the steps: train.warmup_steps=0.1)",
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
