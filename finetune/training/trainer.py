@@ -33,6 +33,7 @@ from finetune.runs.checkpoints import Checkpoint, find_checkpoint
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
+from finetune.storage.ends import stop_at
 from finetune.storage.pretrained import fit_trl, load_tokenizer, vocabulary_of
 from finetune.training import lora_init, low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
@@ -266,6 +267,9 @@ class _Run:
             self.ledgers["train"] = replace(found, **ours)
         else:
             self.ledgers["train"] = count(self.rows, self.args, self.tokenizer).ledger
+        if new := stop_at(self.trainer.model, self.ledgers["train"].ends):
+            names = ", ".join(repr(self.tokenizer.decode([token])) for token in new)
+            console.print(f"      answers end with {names}: added to generation_config.json")
         for warns, line in self.ledgers["train"].lines():
             self._warn(line) if warns else console.print(f"      {line}")
         self.monitor = HealthMonitor(self.trainer, say=self._warn)
