@@ -13,6 +13,7 @@ stream, and of large files before a run, a sample is counted.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,10 +33,12 @@ from finetune.config.sft import REFUSALS, refused, sft_config
 from finetune.config.train_section import with_checkpointing
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data
+from finetune.data.ends import each_once
 from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
 from finetune.data.repeats import EvaluatesOnce
 from finetune.data.rows import workers
 from finetune.errors import ConfigError, DataError, FinetuneError, first_line
+from finetune.storage.ends import save_ends
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
 
 TOKENIZED = Features(input_ids=List(Value("int64")), labels=List(Value("int64")))
@@ -54,6 +57,8 @@ class Ledger:
         trained: tokens with a part in the loss, after truncation.
         longest: tokens of the longest row.
         stops: rows whose last trained token, white space apart, is one that ends an answer.
+        ends: ids of these tokens, those that end at least one row of a hundred.
+        doubled: rows of which a second start or end token is cut.
         bins: packed rows; None without packing.
         max_length: the limit; None without one.
         refused: rows that could not be read and were skipped (`data.on_bad_row`).
@@ -75,6 +80,8 @@ class Ledger:
     stops: int
     bins: int | None
     max_length: int | None
+    ends: tuple[int, ...] = ()
+    doubled: int = 0
     refused: int = 0
     chat: bool = False
     on: str = ""
@@ -143,6 +150,8 @@ class Ledger:
             )
         if self.chat and self.trained == self.kept:
             yield True, "100% of the tokens of chat rows are trained on: the user's turns too"
+        if self.doubled:
+            yield False, f"{self.doubled:,} rows had a start or an end token twice: one is kept"
         if not self.stops and self.trained:
             yield True, "no row ends with a trained stop token: answers may not end"
         if self.pad_is_stop:
@@ -178,6 +187,7 @@ def account(
     found = dict.fromkeys(
         ("rows", "dropped", "truncated", "tokens", "cut", "trained", "longest", "stops"), 0
     )
+    ends = Counter[int]()
     tables: Any = rows.with_format("arrow").iter(batch_size=BATCH)
     for batch in tables:
         ids = batch["input_ids"].combine_chunks()
@@ -213,7 +223,10 @@ def account(
         found["trained"] += int(per_row.sum())
         found["longest"] = max(found["longest"], int(lengths.max(initial=0)))
         found["stops"] += int(np.isin(labels[last[last >= 0]], list(stops)).sum())
-    return Ledger(**found, bins=None, max_length=limit)
+        uncut = (last >= 0) & ((kept == lengths)[lengths > 0] | (not at_start))
+        ends.update(token for token in labels[last[uncut]].tolist() if token in stops)
+    usual = tuple(token for token, count in ends.items() if count * 100 >= found["rows"])
+    return Ledger(**found, ends=usual, bins=None, max_length=limit)
 
 
 class ByLength(LengthGroupedSampler):
@@ -281,7 +294,7 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool,
         formatting_func: Any, dataset_name: str,
     ) -> Any:  # fmt: skip
-        """TRL's preparation, counted half-way; of a stream in one go."""
+        """TRL's preparation, with rows that begin and end once, counted half-way."""
         prepare, ledgers = super()._prepare_dataset, self.__dict__.setdefault("ledgers", {})
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
@@ -296,29 +309,27 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
                 why=f"columns found: {', '.join(sorted(row))}",
                 fix="~train.assistant_only_loss",
             )
-        # A stream is not counted, and each look at its first row fills the buffer of its shuffle.
-        first, given = (whole, False) if held else (args, packing), dataset
-        processes = {"num_proc": args.dataset_num_proc} if held else {}
+        given, doubled = dataset, 0
+        processes: dict[str, Any] = {"num_proc": args.dataset_num_proc} if held else {}
         pairs = "prompt" in row and bool(self.completion_only_loss)
+        answers = is_conversational(row) and (self.only_answers or pairs)
         try:
-            if is_conversational(row) and (self.only_answers or pairs):
-                dataset = dataset.map(
-                    partial(masked, tokenizer=self._tokenizer, completion_only=pairs),
-                    batched=True,
-                    remove_columns=[*row],
-                    features=TOKENIZED,
-                    **processes,
-                )
+            if answers:
+                mask = partial(masked, tokenizer=self._tokenizer, completion_only=pairs)
+                processes |= {"batched": True, "remove_columns": [*row], "features": TOKENIZED}
+                dataset = dataset.map(mask, **processes)
             elif TRAINED_TURNS in row:
                 dataset = dataset.map(refuse_weights, **processes)
             tokenized: Any = prepare(
-                dataset, processing_class, *first, formatting_func, dataset_name
+                dataset, processing_class, whole, False, formatting_func, dataset_name
             )
         except (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise _not_formatted(dataset_name, error) from error
-        if not held:
-            return tokenized
         tokenizer = self._tokenizer
+        if not answers:
+            tokenized, doubled = each_once(tokenized, tokenizer, **processes)
+        if not held:
+            return prepare(tokenized, processing_class, args, packing, None, dataset_name)
         # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
         stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         found = account(
@@ -333,11 +344,19 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
             found,
             bins=len(done) if packing else None,
             chat=is_conversational(row),
+            doubled=doubled,
             on=" (the assistant's turns)" if self.only_answers else "",
             split=len(tokenized) - len(given),
             pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
         )
         return done
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """TRL's; beside an adapter, too, stands where its answers end."""
+        super()._save(output_dir, state_dict)
+        folder, model = Path(output_dir or str(self.args.output_dir)), self.model
+        if (folder / "adapter_config.json").is_file():
+            save_ends(self.accelerator.unwrap_model(model), folder)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Next batches; what is wrong with a stream's rows shows when they are read."""

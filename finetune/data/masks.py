@@ -16,7 +16,7 @@ author's word on which part of an answer counts, and take the rest of it away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from finetune.data.checks import MASKED
 from finetune.errors import ConfigError, DataError
 
 Span = tuple[int, int]
-Render = Callable[..., str]
+Render = partial[Any]
 TRAINED_TURNS = "trained_turns"
 """Column with a truth value for each turn of the assistant, where not all of them are true."""
 FIX = (
@@ -68,12 +68,8 @@ def answers(
 
 def _renderer(row: dict[str, Any], tokenizer: Any) -> Render:
     """A function from turns to text, with what a row has beside them."""
-
-    def render(turns: list[Any], **kwargs: Any) -> Any:
-        kwargs = {"tokenize": False, **(row.get("chat_template_kwargs") or {}), **kwargs}
-        return tokenizer.apply_chat_template(turns, tools=row.get("tools") or None, **kwargs)
-
-    return render
+    given = {"tokenize": False, **(row.get("chat_template_kwargs") or {})}
+    return partial(tokenizer.apply_chat_template, tools=row.get("tools") or None, **given)
 
 
 def _begin(turns: list[Any], place: int, whole: str, render: Render) -> int:

@@ -11,6 +11,7 @@ reference's loss is kept, and its logits at the first 2,048 labeled positions. C
     logit error  ‖export - reference‖ / ‖reference‖, each position's mean removed first
                  (softmax ignores it)
     agreement    share of positions with the same top-1 token
+    answer       one, greedy, to a question of the rows: it goes no further than to an end token
 
 A layout mistake, a scale that divides instead of multiplying, or a lost adapter puts these at 1 or
 beyond; `BOUNDS` limits what rounding alone may do.
@@ -19,7 +20,7 @@ beyond; `BOUNDS` limits what rounding alone may do.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.data.dataset import load_data
 from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
+from finetune.storage.ends import ends_of, take_ends
 from finetune.storage.loading import load_in_fp8
 from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole
 from finetune.training.model import implementation_arguments, is_published_fp8
@@ -53,7 +55,7 @@ ABOUT_ROWS = (
 )
 """Settings of `train` that shape a batch."""
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
-EVALUATION_ROWS = 128
+EVALUATION_ROWS, ANSWER = 128, 64
 CALIBRATION_ROWS = 64
 BATCH = 4
 
@@ -85,11 +87,15 @@ class Observation:
         loss: mean cross-entropy over all labeled positions, in nats.
         positions: number of these positions.
         logits: [T, V] of the first T of them, on the CPU, in the model's type.
+        answer: ids that the model writes to the first question, greedily.
+        ends: ids at which it stops.
     """
 
     loss: float
     positions: int
     logits: Tensor
+    answer: list[int]
+    ends: list[int]
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,9 @@ class Parity:
     Attributes:
         positions: number of positions behind the losses.
         compared: number of positions behind the other figures.
+        answer: tokens of an answer by the export.
+        ended: it came to an end token.
+        ran_on: it went on behind one of the reference's.
     """
 
     loss_reference: float
@@ -109,6 +118,9 @@ class Parity:
     agreement: float
     positions: int
     compared: int
+    answer: int
+    ended: bool
+    ran_on: bool
 
     def failures(self, bounds: Bounds) -> list[str]:
         """Describe the figures that are out of bounds, NaN included."""
@@ -120,12 +132,15 @@ class Parity:
         other = round((1 - self.agreement) * self.compared)
         if other > max(1, _most_others(bounds.agreement, self.compared)):  # one is always allowed
             found.append(f"agreement {self.agreement:.1%} (at least {bounds.agreement:.0%})")
+        if self.ran_on:
+            found.append("an answer that goes on behind its end token")
         return found
 
     def __str__(self) -> str:
         return (
             f"loss {self.loss_reference:.4f} -> {self.loss_export:.4f}, KL {self.kl:.2g}, "
-            f"logit error {self.logit_error:.2%}, top-1 agreement {self.agreement:.1%}"
+            f"logit error {self.logit_error:.2%}, top-1 agreement {self.agreement:.1%}, "
+            f"an answer of {self.answer} tokens{' that ends' * self.ended}"
         )
 
 
@@ -186,6 +201,7 @@ def load_stock(
     )
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
+        take_ends(model, adapter)
     return model.eval()
 
 
@@ -229,7 +245,7 @@ def _spread(rows: Dataset, count: int) -> Dataset:
     return rows.select([number * len(rows) // kept for number in range(kept)])
 
 
-def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
+def observe(model: Any, batches: Sequence[dict[str, Any]]) -> Observation:
     """Run a causal language model in evaluation mode over batches with labels.
 
     Args:
@@ -257,7 +273,18 @@ def observe(model: nn.Module, batches: Iterable[dict[str, Any]]) -> Observation:
             why="every label is masked, or cut off by train.max_length",
             fix="longer rows (train.max_length), or other evaluation rows (data.eval_path)",
         )
-    return Observation(total / count, count, torch.cat(kept))
+    ends = ends_of(model.generation_config)
+    return Observation(total / count, count, torch.cat(kept), _answer(model, batches[0]), ends)
+
+
+def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
+    """Ids that a model writes, greedily, to what stands before the first label of a batch."""
+    first = int((batch["labels"][0] != IGNORED).int().argmax())
+    asked = batch["input_ids"][:1, : max(first, 1)]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": ANSWER}
+    with torch.inference_mode():
+        found = model.generate(asked, attention_mask=torch.ones_like(asked), **options)
+    return found[0, asked.shape[1] :].tolist()
 
 
 def compare(reference: Observation, export: Observation) -> Parity:
@@ -271,7 +298,7 @@ def compare(reference: Observation, export: Observation) -> Parity:
         r, e = (x - x.mean(-1, keepdim=True) for x in (r, e))
         error += float((e - r).square().sum())
         signal += float(r.square().sum())
-    kept = len(reference.logits)
+    kept, ends = len(reference.logits), {*reference.ends}
     return Parity(
         loss_reference=reference.loss,
         loss_export=export.loss,
@@ -281,6 +308,9 @@ def compare(reference: Observation, export: Observation) -> Parity:
         agreement=same / kept,
         positions=reference.positions,
         compared=kept,
+        answer=len(export.answer),
+        ended=export.answer[-1] in ends,
+        ran_on=not ends.isdisjoint(export.answer[:-1]),
     )
 
 

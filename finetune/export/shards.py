@@ -39,8 +39,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WEIGHTS_AND_MORE = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("vocab*", "merges.txt", "*.model"),
+    *("vocab*", "merges.txt", "*.model", "generation_config.json"),
 )
+"""Files that a run has of its own: what text is as ids, and where answers end."""
 RECORD = "export.json"
 """File that marks a folder as our export, finished or not."""
 

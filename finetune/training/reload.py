@@ -164,6 +164,7 @@ def _load(run: TrainedRun) -> Any:
 
     from finetune.precision.experts import split_adapters
     from finetune.precision.planner import plan
+    from finetune.storage.ends import take_ends
     from finetune.training import lora_init, scope
     from finetune.training.model import load_model, sketch
 
@@ -178,10 +179,12 @@ def _load(run: TrainedRun) -> Any:
         model: Any = get_peft_model(base, scope.lora_config(base, config))  # pyright: ignore
         lora_init.begin(model, config, run.weights)
         model.load_adapter(run.weights, scope.ADAPTER)
+        take_ends(model, run.weights)
         return model
     with warnings.catch_warnings():  # PEFT leaves what it does not find as it was drawn
         warnings.filterwarnings("error", "Found missing adapter keys")
         model = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
+    take_ends(model, run.weights)
     split_adapters(model)  # PEFT adds those on experts to weights, which may be codes
     return model
 

@@ -34,6 +34,7 @@ from finetune.runs.checkpoints import Checkpoint, find_checkpoint
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
+from finetune.storage.ends import stop_at
 from finetune.storage.pretrained import (
     fit_trl,
     keep_generation,
@@ -277,7 +278,6 @@ class _Run:
                 ],
             )
         self._fit_to_rows()
-        keep_generation(without_adapters(self.trainer.model))
         self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:
@@ -286,6 +286,10 @@ class _Run:
             self.ledgers["train"] = replace(found, **ours)
         else:
             self.ledgers["train"] = count(self.rows, self.args, self.tokenizer).ledger
+        if new := stop_at(self.trainer.model, self.ledgers["train"].ends):
+            names = ", ".join(repr(self.tokenizer.decode([token])) for token in new)
+            console.print(f"      answers end with {names}: added to generation_config.json")
+        keep_generation(without_adapters(self.trainer.model))
         for warns, line in self.ledgers["train"].lines():
             self._warn(line) if warns else console.print(f"      {line}")
         self.monitor = HealthMonitor(self.trainer, say=self._warn)
