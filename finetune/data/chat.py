@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
@@ -19,7 +20,7 @@ from finetune.storage.pretrained import TEMPLATE_ERRORS
 
 SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
-    "function_call": "assistant", "observation": "tool",
+    "function_call": "assistant", "observation": "tool", "function": "tool",
 }  # fmt: skip
 FLAGS = ("weight", "train", "loss")
 """Keys of a turn that say if it is trained on, with 0 and 1 or a truth value."""
@@ -27,8 +28,20 @@ TEXTS = ("name", "thinking", "reasoning_content", "reasoning")
 """Keys of a turn that are text where they are there."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
-Null = dict[str, Any]
-"""What a turn without content has for it, as its template takes it."""
+
+@dataclass(frozen=True)
+class Takes:
+    """What a template takes, found by rendering (`probe`).
+
+    Attributes:
+        null: what stands for the content of a turn that has none.
+        as_text: the arguments of a call are JSON in a text, as OpenAI has them, and no mapping.
+        system: a system turn is taken, and printed.
+    """
+
+    null: dict[str, Any] = field(default_factory=dict)
+    as_text: bool = False
+    system: bool = True
 
 
 class BadRowError(ValueError):
@@ -46,11 +59,17 @@ def turn_of(turn: Any, *, exact: bool = False) -> dict[str, Any]:
     """
     if not isinstance(turn, dict):
         raise BadRowError(f"a turn needs role and content, this one is {turn!r}")
-    role = turn.get("role") or turn.get("from")
-    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    given = turn.get("role") or turn.get("from")
+    role = SHAREGPT_ROLES.get(given, given) if isinstance(given, str) else given
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
     rest = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
     rest = rest if exact else without_none(rest)
+    if given == "function_call":  # LLaMA-Factory: JSON of a call, or of a list of calls
+        content, calls = None, parsed(content, "function_call")
+        calls = calls if isinstance(calls, list) else [calls]
+        rest["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    if rest.get("function_call"):  # OpenAI, before there were several calls of a turn
+        rest["tool_calls"] = [{"type": "function", "function": rest.pop("function_call")}]
     content = _joined(content) if isinstance(content, list) else content
     if (
         not isinstance(role, str)
@@ -114,13 +133,44 @@ def check_answer(turn: dict[str, Any]) -> None:
         raise BadRowError("the content of an answer is empty")
 
 
-def plain(turn: dict[str, Any], null: Null) -> dict[str, Any]:
-    """A turn without flags, and with null content as the template takes it."""
+def plain(turn: dict[str, Any], takes: Takes) -> dict[str, Any]:
+    """A turn without flags; null content, and the arguments of calls, as the template takes them.
+
+    A template that writes arguments as JSON makes a text of a text:
+    `"parameters": "{\\"city\\": ...}"`.
+    """
     found = {key: value for key, value in turn.items() if key not in FLAGS}
+    if found.get("tool_calls"):
+        found["tool_calls"] = [_with_arguments(call, takes.as_text) for call in found["tool_calls"]]
     if found["content"] is None:
         del found["content"]
-        return {"role": found.pop("role"), **null, **found}
+        return {"role": found.pop("role"), **takes.null, **found}
     return found
+
+
+def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    inner = call.get("function", call)
+    given = inner.get("arguments")
+    if given is None or isinstance(given, str) == as_text:
+        return call
+    made = json.dumps(given, ensure_ascii=False) if as_text else json.loads(given.strip() or "{}")
+    inner = {**inner, "arguments": made}
+    return {**call, "function": inner} if "function" in call else inner
+
+
+def with_system(turns: list[dict[str, Any]], text: Any) -> list[dict[str, Any]]:
+    """Turns behind the text of a column for the system's, unless they have their own."""
+    if not isinstance(text, str) or not text.strip() or turns[0]["role"] == "system":
+        return turns
+    return [{"role": "system", "content": text}, *turns]
+
+
+def without_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns with the system's text before the first question, as Gemma's own template has it."""
+    if len(turns) < 2 or (turns[0]["role"], turns[1]["role"]) != ("system", "user"):
+        return turns
+    text = "\n\n".join(turn["content"] or "" for turn in turns[:2])
+    return [{**turns[1], "content": text}, *turns[2:]]
 
 
 def is_trained(turn: dict[str, Any]) -> bool:
@@ -182,7 +232,7 @@ TRIED = 2000
 """Rows in which keys are looked for that a template may leave out."""
 FAILED = "\0"
 """Begins what stands for a conversation that cannot be rendered."""
-CALL = {"type": "function", "function": {"name": "probed_call", "arguments": {"of": "a probe"}}}
+PROBED = {"of": "a probe"}
 
 
 def refusal(row: dict[str, Any], tokenizer: Any) -> str:
@@ -196,22 +246,29 @@ def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     return row.get("messages") or [*row["prompt"], *row["completion"]]
 
 
-def null_content(tokenizer: Any) -> dict[str, Any]:
-    """Form in which a template takes a turn without content, beside its tool calls.
+def probe(tokenizer: Any) -> Takes:
+    """How a template takes calls, turns without content and a system turn, by rendering some.
 
     Some print None, some add it to a text, some test for it: null, no key and an empty text are
-    tried in this order.
+    tried in this order, with arguments as a mapping first. A system turn that is refused, or left
+    out, is not taken.
     """
+    ask = {"role": "user", "content": "?"}
+    system = [{"role": "system", "content": "probed system"}, ask]
+    taken = "probed system" in _rendered(system, [], tokenizer)
     forms: tuple[dict[str, Any], ...] = ({"content": None}, {}, {"content": ""})
-    for form in forms:
-        turns = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", **form, "tool_calls": [CALL]},
-        ]
-        text = _rendered(turns, [], tokenizer)
-        if "probed_call" in text and "None" not in text:
-            return form
-    return forms[0]
+    plainly: dict[str, Any] = {}
+    for arguments in (PROBED, json.dumps(PROBED)):
+        call = {"type": "function", "function": {"name": "probed_call", "arguments": arguments}}
+        for form in forms:
+            turns = [ask, {"role": "assistant", **form, "tool_calls": [call]}]
+            text = _rendered(turns, [], tokenizer)
+            if any(part in text for part in ("None", "{'of'", '\\"of', FAILED)):
+                continue
+            if "probed_call" in text:
+                return Takes(form, isinstance(arguments, str), taken)
+            plainly = plainly or form  # of a template that knows no calls, which is said later
+    return Takes(plainly or forms[0], system=taken)
 
 
 def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:
@@ -227,6 +284,14 @@ def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:
     notes: list[str] = []
     for index, row in enumerate(itertools.islice(rows, TRIED)):
         turns, tools = turns_of(row), row.get("tools") or []
+        if why := refusal(row, tokenizer):
+            raise DataError(
+                f"the model's chat template refuses row {index + 1} of {source}",
+                where=f"{source}: row {index + 1}",
+                why=f"in its own words: {why}",
+                fix="change that row, take a model whose template takes it, or skip and count such "
+                "rows: data.on_bad_row=skip",
+            )
         for part, changed, others in _without_parts(turns, tools):
             if part in seen:
                 continue

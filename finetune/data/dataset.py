@@ -120,8 +120,14 @@ def load_data(
     settings: dict[str, Any] = {}
     for part in parts:
         notes += part.source.unread()
-        if part.unused:
-            names = some([repr(name) for name in part.unused])
+        unused = [name for name in part.unused if name != "rejected"]
+        if len(unused) < len(part.unused):
+            notes.append(
+                f"{part.source.label} has preference pairs: the preferred answers are trained on, "
+                "the rejected ones are not used (DPOTrainer, in a script, learns from both)"
+            )
+        if unused:
+            names = some([repr(name) for name in unused])
             notes.append(f"columns of {part.source.label} that are not used: {names}")
         first = next(iter(part.train), {})
         if any(isinstance(first.get(key), list) for key in ("messages", "prompt")):  # turns
@@ -130,6 +136,7 @@ def load_data(
     refused = {(p.source.label, i): why for p in parts for i, why in p.refused.items()}
     notes += _skipped(refused, "rows")
     held_out, bad = _held_out(form, parts)
+    notes += dict.fromkeys(form.notes)
     notes += _skipped(bad, "eval rows")
     if held_out is not None:
         _refuse_other_eval(parts, held_out)

@@ -5,9 +5,12 @@
     prompt + completion                          prompt-completion   (loss on the completion)
     instruction (+ input | context) + output     prompt-completion   Alpaca, Dolly (`response`)
     question + answer, prompt + response, ...    prompt-completion
-    chosen (+ prompt)                            the preferred answer of a preference pair
+    chosen (+ prompt | instruction)              the preferred answer of a preference pair, said
     input_ids (+ labels)                         as it is: tokenized before
     text                                         text                (loss on every token)
+
+A column `system` or `system_prompt` is the first turn, `history` the turns before the question.
+A row whose `label` or `kto_tag` is false is refused: its answer is one not to give.
 
 Turns reach the chat template whole, with tools, tool calls, reasoning and names. What the template
 does not use is said, or refused where nothing would be left to learn.
@@ -15,9 +18,11 @@ does not use is said, or refused where nothing would be left to learn.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +30,19 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.schema import DataConfig
 from finetune.data import checks
 from finetune.data.chat import (
+    TRIED,
     BadRowError,
-    Null,
+    Takes,
     beside,
     check_answer,
     is_trained,
-    null_content,
     parsed,
     plain,
+    probe,
     refusal,
     turn_of,
+    with_system,
+    without_system,
 )
 from finetune.data.masks import TRAINED_TURNS, answers
 from finetune.data.sources import files_of
@@ -61,6 +69,12 @@ PAIRS = {
 """Columns of question and answer by format."""
 CONTEXT = ("input", "context")
 """Columns that an instruction may have beside it."""
+SYSTEM = ("system", "system_prompt")
+"""Columns of a system's text, as LLaMA-Factory and OpenOrca have them."""
+LABELS = ("label", "kto_tag")
+"""Columns that are false where an answer is a bad one: TRL's and LLaMA-Factory's for KTO."""
+PREFERRED, ASKED = "preferred answers", ("prompt", "instruction", "question", "query")
+"""Format of preference pairs, and columns of their question."""
 
 Converter = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -72,6 +86,8 @@ class Form:
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
     vocabulary: int = checks.UNKNOWN
+    notes: list[str] = field(default_factory=list)
+    """What is worth a warning."""
 
 
 def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dict[int, str]]:
@@ -85,6 +101,7 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
             raise _refused(source, index, why)
         return kind, _without(rows, refused, source), _named(refused)
     refused = {}
+    _note_folded(rows, convert, form, source)
     try:
         if form.data.on_bad_row == "skip":
             template = form.tokenizer.chat_template  # another one refuses other rows
@@ -227,9 +244,9 @@ def _without(rows: Dataset, refused: dict[int, str], source: str) -> Dataset:
 
 def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     columns = set(rows.column_names)
-    null = null_content(form.tokenizer) if form.tokenizer.chat_template else None
+    takes = probe(form.tokenizer) if form.tokenizer.chat_template else None
     for column in ("messages", "conversations"):
-        if column in columns and null is None:
+        if column in columns and takes is None:
             raise DataError(
                 "these rows are chat messages, and the model's tokenizer has no chat template",
                 where=source,
@@ -238,15 +255,15 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
                 "give rows with columns prompt and completion, or text",
             )
         if column in columns:
-            return "messages", partial(_messages, column, _is_exact(rows, column), null)
+            return "messages", partial(_messages, column, _is_exact(rows, column), takes)
     if "input_ids" in columns:
         checks.check_columns(rows, source)
         return "tokenized", partial(_tokenized, form.vocabulary)
     for kind, (ask, answer) in PAIRS.items():
         if {ask, answer} <= columns:
-            return kind, partial(_pair, ask, answer, null)
+            return kind, partial(_pair, ask, answer, takes)
     if "chosen" in columns:
-        return "preferred answers", partial(_preferred, null)
+        return PREFERRED, partial(_preferred, takes)
     if "text" in columns:
         return "text", lambda row: {"text": _text(row, "text")}
     raise DataError(
@@ -256,6 +273,22 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
         fix=f"rename them to one of: {FORMATS}; or name them: "
         "'data.columns={prompt: NAME, completion: NAME}'",
     )
+
+
+def _note_folded(rows: Any, convert: Converter, form: Form, source: str) -> None:
+    """Say it where the text of a system's turn is moved before the first question."""
+    takes = convert.args[-1] if isinstance(convert, partial) else None
+    if not isinstance(takes, Takes) or takes.system:
+        return
+    whole = partial(convert.func, *convert.args[:-1], replace(takes, system=True))
+    for row in itertools.islice(rows, TRIED):
+        with contextlib.suppress(BadRowError):
+            if whole(dict(row)) != convert(dict(row)):
+                form.notes.append(
+                    f"the chat template has no system role: the system's text in {source} stands "
+                    "before the first question"
+                )
+                return
 
 
 def unused_columns(
@@ -271,11 +304,11 @@ def unused_columns(
     known = (
         {
             "tokenized": given,  # a data collator may take any of them
-            "messages": ["messages" if "messages" in given else "conversations"],
-            "preferred answers": ["prompt", "chosen", "rejected"],
+            "messages": ["messages" if "messages" in given else "conversations", *SYSTEM],
+            PREFERRED: [*ASKED, "chosen", *CONTEXT, *SYSTEM],
             "text": ["text"],
         }.get(kind)
-        or [*PAIRS[kind], *CONTEXT[: 2 * (PAIRS[kind][0] == "instruction")]]
+        or [*PAIRS[kind], *CONTEXT[: 2 * (PAIRS[kind][0] == "instruction")], *SYSTEM, "history"]
     )
     beside = {"tools", "chat_template_kwargs"} & {*made}
     read = {names.get(name, name) for name in (*known, *beside)}
@@ -307,12 +340,14 @@ def _is_exact(rows: Any, column: str) -> bool:
     return isinstance(getattr(feature, "feature", feature), Json)
 
 
-def _messages(column: str, exact: bool, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
+def _messages(column: str, exact: bool, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     """Turns, whole, and the tools that they may call."""
+    _refuse_unwanted(row)
     given = row[column] or ()
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         exact, given = True, parsed(given, column)
     given = given if isinstance(given, list | tuple) else (given,)
+    given = [*given, row["chosen"]] if isinstance(row.get("chosen"), dict) else given
     turns = [turn_of(turn, exact=exact) for turn in given]
     trained = [is_trained(turn) for turn in turns if turn["role"] == "assistant"]
     if not trained:
@@ -322,43 +357,64 @@ def _messages(column: str, exact: bool, null: Null | None, row: dict[str, Any]) 
     for turn in turns:
         if turn["role"] == "assistant" and is_trained(turn):
             check_answer(turn)
-    whole = [plain(turn, null or {}) for turn in turns]
-    return {"messages": whole, TRAINED_TURNS: trained, **beside(row)}
+    assert takes is not None
+    return {"messages": _taken_turns(turns, takes, row), TRAINED_TURNS: trained, **beside(row)}
 
 
-def _preferred(null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
+def _taken_turns(turns: list[dict[str, Any]], takes: Takes, row: dict[str, Any]) -> list[Any]:
+    """Turns as the template takes them, behind the system's text."""
+    for column in SYSTEM:
+        turns = with_system(turns, row.get(column))
+    return [plain(turn, takes) for turn in (turns if takes.system else without_system(turns))]
+
+
+def _refuse_unwanted(row: dict[str, Any]) -> None:
+    """Raise `BadRowError` for an answer that its row calls a bad one (KTO)."""
+    for column in LABELS:
+        if row.get(column) is False or str(row.get(column)).lower() == "false":
+            raise BadRowError(f"{column!r} is false: its answer is one not to give (KTO)")
+
+
+def _preferred(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     """The preferred answer of a pair: `chosen` alone, or behind `prompt`."""
     if "prompt" in row and isinstance(row["prompt"], str) and isinstance(row["chosen"], list):
         row = {"chosen": row["chosen"]}  # the turns hold the prompt, as TRL's own examples
-    if "prompt" in row:
-        return _pair("prompt", "chosen", null, row)
+    for ask in (name for name in ASKED if name in row):
+        return _pair(ask, "chosen", takes, row)
     if isinstance(row["chosen"], list):
         if len(row["chosen"]) < 2:
             raise BadRowError("'chosen' needs a question and an answer")
         turns = row["chosen"]
-        return _turns_pair(turns[:-1], turns[-1:], null, row)
+        return _turns_pair(turns[:-1], turns[-1:], takes, row)
     return {"text": _text(row, "chosen")}
 
 
-def _pair(ask: str, answer: str, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
+def _pair(ask: str, answer: str, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
+    _refuse_unwanted(row)
     if isinstance(row[ask], list):  # TRL's conversational prompt-completion
         if not row[ask] or not row[answer]:
             raise BadRowError(f"{ask if not row[ask] else answer!r} is empty")
-        return _turns_pair(row[ask], row[answer], null, row)
+        return _turns_pair(row[ask], row[answer], takes, row)
     prompt, completion = _text(row, ask), _text(row, answer)
     if ask == "instruction":
         prompt = "\n\n".join([prompt, *(_text(row, key) for key in CONTEXT if row.get(key))])
-    if null is None:
-        return {"prompt": f"{prompt}\n\n", "completion": completion}
+    past = [text for pair in parsed(row.get("history"), "history") or () for text in pair]
+    if takes is None:
+        before = [row[key] for key in SYSTEM if row.get(key)]
+        return {"prompt": "\n\n".join([*before, *past, prompt, ""]), "completion": completion}
+    turns = [
+        {"role": ("user", "assistant")[index % 2], "content": text}
+        for index, text in enumerate([*past, prompt])
+    ]
     return {
-        "prompt": [{"role": "user", "content": prompt}],
+        "prompt": _taken_turns(turns, takes, row),
         "completion": [{"role": "assistant", "content": completion}],
     }
 
 
-def _turns_pair(ask: Any, answer: Any, null: Null | None, row: dict[str, Any]) -> dict[str, Any]:
+def _turns_pair(ask: Any, answer: Any, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     """Turns up to an answer, and the turns of the answer, which are all trained on."""
-    if null is None:
+    if takes is None:
         raise BadRowError("its turns need a chat template, and the tokenizer has none")
     prompt, completion = list(map(turn_of, ask)), list(map(turn_of, answer))
     others = [turn["role"] for turn in completion if turn["role"] != "assistant"]
@@ -371,8 +427,8 @@ def _turns_pair(ask: Any, answer: Any, null: Null | None, row: dict[str, Any]) -
     for turn in completion:
         check_answer(turn)
     return {
-        "prompt": [plain(turn, null) for turn in prompt],
-        "completion": [plain(turn, null) for turn in completion],
+        "prompt": _taken_turns(prompt, takes, row),
+        "completion": [plain(turn, takes) for turn in completion],
         **beside(row),
     }
 

@@ -140,8 +140,6 @@ SHAPES = tuple(of("chatml"))
 
 def expected(family: str, shape: str) -> list[str] | str:
     """Texts that are trained on, or the reason why the family's template takes no such row."""
-    if shape == "system turn" and family == "gemma":
-        return "System role not supported"
     if shape == "tools and calls":
         if family not in TOOL_FAMILIES:
             return "does not use 'tool|chat template refuses it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import itertools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from finetune.config.schema import DataConfig
 from finetune.data.dataset import load_data
 from finetune.errors import DataError, DataNotFoundError
+from tests.data import shapes
 
 pytestmark = pytest.mark.usefixtures("here")
 ASK, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
@@ -198,7 +200,7 @@ def test_rows_that_another_template_refuses_are_not_skipped(load, tokenizer):
     path = write("rows.jsonl", [MESSAGES, with_system])
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% if messages[0].content == 'Be brief.' %}{{ raise_exception('no') }}{% endif %}"
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     for template, refused in ((strict, 1), (tokenizer, 0), (strict, 1)):
@@ -306,18 +308,84 @@ def test_max_rows_leaves_held_out_rows_alone(load):
     ("row", "unused"),
     [
         ({"question": "Who?", "context": "Ann sails.", "answer": "Ann"}, "'context'"),
-        ({"system_prompt": "Short.", "question": "Who?", "response": "Ann"}, "'system_prompt'"),
-        ({"system": "Ahoy", "conversations": [ASK, ANSWER], "tools": None}, "'system'"),
+        ({"system_prompt": "Short.", "question": "Who?", "response": "Ann"}, ""),
+        ({"system": "Ahoy", "conversations": [ASK, ANSWER], "tools": None, "id": 1}, "'id'"),
         ({"instruction": "a", "input": "b", "context": "c", "output": "d", "id": 1}, "'id'"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ""),
         ({"prompt": "a", "completion": "b", "tools": "hammer"}, "'tools'"),
         ({"input_ids": [1, 2], "position": [0, 1]}, ""),
     ],
-    ids=["squad", "orca", "sharegpt", "alpaca", "preference", "pair", "tokenized"],
+    ids=["squad", "orca", "sharegpt", "alpaca", "pair", "tokenized"],
 )
 def test_columns_that_are_not_used_are_said(load, row, unused, settings):
     found = load(write("rows.jsonl", [row]), **settings).notes
     assert found == ((f"columns of rows.jsonl that are not used: {unused}",) if unused else ())
+
+
+CALL = {"name": "tide", "arguments": {"port": "Brest"}}
+LLAMA_FACTORY = {
+    "system": "Be brief.", "tools": json.dumps([{"name": "tide", "parameters": {}}]),
+    "conversations": [
+        {"from": "human", "value": "a?"}, {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "5 m"}, {"from": "gpt", "value": "b."},
+    ],
+}  # fmt: skip
+
+
+def test_llama_factorys_columns_and_roles_are_turns(load):
+    known = shapes.tokenizer_of("qwen3")
+    row = load(write("rows.jsonl", [LLAMA_FACTORY]), tokenizer=known).train[0]
+    system, ask, call, tool, answer = row["messages"]
+    assert (system["content"], ask, tool["role"], answer) == ("Be brief.", ASK, "tool", ANSWER)
+    assert call["tool_calls"] == [{"type": "function", "function": CALL}]
+    assert not call.get("content")
+    alpaca = {"instruction": "c?", "input": "", "output": "d.", "system": "Be brief."}
+    path = write("alpaca.jsonl", [alpaca | {"history": [["a?", "b."]]}])
+    rows = load(path)
+    assert rows.notes == ()
+    assert rows.train[0]["prompt"] == [system, ASK, ANSWER, {"role": "user", "content": "c?"}]
+    bare = load(path, tokenizer=SimpleNamespace(chat_template=None)).train[0]
+    assert bare == {"prompt": "Be brief.\n\na?\n\nb.\n\nc?\n\n", "completion": "d."}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptoss", "wants text"])
+def test_arguments_of_a_call_are_json_once(load, family):
+    """OpenAI's own rows have them as JSON in a text, which most templates write as JSON again."""
+    name, known = family, copy.deepcopy(shapes.tokenizer_of("chatml"))
+    known.chat_template = (
+        "{% for m in messages %}{{ m.content or '' }}{% generation %}{% for c in m.tool_calls or []"
+        " %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endgeneration %}{% endfor %}"
+    )
+    known = known if family == "wants text" else shapes.tokenizer_of(name)
+    texts = []
+    for arguments in (CALL["arguments"], json.dumps(CALL["arguments"])):
+        function = {"name": "tide", "arguments": arguments}
+        calling = {"role": "assistant", "content": None,
+                   "tool_calls": [{"type": "function", "function": function}]}  # fmt: skip
+        rows = load(write("rows.jsonl", [{"messages": [ASK, calling]}]), tokenizer=known)
+        turns = rows.train[0]["messages"]
+        texts.append(known.apply_chat_template(turns, tokenize=False))
+    assert '{"port": "Brest"}' in texts[0]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"streaming": True, "shuffle_buffer": 1}])
+def test_answers_that_a_row_calls_bad_are_refused_or_skipped(load, settings):
+    good, bad = ({"prompt": "a?", "completion": f"{x}", "label": x} for x in (True, False))
+    path = write("rows.jsonl", [good, bad])
+    with pytest.raises(DataError) as caught:
+        list(itertools.islice(load(path, **settings).train, 2))
+    assert (caught.value.where, "KTO" in caught.value.why) == ("rows.jsonl: row 2", True)
+    rows = load(path, on_bad_row="skip", **settings)
+    assert list(itertools.islice(rows.train, 1)) == [pair("a?", "True")]
+    assert rows.refused == 1
+
+
+@pytest.mark.parametrize("ask", [{"prompt": "a?"}, {"instruction": "a?", "input": ""}])
+def test_preference_pairs_say_what_is_learned(load, ask):
+    rows = load(write("rows.jsonl", [{**ask, "chosen": "b.", "rejected": "c."}]))
+    assert list(rows.train) == [pair("a?", "b.")]
+    (note,) = rows.notes
+    assert "rejected ones are not used" in note
 
 
 def test_a_column_that_another_takes_the_place_of_is_said(load):

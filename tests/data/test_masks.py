@@ -84,9 +84,17 @@ def test_masks_and_ledger(count, shape, family) -> None:
     assert any("does not use 'thinking'" in note for note in found.rows.notes) == left_out
 
 
-def test_a_template_that_refuses_system_turns_says_so_or_skips_them(count) -> None:
-    rows = {"messages": [SYSTEM, *TURNS[:2]]}, {"messages": TURNS}
-    with pytest.raises(DataError, match="System role not supported"):
+def test_system_text_stands_before_the_first_question_where_there_is_no_system_role(count) -> None:
+    found = count("gemma", {"messages": [SYSTEM, *TURNS[:2]]}, {"messages": TURNS})
+    asked = found.tokenizer.decode(found.prepared[0]["input_ids"])
+    assert "<start_of_turn>user\nBe brief.\n\nTide?<end_of_turn>" in asked
+    assert any("no system role" in note for note in found.rows.notes)
+
+
+def test_a_template_that_refuses_a_row_is_told_in_its_own_words(count) -> None:
+    """It was told of keys that the template does not use: with them and without, it failed."""
+    rows = {"messages": TURNS}, {"messages": [TURNS[0], *TURNS]}
+    with pytest.raises(DataError, match=r"refuses row 2[\s\S]*roles must alternate"):
         count("gemma", *rows)
     check_sums(count("gemma", *rows, on_bad_row="skip"), read=2, refused=1)
 
