@@ -207,7 +207,7 @@ class EvaluatesOnce:
         above: Any = super()
         output = above.evaluation_loop(dataloader, *args, **kwargs)
         losses, tokens = map(sum, zip(*gather_object([self.evaluated]), strict=True))
-        for key in [key for key in output.metrics if key.endswith("_loss") and tokens]:
+        for key in [key for key in output.metrics if key.endswith("loss") and tokens]:
             output.metrics[key] = losses / tokens
         return output
 
