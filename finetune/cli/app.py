@@ -176,16 +176,13 @@ def _of_environment(error: BaseException) -> ConfigError | None:
     """
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    imports = any(
-        f.f_code.co_name == "<module>" and f.f_globals["__name__"] != "__main__" for f in frames
-    )
+    codes = [f.f_code for f, _ in traceback.walk_tb(error.__traceback__)]
+    imports = any(code.co_name == "<module>" for code in codes)
     names = [name for name, value in os.environ.items() if value and repr(value) in str(error)]
     if not names or not imports:
         return None
     return ConfigError(
         f"a library cannot use {', '.join(names)} of the environment",
-        where="; ".join(f"{name}={os.environ[name]}" for name in names),
         why=f"{type(error).__name__}: {error}",
         fix=f"{' '.join(f'env -u {name}' for name in names)} python -m finetune ..., or another "
         "value",

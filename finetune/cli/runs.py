@@ -239,10 +239,6 @@ def export(
     output().print(whole(f"export: {done.folder}"), whole(f"next: {serving(done)}"), crop=False)
 
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Highest ranks of adapters that vLLM can be started with; it is 16 if nothing is said."""
-
-
 def serving(done: Any) -> str:
     """The command that serves an `Export` with vLLM."""
     folder = shlex.quote(str(done.folder))
@@ -250,7 +246,7 @@ def serving(done: Any) -> str:
         return f"vllm serve {folder}"
     adapter = json.loads((done.folder / "adapter_config.json").read_text("utf-8"))
     ranks = [adapter["r"], *(adapter.get("rank_pattern") or {}).values()]
-    most = next((rank for rank in RANKS if rank >= max(ranks)), max(ranks))
+    most = 1 << (max(*ranks, 16) - 1).bit_length()  # vLLM takes powers of two, 16 by itself
     base = shlex.quote(adapter["base_model_name_or_path"])
     named = f"--lora-modules {shlex.quote(done.folder.name)}={folder}"
     return f"vllm serve {base} --enable-lora --max-lora-rank {most} {named}"

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from accelerate.utils import gather_object
 
 from finetune.data.checks import MASKED
 from finetune.errors import ConfigError, DataError
@@ -183,18 +184,32 @@ ROW_LENGTHS = "finetune_row_lengths"
 
 
 class EvaluatesOnce:
-    """Mixin of a trainer whose eval loss counts each row once, on any number of processes."""
+    """Mixin of a trainer whose eval loss counts each token once, whatever batches it is in.
+
+    Transformers 5.23 takes the mean of each batch's mean, weighted by rows: a short row's token
+    counts for more, and another size of batches, or number of processes, gives another loss.
+    """
 
     args: Any
     accelerator: Any
     data_collator: Any
     padding_free: bool
+    evaluated: list[float]
+    """Sum of the losses of tokens in this evaluation, and their number, on this process."""
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's; raises where processes have unequal batches: they would wait for good."""
+        """The trainer's, with the mean over all tokens of all processes for a loss.
+
+        Raises where processes have unequal batches: they would wait for good.
+        """
         refuse_uneven(dataloader, float("inf"))
+        self.evaluated = [0.0, 0]
         above: Any = super()
-        return above.evaluation_loop(dataloader, *args, **kwargs)
+        output = above.evaluation_loop(dataloader, *args, **kwargs)
+        losses, tokens = map(sum, zip(*gather_object([self.evaluated]), strict=True))
+        for key in [key for key in output.metrics if key.endswith("loss") and tokens]:
+            output.metrics[key] = losses / tokens
+        return output
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, without the rows that Accelerate repeats to give each a whole batch.
@@ -213,7 +228,12 @@ class EvaluatesOnce:
             elif len(labels) == size:
                 inputs["labels"][own:] = MASKED
         above: Any = super()
-        return above.prediction_step(model, inputs, *args, **kwargs)
+        loss, *rest = above.prediction_step(model, inputs, *args, **kwargs)
+        if loss is not None and labels is not None:
+            tokens = int((inputs["labels"][:, 1:] != MASKED).sum())
+            self.evaluated[0] += float(loss) * tokens if tokens else 0.0
+            self.evaluated[1] += tokens
+        return loss, *rest
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, of all rows: `dataloader_drop_last` is about those that are trained on.

@@ -29,7 +29,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, DataNotFoundError, did_you_mean, install_hint
 from finetune.export import compressed_tensors, parity
-from finetune.export.merge import Merger
+from finetune.export.merge import Merger, on_experts
 from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
 from finetune.export.shards import (
     RECORD,
@@ -185,6 +185,11 @@ def export_run(
             )
         if checkpoint is None:
             write_adapter(finished.model, folder, *_base_name(config.model))
+        elif to == "merged" and adapter and on_experts(adapter):
+            # A stack of experts may be stored in parts: PEFT merges, Transformers takes apart.
+            copy_companions(source, folder, finished.model)
+            model = load_stock(source, config, adapter=adapter, dtype="auto")
+            model.merge_and_unload(safe_merge=True).save_pretrained(folder)
         else:
             merger = Merger(checkpoint, adapter) if adapter else None
             copy_companions(source, folder, finished.model)

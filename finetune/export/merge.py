@@ -28,6 +28,13 @@ AS_IT_IS = "--to adapter keeps the adapter as it is"
 NOT_WEIGHTS = ("layer_replication", "trainable_token_indices", "target_parameters")
 
 
+def on_experts(adapter: Path) -> bool:
+    """True if an adapter is on parameters of a model, such as the stacked weights of experts."""
+    from peft import PeftConfig
+
+    return bool(getattr(PeftConfig.from_pretrained(str(adapter)), "target_parameters", None))
+
+
 class Merger:
     """Adapter over the outline of a checkpoint.
 

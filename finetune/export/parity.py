@@ -328,8 +328,8 @@ def check_reference(loss: float, reported: float | None) -> None:
 
     Args:
         loss: loss of the original weights under the run's adapter, over all positions.
-        reported: eval loss of the run (`likelihood_of`), or None. It averages batches instead of
-            positions, and its base may have been stored in FP8 or NF4: a few percent apart.
+        reported: eval loss of the run (`likelihood_of`), or None. Its base may have been
+            stored in FP8 or NF4: a few percent apart.
 
     Raises:
         ParityError: they differ by more than that explains.

@@ -214,17 +214,15 @@ def check_generation(settings: Any) -> None:
     Raises:
         ValueError: names the key.
     """
-    defaults = settings._get_default_generation_params() if settings is not None else {}
-    for key, value in vars(settings).items() if defaults else ():
-        usual, kinds = defaults.get(key), None
-        if key.endswith("token_id"):
-            kinds, value = int, value if isinstance(value, list) else [value]
-        elif isinstance(usual, int | float) and key != "early_stopping":  # or "never"
-            kinds, value = bool if isinstance(usual, bool) else int | float, [value]
-        wrong = [v for v in value if not isinstance(v, kinds | None)] if kinds else []
-        wrong += [v for v in value if kinds is not bool and isinstance(v, bool)] if kinds else []
-        if wrong:
-            raise ValueError(f"{key} of generation_config.json is {wrong[0]!r}")
+    usual = settings._get_default_generation_params() if settings is not None else {}
+    numbers = {key: type(value) for key, value in usual.items() if isinstance(value, int | float)}
+    kinds = numbers | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int)
+    for key in kinds.keys() - {"early_stopping"} if usual else ():  # it may be "never"
+        value = getattr(settings, key, None)
+        for one in value if isinstance(value, list) else [value]:
+            plain = isinstance(one, int | float) and isinstance(one, bool) == (kinds[key] is bool)
+            if one is not None and not plain:
+                raise ValueError(f"{key} of generation_config.json is {one!r}")
 
 
 def keep_generation(model: Any) -> None:

@@ -232,7 +232,7 @@ def test_experts_in_parts_are_copied_and_attention_is_merged(tmp_path):
 # ------------------------------------------------------------------------------ nothing is dropped
 
 
-def test_adapters_on_experts_are_refused(tmp_path):
+def test_adapters_on_experts_are_refused_where_weights_are_merged_one_by_one(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
