@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
 from finetune.logging import busy, json_alone, output, whole
-from finetune.runs.checkpoints import CHECKPOINTS, LATEST, checkpoints_in, find_checkpoint
+from finetune.runs.checkpoints import CHECKPOINTS, LATEST, checkpoints_in
 from finetune.runs.folder import Run, write_whole
 from finetune.runs.last_model import MODEL, save_last_model
 from finetune.runs.lookup import find_run
@@ -58,12 +58,6 @@ def resume(
     checkpoint: Annotated[
         str, typer.Option(help="A step, `last` (the newest whole one) or `best`.")
     ] = "last",
-    verify: Annotated[
-        bool,
-        typer.Option(
-            help="Replay the steps before it and compare with the log; trains no further."
-        ),
-    ] = False,
     out: RunsFolder = Path("runs"),
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
     details: Details = False,
@@ -89,9 +83,6 @@ def resume(
             f"{shlex.quote(str(folder))}` lists them",
         )
     file = str(folder / "config.yaml")
-    if verify:
-        _verify(file, start, overrides or (), force=force)
-        return
     first = rank() == 0
     if not overrides and checkpoint in LATEST and (done := save_last_model(folder, writes=first)):
         if first:
@@ -117,27 +108,6 @@ def _say_saved(folder: Path, checkpoint: Path, *, as_json: bool) -> None:
     if not (folder / "receipt.json").is_file():
         line = "! killed before its receipt: nothing proves what ran, and it cannot be exported"
         output().print(line, style="yellow")
-
-
-def _verify(file: str, start: Path, overrides: Iterable[str], *, force: bool) -> None:
-    """Replay the steps between two checkpoints, or from the run's beginning to its first."""
-    from finetune.training.replay import checkpoint_before, replay
-
-    end, _ = find_checkpoint(str(start))
-    begin = checkpoint_before(end)
-    own = [f"train.resume_from_checkpoint={begin.folder}"] if begin else []
-    recipe = load_recipe(file, [*own, *overrides])
-    console = output(quiet=rank() > 0)
-    first = begin.step if begin else _first_step(recipe)
-    from finetune.api import train
-
-    console.print(whole(replay(recipe, end, first, train, console, force=force), "green"))
-
-
-def _first_step(recipe: Recipe) -> int:
-    """The step that a run began after: 0, or that of the checkpoint that it began at."""
-    earlier = recipe.config.train.get("resume_from_checkpoint")
-    return find_checkpoint(str(earlier))[0].step if earlier else 0
 
 
 def _train(checked: Recipe, out: Path, *, force: bool, details: bool, as_json: bool) -> None:
