@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -34,13 +35,32 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
 
     What it prints is text: markup would drop the `[te]` of what is to be installed, and of paths.
     """
-    from rich.console import Console
-
     fit_streams()
-    console = Console(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
+    console = safe_console(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
+
+
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys, and those that turn the direction of text around."""
+
+
+def safe_console(**settings: Any) -> Console:
+    """A console that shows control characters of what it prints as text, such as `\\x1b`."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    def as_text(found: re.Match[str]) -> str:
+        return found[0].encode("unicode_escape").decode()
+
+    class SafeConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            """Rich's, whose own colors are put around the text later."""
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else CONTROLS.sub(as_text, text), style, control)
+
+    return SafeConsole(**settings)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

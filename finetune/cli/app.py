@@ -248,12 +248,12 @@ def _of_file(error: OSError) -> ConfigError:
 
 
 def _show_error(error: FinetuneError) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from finetune.config.secrets import scrubbed
+    from finetune.logging import safe_console
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = safe_console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text("error: ", style="bold red") + Text(scrubbed(error.what), style="bold"))
     for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
         if text:
