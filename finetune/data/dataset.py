@@ -157,6 +157,8 @@ def load_data(
                 "the chat template has no {% generation %} markers, so the user's turns are "
                 "trained on too; give prompt and completion, or a template with markers"
             )
+    if kind == "text":  # packed, TRL's "bfd" cuts off what is longer than `max_length`
+        settings["packing_strategy"] = "bfd_split"
     streams = any(part.stream is not None for part in parts)
     first = _concatenated([part.train for part in parts]) if streams else None
     if streams:  # processes read the stream themselves: rows of a batch differ in length
