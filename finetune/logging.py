@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -34,43 +35,32 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
 
     What it prints is text: markup would drop the `[te]` of what is to be installed, and of paths.
     """
-    from rich.console import Console
-
     fit_streams()
-    console = Console(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
+    console = safe_console(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
-    show_controls(console)
     return console
 
 
-_CONTROLS = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-    for codes in ((*range(9), *range(11, 32), *range(127, 160)), (*range(0x202A, 0x202F),))
-    for code in (*codes, *range(0x2066, 0x206A))
-}
-"""Characters that a terminal obeys, tabs and line breaks left out, and those that turn the order
-of letters around, as text."""
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys, and those that turn the direction of text around."""
 
 
-def show_controls(console: Console) -> None:
-    """Let a console print controls in rows, answers and names as text: only its own are obeyed."""
-    from rich.console import RenderHook
+def safe_console(**settings: Any) -> Console:
+    """A console that shows control characters of what it prints as text, such as `\\x1b`."""
+    from rich.console import Console
     from rich.segment import Segment
 
-    class Shown:
-        def __init__(self, thing: Any) -> None:
-            self.thing = thing
+    def as_text(found: re.Match[str]) -> str:
+        return found[0].encode("unicode_escape").decode()
 
-        def __rich_console__(self, console: Console, options: Any) -> Iterator[Segment]:
-            for text, style, control in console.render(self.thing, options):
-                yield Segment(text if control else text.translate(_CONTROLS), style, control)
+    class SafeConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            """Rich's, whose own colors are put around the text later."""
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else CONTROLS.sub(as_text, text), style, control)
 
-    class Hook(RenderHook):
-        def process_renderables(self, renderables: Any) -> Any:
-            return [Shown(thing) for thing in renderables]
-
-    console.push_render_hook(Hook())
+    return SafeConsole(**settings)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

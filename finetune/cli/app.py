@@ -23,7 +23,7 @@ from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE
 from finetune.config.paths import is_path, is_text, list_recipes
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
-from finetune.logging import fit_streams, output, quiet_libraries, show_controls
+from finetune.logging import fit_streams, output, quiet_libraries
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
 _USAGE_ERRORS: Any = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -273,13 +273,12 @@ def _of_file(error: OSError) -> ConfigError:
 
 
 def _show_error(error: FinetuneError) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from finetune.config.secrets import scrubbed
+    from finetune.logging import safe_console
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    show_controls(console)
+    console = safe_console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text("error: ", style="bold red") + Text(scrubbed(error.what), style="bold"))
     for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
         if text:

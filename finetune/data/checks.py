@@ -82,21 +82,37 @@ def check_document(text: bytes, file: Path | str) -> None:
 def _refuse_inner(found: Any, file: Path | str) -> None:
     """Refuse an object that holds the rows, which would be one row: `{"data": [{...}, {...}]}`."""
     lists = found.items() if isinstance(found, dict) else ()
+    if lists and all(
+        isinstance(rows, list) and rows and isinstance(rows[0], str) for _, rows in lists
+    ):
+        each = "for row in zip(*found.values())"
+        raise DataError(
+            f"{Path(file).name} is one object of columns, not rows",
+            where=f"{file}:1",
+            why="a JSON file of rows is a list of objects, or an object a line",
+            fix=_command(file, f"[print(json.dumps(dict(zip(found, row)))) {each}]"),
+        )
     inner = [key for key, rows in lists if isinstance(rows, list) and _are_objects(rows)]
     if not inner or TURNS & found.keys():
         return
     fix = f"a list of objects: what stands under {inner[0]!r}, in a file of its own"
     if Path(file).suffix == ".json":  # not compressed
-        read = f"json.load(open({str(file)!r}, encoding='utf-8'))[{inner[0]!r}]"
-        code = shlex.quote(f"import json; [print(json.dumps(row)) for row in {read}]")
-        rows = shlex.quote(str(Path(file).with_suffix(".jsonl")))
-        fix = f"python -c {code} > {rows}, and take that"
+        fix = _command(file, f"[print(json.dumps(row)) for row in found[{inner[0]!r}]]")
     raise DataError(
         f"the rows of {Path(file).name} are inside {inner[0]!r}",
         where=f"{file}:1",
         why="a JSON file of rows is a list of objects, or an object a line",
         fix=fix,
     )
+
+
+def _command(file: Path | str, code: str) -> str:
+    """The fix that writes the rows of an object, `found`, as lines."""
+    if Path(file).suffix != ".json":
+        return "unpack it: the command that makes rows of it is in the error then"
+    read = f"import json; found = json.load(open({str(file)!r}, encoding='utf-8')); {code}"
+    rows = shlex.quote(str(Path(file).with_suffix(".jsonl")))
+    return f"python -c {shlex.quote(read)} > {rows}, and take that"
 
 
 def _are_objects(rows: list[Any]) -> bool:

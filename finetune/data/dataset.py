@@ -145,6 +145,8 @@ def load_data(
         description += f", {len(held_out):,} eval rows"
     if kind == "messages":
         settings["assistant_only_loss"] = True
+    if kind == "text":  # packed, TRL's "bfd" cuts off what is longer than `max_length`
+        settings["packing_strategy"] = "bfd_split"
     streams = any(part.stream is not None for part in parts)
     first = _concatenated([part.train for part in parts]) if streams else None
     if streams:  # processes read the stream themselves: rows of a batch differ in length

@@ -157,7 +157,9 @@ def _has_text(row: dict[str, Any]) -> bool:
 def sources_of(data: DataConfig) -> list[tuple[Source, float | None]]:
     """Sources of the training rows and their weights (None: all of it, once)."""
     if data.path is not None:
-        return [(files_of(path, "data.path"), weight) for path, weight in data.sources.items()]
+        sources = [(files_of(path, "data.path"), weight) for path, weight in data.sources.items()]
+        _refuse_twice([source for source, _ in sources])
+        return sources
     assert data.name is not None
     if data.hub is not None:
         return [
@@ -172,6 +174,21 @@ def sources_of(data: DataConfig) -> list[tuple[Source, float | None]]:
             fix=f"packaged data sets: {', '.join(packaged)}",
         )
     return [(files_of(str(packaged[data.name]), "data.name"), None)]
+
+
+def _refuse_twice(sources: list[Source]) -> None:
+    """Refuse a file of several sources: rows that one holds out, another would train on."""
+    first: dict[Path, Source] = {}
+    for source in sources:
+        for file in source.files:
+            other = first.setdefault(file.resolve(), source)
+            if other is not source:
+                raise DataError(
+                    f"{file.name} is read twice",
+                    where=f"{source.where}: {other.label} and {source.label}",
+                    why="rows that are held out of the one would be trained on in the other",
+                    fix='name it once; \'data.path={"a.jsonl":2,"b.jsonl":1}\' draws by weight',
+                )
 
 
 def files_of(given: str, setting: str) -> Source:
@@ -388,7 +405,7 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
 
     csv.field_size_limit(LONGEST // 2)  # of a cell; 131,072 characters otherwise
     columns: list[str] = []
-    separator = "\t" if _kind(source.files[0]) == ".tsv" else ","
+    separator = _separator(source.files[0])
     for path in source.files:
         with fsspec.open(
             str(path), "rt", compression="infer", newline="", encoding="utf-8-sig"
@@ -404,17 +421,6 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
                     why="only one of them would be read",
                     fix="rename one of them in the first line",
                 )
-            if len(header) == 1 and (found := _other_delimiter(header[0], separator)):
-                raise DataError(
-                    f"{path.name} separates its cells by {found!r}, not by {separator!r}",
-                    where=f"{path}:1",
-                    why=f"with {separator!r} its first line is one column: {header[0][:80]}",
-                    fix=f"save it with {separator!r} between the cells"
-                    + (", or, as it is, under a name that ends in .tsv" if found == "\t" else "")
-                    + "; in Python: pandas.read_csv(FILE, sep="
-                    f"{found!r}, dtype=str, keep_default_na=False).to_json('rows.jsonl', "
-                    "orient='records', lines=True)",
-                )
             columns = columns or header
             for cells in itertools.islice(lines, CHECKED if streaming else None):
                 if cells and len(cells) != len(header):
@@ -429,10 +435,15 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
     return {"sep": separator, **text}
 
 
-def _other_delimiter(header: str, separator: str) -> str:
-    """The usual delimiter that a first line has in place of `separator`; empty if none."""
-    found = Counter(c for c in header if c in DELIMITERS and c != separator)
-    return max(found, key=lambda c: found[c], default="")
+def _separator(path: Path) -> str:
+    """What separates the cells of the first line: as the name says, or the only one it has."""
+    import fsspec
+
+    usual = "\t" if _kind(path) == ".tsv" else ","
+    with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
+        header = next(csv.reader(file, delimiter=usual), [])
+    found = Counter(c for c in "".join(header) if c in DELIMITERS) if len(header) == 1 else {}
+    return max(found, key=lambda c: found[c], default=usual)
 
 
 def _not_on_the_hub(source: Source, error: BaseException) -> DataNotFoundError:

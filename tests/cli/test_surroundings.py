@@ -6,11 +6,10 @@ import io
 import json
 
 import pytest
-from rich.console import Console
 from rich.text import Text
 
 from finetune.cli import app as cli_app
-from finetune.logging import show_controls
+from finetune.logging import safe_console
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,7 @@ def test_what_a_file_says_to_a_terminal_is_shown_and_not_obeyed(cli, tmp_path) -
 
 def test_a_terminal_obeys_what_is_ours() -> None:
     shown = io.StringIO()
-    console = Console(file=shown, force_terminal=True, width=40, color_system="standard")
-    show_controls(console)
+    console = safe_console(file=shown, force_terminal=True, width=40, color_system="standard")
     console.print(Text("red\x1b[2J", style="red"), Text("a\x9bb\u2066"))
     assert shown.getvalue().startswith("\x1b[31mred\\x1b[2J\x1b[0m")
     assert r"a\x9bb\u2066" in shown.getvalue()

@@ -157,16 +157,27 @@ def test_csv_cells_are_text_whatever_they_look_like(load, answer):
     assert list(rows.train) == [pair("2+2?", answer)]
 
 
-@pytest.mark.parametrize(
-    ("name", "there", "wanted"),
-    [("rows.csv", ";", ","), ("rows.csv", "\t", ","), ("rows.tsv", ",", "\t")],
-)
-def test_a_csv_with_another_delimiter_names_it(load, tmp_path, name, there, wanted):
-    (tmp_path / name).write_text(f"prompt{there}completion\nOne, two?{there}Three.\n")
-    with pytest.raises(DataError) as caught:
-        load(str(tmp_path / name))
-    assert caught.value.what == f"{name} separates its cells by {there!r}, not by {wanted!r}"
-    assert f"sep={there!r}" in caught.value.fix
+@pytest.mark.parametrize(("name", "there"), [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", ",")])
+def test_a_csv_is_read_by_the_delimiter_that_it_has(load, name, there):
+    write_text(name, f'prompt{there}completion\n"One{there} two, or; 3?"{there}Four.\n')
+    assert next(iter(load(name).train)) == pair(f"One{there} two, or; 3?", "Four.")
+
+
+def test_a_file_of_columns_is_said_to_be_one_and_its_command_makes_rows(load):
+    columns = {"prompt": ["a?", "c?"], "completion": ["b.", "d."]}
+    write_text("columns.json", json.dumps(columns))
+    with pytest.raises(DataError, match="one object of columns") as caught:
+        load("columns.json")
+    command = caught.value.fix.removesuffix(", and take that").replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
+    assert list(load("columns.jsonl").train) == [pair("a?", "b."), pair("c?", "d.")]
+
+
+def test_a_file_of_two_sources_is_refused(load):
+    for name in ("a.jsonl", "b.jsonl"):
+        write(name, [MESSAGES])
+    with pytest.raises(DataError, match=r"a\.jsonl is read twice"):
+        load(["*.jsonl", "./a.jsonl"])
 
 
 def test_without_a_chat_template_messages_are_refused(load):
@@ -214,9 +225,13 @@ def test_without_a_chat_template_a_pair_stays_text(load):
     assert list(rows.train) == [{"prompt": "a?\n\n", "completion": "b."}]
 
 
-def test_only_messages_bring_settings(load):
+def test_messages_bring_a_setting(load):
     assert load(write("chat.jsonl", [MESSAGES])).settings == {"assistant_only_loss": True}
-    assert load(write("rows.jsonl", [{"text": "Once."}])).settings == {}
+
+
+def test_texts_are_split_and_not_cut_where_they_are_packed(load):
+    assert load(write("a.jsonl", [{"text": "a"}])).settings == {"packing_strategy": "bfd_split"}
+    assert load(write("b.jsonl", [{"prompt": "a", "completion": "b"}])).settings == {}
 
 
 def test_the_packaged_rows_are_unique_conversations_that_end_with_an_answer(load):
