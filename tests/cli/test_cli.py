@@ -852,18 +852,3 @@ def test_json_of_a_run_is_alone_on_the_output(process_number, document):
     assert done.stdout == document
     assert "a tracker begins\n" in done.stderr
     assert done.stderr.endswith("a tracker ends\nits process ends\n")
-
-
-def test_what_is_printed_cannot_steer_a_terminal(capsys) -> None:
-    """A row of a file may hold the sequences that clear a screen, or turn text around."""
-    from finetune.cli.app import _show_error
-    from finetune.errors import DataError
-    from finetune.logging import output
-
-    row = "a \x1b]0;title\x07 \u202e\tb\nc"
-    output().print(row)
-    _show_error(DataError(row, where="here", fix="that"))
-    for text in capsys.readouterr():
-        assert not {*text} & {"\x1b", "\x07", "\u202e"}
-        assert "\\x1b]0;title" in text
-        assert "\\u202e" in text
