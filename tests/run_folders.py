@@ -128,6 +128,9 @@ def _receipt(recipe: str, *, fp8: bool) -> dict[str, Any]:
         "trainable": {"before": 1_377_408, "after": 1_377_408, "in_optimizer": 1_377_408,
                       "moved": 1_377_408, "below_resolution": 0,
                       "optimizer_state_bytes": 11_019_264},
+        "movement": {"rounding": "nearest", "sample": 65_536, "early": {}, "now": {
+            "steps": 50, "groups": [{"kind": "matrices", "type": "float32",
+                                     "numbers": 1_377_408, "changed": 1_377_400}]}},
         "layers": [*layers, head],
         "environment": {"versions": {"torch": "2.13.0", "trl": "1.16.0"}, "processes": 1,
                         "seed": 42, "device": {"kind": "cpu", "name": "x86_64",

@@ -50,6 +50,7 @@ from finetune.config.paths import user_path
 from finetune.errors import ConfigError, writing
 from finetune.runs.folder import COMPARISON, Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
+from finetune.runs.receipt import changed_numbers, still_line
 from finetune.units import count, percent
 
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
@@ -233,7 +234,14 @@ def _environment(kind: str) -> Environment:
     )
     environment.filters["line"] = lambda text: Markup(" ".join(text.split()))
     environment.filters["anchor"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
-    forms = {"count": count, "percent": percent, "fixed": fixed, "figure": figure}
+    forms = {
+        "changed_numbers": changed_numbers,
+        "still_line": still_line,
+        "count": count,
+        "percent": percent,
+        "fixed": fixed,
+        "figure": figure,
+    }
     names = {"blocks": f"blocks.{kind}.j2", "plots": PLOTS, "summary": SUMMARY}
     environment.globals.update(forms, **names)
     return environment
