@@ -117,7 +117,6 @@ def comparison_page(found: Comparison, source: Source) -> Page:
         ],
     }
     versus, first = " against ".join(c.labels), next(iter((*c.a, *c.b)), None)
-    chart = next((part for part in parts["trajectories"] if isinstance(part, Plot)), None)
     return Page(
         title=Line((f"{versus}: ", *first.title)) if first else Line((versus,)),
         setting=first.setting if first else Line(),
@@ -126,7 +125,6 @@ def comparison_page(found: Comparison, source: Source) -> Page:
         template="comparison.j2",
         parts=parts,
         facts=_shared_facts(c),
-        chart=chart,
     )
 
 

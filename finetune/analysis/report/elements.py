@@ -229,9 +229,7 @@ class Page:
         setting: device and date, after the title.
         verdict: headline.
         tone: color of the verdict.
-        facts: (label, value, note) of the picture that represents the page where it is shared;
-            none: no picture.
-        chart: plot in that picture.
+        facts: (label, value, note) of the words that stand beside a link to the page.
     """
 
     title: Line
@@ -241,7 +239,6 @@ class Page:
     template: str
     parts: dict[str, Any]
     facts: tuple[tuple[str, str, str], ...] = ()
-    chart: Plot | None = None
 
     @property
     def plots(self) -> list[Plot]:

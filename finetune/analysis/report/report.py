@@ -1,4 +1,4 @@
-"""`write_report`: write `report.html`, `report.md`, `summary.png` and `plots/` from run folders.
+"""`write_report`: write `report.html`, `report.md` and `plots/` from run folders.
 
 Templates of pages (`run.j2`, `several.j2`, `comparison.j2`) are written once: `blocks.html.j2` and
 `blocks.md.j2` set their tables, plots and sections in either format.
@@ -42,7 +42,6 @@ from finetune.analysis.report.figures import (
     LIGHT,
     TEMPLATES,
     Drawing,
-    draw_summary,
 )
 from finetune.analysis.report.run_page import names_of, run_page, several_page
 from finetune.analysis.report.run_source import RunSource
@@ -55,7 +54,7 @@ from finetune.units import count, percent
 
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
 """CSS pixels of plots, without scaling, so that text keeps its size."""
-PLOTS, SUMMARY = "plots", "summary.png"
+PLOTS = "plots"
 """Folder of plots and name of the summarizing picture, beside the page."""
 PHONE = (340, 250)
 """Size of the phone version of wider plots."""
@@ -67,7 +66,6 @@ class Report:
 
     Attributes:
         html, markdown: the page in either format.
-        summary: picture that represents the page where it is shared; None for several runs.
         pictures: plots, in `plots/`.
         verdict: headline of the page.
     """
@@ -75,7 +73,6 @@ class Report:
     folder: Path
     html: Path
     markdown: Path
-    summary: Path | None
     pictures: tuple[Path, ...]
     verdict: str
 
@@ -83,7 +80,6 @@ class Report:
         return {
             "html": str(self.html),
             "markdown": str(self.markdown),
-            "summary": str(self.summary) if self.summary else None,
             "pictures": [str(picture) for picture in self.pictures],
             "verdict": self.verdict,
         }
@@ -175,15 +171,12 @@ def _write(page: Page, base: Path) -> Report:
     pictures = {base / PLOTS / f"{drawing.plot.name}.png": drawing for drawing in drawings}
     if pictures:
         (base / PLOTS).mkdir(exist_ok=True)
-    summary = base / SUMMARY if page.facts else None
     html, markdown = base / "report.html", base / "report.md"
     for file, drawing in pictures.items():
         drawing.save(file)
-    if summary:
-        draw_summary(page, summary)
     html.write_text(as_html(page, drawings), encoding="utf-8")
     markdown.write_text(as_markdown(page), encoding="utf-8")
-    return Report(base, html, markdown, summary, tuple(pictures), page.verdict.text)
+    return Report(base, html, markdown, tuple(pictures), page.verdict.text)
 
 
 # --------------------------------------------------------------------------------------- rendering
@@ -242,7 +235,7 @@ def _environment(kind: str) -> Environment:
         "fixed": fixed,
         "figure": figure,
     }
-    names = {"blocks": f"blocks.{kind}.j2", "plots": PLOTS, "summary": SUMMARY}
+    names = {"blocks": f"blocks.{kind}.j2", "plots": PLOTS}
     environment.globals.update(forms, **names)
     return environment
 

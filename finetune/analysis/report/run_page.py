@@ -33,7 +33,6 @@ def run_page(s: RunSource) -> Page:
     return Page(
         *(s.title, s.setting, verdict, tone, "run.j2", {"s": s} | parts),
         facts=s.shared_facts,
-        chart=loss,
     )
 
 
