@@ -95,7 +95,8 @@ def train(
         try:
             with run.stop, guarded(), resume.reading(run.resume):
                 run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
-                if not run.stop.asked and not run.was_just_evaluated():
+                evaluates = run.args.eval_strategy != "no" and not run.was_just_evaluated()
+                if evaluates and not run.stop.asked:
                     run.trainer.evaluate()
         except BaseException as error:
             run.close(after=error)
