@@ -223,6 +223,7 @@ class _Run:
         from finetune.data.ledger import count
         from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar, StepTimer
         from finetune.training.checkpoints import CheckpointKeeper
+        from finetune.training.health.finiteness import refuse_broken_weights
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
         from finetune.training.memory_meter import MemoryMeter
@@ -262,6 +263,7 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
+        refuse_broken_weights(self.trainer.model, config.model.name)
         self._fit_to_rows()
         self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
         self.ledgers = dict(self.trainer.ledgers)
