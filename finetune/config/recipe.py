@@ -30,6 +30,12 @@ from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read
 from finetune.errors import ConfigError, did_you_mean, speaking
 
 SECTIONS = tuple(RunConfig.model_fields)
+OF_A_NAME = {
+    "model.name": ("pad_token", "revision"),
+    "data.path": ("prompts",),
+    "data.name": ("prompts",),
+}
+"""Setting -> those of its section that are about what it named in the recipe."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     Raises:
         ConfigError: an override that is neither form, or whose section does not exist.
     """
-    data = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    written, data = data, {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
     for item in overrides:
         key, equals, value = item.removeprefix("~").partition("=")
         path = key.split(".")
@@ -80,6 +86,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 section[last] = _override_value(value, item)
             else:
                 section.pop(last, None)
+    _leave_behind(data, written, overrides)
     _replace_data_source(data, overrides)
     _replace_duration(data, overrides)
     _replace_precision(data, overrides)
@@ -137,6 +144,20 @@ def _override_value(text: str, item: str) -> Any:
     if text[0] in "[{\"'":
         return parse_yaml(text, f"override {item!r}")[0]
     return PlainText(text)
+
+
+def _leave_behind(
+    data: dict[str, Any], written: Mapping[str, Any], overrides: Sequence[str]
+) -> None:
+    """What the recipe says of its own model, or of its own rows, does not follow onto others."""
+    named = set(map(_key, overrides))
+    for given, along in OF_A_NAME.items():
+        section, _, key = given.partition(".")
+        before, now = written.get(section), data.get(section)
+        if given in named and isinstance(before, dict) and isinstance(now, dict):
+            for other in along if before.get(key) != now.get(key) else ():
+                if f"{section}.{other}" not in named:
+                    now.pop(other, None)
 
 
 def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -260,7 +281,8 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
         )
     # `runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe.
     ran = any((source.parent / file).is_file() for file in ("receipt.json", "run.json"))
-    name = (recipe_of(source.parent) if ran else "") or source.stem
+    # It names a folder of runs, which `..` (of `...yaml`) would be outside of.
+    name = (recipe_of(source.parent) if ran else "") or source.stem.strip(".") or "recipe"
     return Recipe(name, source, config.model_copy(update={"train": train}))
 
 

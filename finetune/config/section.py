@@ -149,8 +149,8 @@ class DataConfig(Section):
         default=0.05,
         ge=0.0,
         lt=1.0,
-        description="share of the rows split off for evaluation when none are named; streaming: "
-        "of the first 10,000 rows of each source, its first ones",
+        description="share of the rows split off for evaluation when none are named, of 320 rows "
+        "and more at least 32; streaming: of the first 10,000 rows of each source, its first ones",
     )
     seed: NonNegativeInt | None = Field(
         default=None,

@@ -8,6 +8,7 @@ written (`dump_yaml`) reads back equal.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,12 @@ def read_text(source: Path) -> str:
             f"{source.name} is larger than {MOST_BYTES >> 20} MiB, so it is no recipe",
             where=shown(source),
             fix="give the YAML file of a recipe; rows belong in a file of their own (data.path)",
+        )
+    if b"\0" in content:
+        raise ConfigError(
+            "the file is not UTF-8 text, but most likely UTF-16",
+            where=f"{shown(source)}:1",
+            fix=f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(source))} > utf8.yaml",
         )
     try:
         return content.decode("utf-8-sig")

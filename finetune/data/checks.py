@@ -157,8 +157,21 @@ def _refused(
 
 def not_utf8(label: str, files: Iterable[Path]) -> DataError:
     """The error for text of another encoding, with the first line that has it and a command."""
+    import fsspec
+
+    files = list(files)
     name, where, fix = Path(label).name, label, "save it as UTF-8"
     likely = "WINDOWS-1252"  # of older programs
+    for file in files:
+        with fsspec.open(str(file), "rb", compression="infer") as opened:
+            begins = opened.read(4096)
+        if b"\0" in begins and not begins.startswith(tuple(_MARKS)):
+            return DataError(
+                f"{file.name} is no text",
+                where=str(file),
+                why="it has NUL bytes: another kind of file than its name says",
+                fix="give the file under the name of its kind, or write its rows as text",
+            )
     for file, number, start in _not_decoded(files):
         name, where = file.name, f"{file}:{number}"
         likely = _MARKS.get(start, likely) if number == 1 else likely

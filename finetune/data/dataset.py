@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 HEAD = 10_000
 """Rows of a stream that `eval_fraction` is a share of."""
+LEAST_EVAL = 32
+"""Rows to evaluate on, where these are a tenth or less: the loss of three says little."""
 SAMPLE = 1000
 """Rows that stand for a stream, or for large files, where all are not worth the time."""
 LARGE = 32 << 20
@@ -184,11 +186,17 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
     unused = unused_columns(columns, rows.column_names, kind, data.columns)
     held_out = None
     if splits and len(rows) > 1:
-        count = min(max(1, round(len(rows) * data.eval_fraction)), len(rows) - 1)
+        count = _share_held_out(len(rows), data)
         seed = seed if data.seed is None else data.seed
         split = rows.train_test_split(test_size=count, seed=seed)
         rows, held_out = split["train"], split["test"]
     return _Part(source, weight, kind, rows, held_out, None, refused, cut, unused)
+
+
+def _share_held_out(count: int, data: DataConfig) -> int:
+    """Rows of `count` to evaluate on: 32 at least, where that is a tenth or less; never all."""
+    least = LEAST_EVAL if count >= 10 * LEAST_EVAL else 1
+    return min(max(least, round(count * data.eval_fraction)), count - 1)
 
 
 def _streamed(source: Source, weight: float | None, form: Form, splits: bool) -> _Part:
@@ -199,7 +207,7 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
         stream = stream.take(data.max_rows)
     with reading(source):
         count = sum(1 for _ in itertools.islice(stream, HEAD)) if splits else 0
-    first = min(max(1, round(count * data.eval_fraction)), count - 1) if count > 1 else 0
+    first = _share_held_out(count, data) if count > 1 else 0
     kind, held, refused = formatted(_held(stream, first + SAMPLE, source), form, source.label)
     rest = formatted_stream(stream.skip(first), held, form, source.label, first)
     good = first - sum(index < first for index in refused)

@@ -15,10 +15,12 @@ import json
 import lzma
 import os
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from gzip import BadGzipFile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,6 +266,13 @@ def _not_found(path: Path, where: str) -> DataNotFoundError:
             why=f"types found: {some(found)}",
             fix=f"files of one of {', '.join(LOADERS)}",
         )
+    if os.path.exists(path):
+        return DataNotFoundError(
+            f"{str(path)!r} is no regular file",
+            where=where,
+            why="a pipe, socket or device is read once, and rows are read several times",
+            fix=f"write its rows to a file first: cat {shlex.quote(str(path))} > saved.jsonl",
+        )
     beside = sorted(path.parent.iterdir()) if os.path.isdir(path.parent) else []
     # By their names without endings, most of which are alike.
     known = {one.name.partition(".")[0]: one.name for one in beside if _kind(one) in LOADERS}
@@ -350,6 +359,13 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
             why="only one of them would be read",
             fix="rename one of them where the file is written",
         )
+    if isinstance(error.__cause__ or error, EOFError | zlib.error | lzma.LZMAError | BadGzipFile):
+        return DataError(
+            f"{name} is cut off or damaged",
+            where=where,
+            why=why,
+            fix="copy or download it again; `gzip -t FILE` (xz, bzip2, zstd -t) checks a file",
+        )
     if source.loader == "json":
         where, why = next(_broken_lines(source.files), (where, why))
     return DataError(
@@ -411,8 +427,18 @@ def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
             str(path), "rt", compression="infer", newline="", encoding="utf-8-sig"
         ) as file:
             lines = csv.reader(file, delimiter=separator)
+            first = next(lines, [])
+            if "\0" in "".join(first):
+                raise not_utf8(source.label, [path])
+            if not "".join(first).strip():
+                raise DataError(
+                    f"the first line of {path.name} is blank",
+                    where=f"{path}:1",
+                    why="the names of the columns stand there",
+                    fix="remove the lines before them",
+                )
             # pandas writes its index under no name, and reads it under such a one.
-            header = [name or f"Unnamed: {i}" for i, name in enumerate(next(lines, []))]
+            header = [name or f"Unnamed: {i}" for i, name in enumerate(first)]
             counts = Counter(header)
             if twice := [name for name in header if counts[name] > 1][:1]:
                 raise DataError(

@@ -257,13 +257,15 @@ def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, di
         if not problem:
             return checkpoint, broken
         broken[checkpoint.folder] = problem
-    if not broken and (folder / "config.yaml").is_file():
+    run = folder.parent if folder.name == CHECKPOINTS else folder
+    if not broken and (run / "config.yaml").is_file():
+        again = shlex.quote(str(run / "config.yaml"))
         raise ConfigError(
-            f"the run {str(folder)!r} has saved no checkpoint",
+            f"the run {str(run)!r} has saved no checkpoint",
             where=where,
             why="train.save_strategy was no, or it ended before its first one",
-            fix="train again with train.save_strategy=steps train.save_steps=100; "
-            "`python -m finetune ls --runs` shows other runs",
+            fix=f"start again: python -m finetune run {again} train.save_strategy=steps "
+            "train.save_steps=100; `python -m finetune ls --runs` shows other runs",
         )
     if not broken:
         raise ConfigError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ def locate(model: ModelConfig) -> str:
             fix=f"packaged models: {', '.join(known)}",
         )
     path = user_path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.is_dir()
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or os.path.exists(path)
     if looks_local and not (path / "config.json").is_file():
         raise no_model_in(name, path, f"model.name: {path.absolute()}")
     return str(path) if looks_local else name
@@ -72,6 +73,16 @@ def locate(model: ModelConfig) -> str:
 
 def no_model_in(name: str, path: Path, where: str) -> ModelNotFoundError:
     """The error for a folder that holds no model."""
+    if os.path.isfile(path):
+        return ModelNotFoundError(
+            f"{name!r} is a file, and a model is a folder",
+            where=where,
+            why="weights alone say nothing of the architecture and the tokenizer",
+            fix="make one in Python: model = AutoModelForCausalLM.from_config(AutoConfig."
+            "from_pretrained(BASE)); model.load_state_dict(torch.load(FILE, weights_only=True)); "
+            "model.save_pretrained('my-model'); AutoTokenizer.from_pretrained(BASE)"
+            ".save_pretrained('my-model'); then model.name=my-model",
+        )
     return ModelNotFoundError(
         f"there is no model in {name!r}",
         where=where,
@@ -184,9 +195,19 @@ def load_whole(load: Any, source: str | Path, **kwargs: Any) -> PreTrainedModel:
     Transformers would draw them by chance, or leave them out, with a warning.
 
     Raises:
-        ModelNotFoundError: names the missing weights, or those without a place.
+        ModelNotFoundError: names the missing weights, those without a place, or one of another
+            shape.
     """
-    model, found = load(source, output_loading_info=True, **kwargs)
+    # Mismatched ones are named by Transformers in a log that is silent here.
+    model, found = load(source, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        raise ModelNotFoundError(
+            f"a tensor of the model {str(source)!r} has another shape than config.json says",
+            where=f"model.name: {name}",
+            why=f"{list(stored)} in the file, {list(expected)} by config.json",
+            fix="download or copy the folder again: config.json and all safetensors files belong "
+            "together",
+        )
     # Buffers of rotary embeddings and what a class knows to leave out are not among these.
     if names := sorted(found["unexpected_keys"]):
         raise ModelNotFoundError(
@@ -245,7 +266,7 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     Raises:
         ModelNotFoundError: it cannot be loaded, and the weights are pretrained; or its chat
             template renders no question.
-        ConfigError: `model.pad_token` is not in its vocabulary.
+        ConfigError: `model.pad_token` is not in its vocabulary, or there is none to pad with.
     """
     from transformers import AutoTokenizer
 
@@ -273,6 +294,16 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
         )
     if token is not None:
         tokenizer.pad_token = token
+    elif tokenizer.pad_token is None and tokenizer.eos_token is None:  # TRL takes either
+        known = sorted({*tokenizer.all_special_tokens} or tokenizer.get_vocab())
+        close = [one for one in known if "pad" in one.lower()] or known
+        raise ConfigError(
+            "the tokenizer has no padding token, and no end token that could stand in",
+            where=f"model.name: {source}",
+            why="rows of a batch differ in length",
+            fix=f"model.pad_token={shlex.quote(close[0])}, a token of its vocabulary that rows do "
+            "not have",
+        )
     return tokenizer, ""
 
 

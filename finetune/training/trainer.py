@@ -102,7 +102,8 @@ def train(
         try:
             with run.stop, guarded(), resume.reading(run.resume):
                 run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
-                if not run.stop.asked and not run.was_just_evaluated():
+                evaluates = run.args.eval_strategy != "no" and not run.was_just_evaluated()
+                if evaluates and not run.stop.asked:
                     run.trainer.evaluate()
         except BaseException as error:
             run.close(after=error)
@@ -238,6 +239,7 @@ class _Run:
         from finetune.data.ledger import count
         from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar, StepTimer
         from finetune.training.checkpoints import CheckpointKeeper
+        from finetune.training.health.finiteness import refuse_broken_weights
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
         from finetune.training.memory_meter import MemoryMeter
@@ -277,6 +279,7 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
+        refuse_broken_weights(self.trainer.model, config.model.name)
         self._fit_to_rows()
         self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
         self.ledgers = dict(self.trainer.ledgers)

@@ -64,7 +64,7 @@ def lora_run(made_once) -> Path:
         base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype="auto")
         base.save_pretrained(folder / "base", max_shard_size="900KB")
         AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(folder / "base")
-        steps = ("train.max_steps=10", "train.eval_strategy=no")
+        steps = ("train.max_steps=10", "train.eval_steps=99", "eval.at_start=false")
         return run_recipe("tiny_lora_fp8", folder, f"model.name={folder / 'base'}", *steps)
 
     return made_once("LoRA run to export", make)

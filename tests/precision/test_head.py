@@ -169,7 +169,13 @@ def test_no_label_is_a_loss_of_zero_with_a_gradient(make_head, monkeypatch) -> N
 
 @pytest.mark.slow
 def test_a_recipe_trains_with_it_and_its_receipt_has_it(tmp_path) -> None:
-    short = ["train.max_steps=4", "train.eval_strategy=no", "data.max_rows=24", "data.prompts=[]"]
+    short = [
+        "train.max_steps=4",
+        "train.eval_steps=99",
+        "eval.at_start=false",
+        "data.max_rows=24",
+        "data.prompts=[]",
+    ]
     receipts = {}
     for name, change in {"bf16": [], "fp8": ["precision.map.output=fp8"]}.items():
         report = train(load_recipe("tiny_lora_fp8", [*short, *change]), out=tmp_path / name)

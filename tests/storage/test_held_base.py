@@ -32,7 +32,7 @@ from finetune.training.preflight import check_settings
 from tests.conftest import batch, slow_but
 from tests.published import FINE_GRAINED, compressed, publish
 
-SHORT = ("train.max_steps=3", "train.eval_strategy=no", "data.max_rows=24",
+SHORT = ("train.max_steps=3", "train.eval_steps=99", "eval.at_start=false", "data.max_rows=24",
          "eval.samples=false", "train.per_device_train_batch_size=2")  # fmt: skip
 
 

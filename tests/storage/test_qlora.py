@@ -87,7 +87,12 @@ def held_bytes(layer) -> int:
 
 @pytest.mark.long
 def test_it_ends_where_lora_over_a_plain_base_ends(tmp_path) -> None:
-    longer = ("train.max_steps=20", "train.eval_strategy=no", "data.prompts=[hello]")
+    longer = (
+        "train.max_steps=20",
+        "train.eval_steps=99",
+        "eval.at_start=false",
+        "data.prompts=[hello]",
+    )
     recipes = [load_recipe(f"tiny_{name}_bf16", longer) for name in METHODS]
     qlora, lora = (train(recipe, out=tmp_path, console=QUIET) for recipe in recipes)
     assert qlora.eval_loss == pytest.approx(lora.eval_loss, rel=0.03)

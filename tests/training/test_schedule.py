@@ -7,6 +7,7 @@ import math
 import random
 import shlex
 import warnings
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -161,3 +162,41 @@ def test_a_script_is_told_and_trains(make_llama, setup_backend, tmp_path) -> Non
         Trainer(make_llama(), args, train_dataset=rows).train()
     lines = [str(one.message) for one in said]
     assert any("the learning rate gets to 10% of its value in 3 steps" in line for line in lines)
+
+
+def test_what_a_recipe_says_of_its_own_model_and_rows_stays_with_them(cli) -> None:
+    def sections(*words: str) -> str:
+        return cli("cat", "llama_8b_lora_fp8", *words, "--resolved").out
+
+    assert "pad_token: <|fine" in sections("data.max_rows=4").replace('"', "").replace("'", "")
+    own = sections("model.name=meta-llama/Llama-3.1-8B-Instruct")
+    assert "finetune_right_pad_id" in own, "the same model"
+    assert "finetune_right_pad_id" not in sections("model.name=./mine")
+    assert "right_pad_id" in sections("model.name=./mine", "model.pad_token=<|right_pad_id|>")
+    assert "capital of France" in sections("model.name=./mine")
+    assert "capital of France" not in sections("data.path=mine.jsonl")
+    assert "Hello" in sections("data.path=mine.jsonl", "data.prompts=[Hello]")
+
+
+@pytest.mark.slow
+def test_no_evaluation_is_none_also_at_the_end_and_runs_stay_in_their_folder(cli, tmp_path) -> None:
+    """The recipe's file is named `...yaml`, whose stem is the folder above."""
+    row = {"prompt": "Where?", "completion": "In the harbour."}
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 400, encoding="utf-8")
+    (tmp_path / "inside").mkdir()
+    file = tmp_path / "...yaml"
+    file.write_text(cli("cat", "tiny_full_bf16").out)
+    found = cli(
+        *("run", f"{file}", "data.path=rows.jsonl", "train.max_steps=2", "eval.samples=false"),
+        *("train.eval_strategy=no", "--out", "inside/runs"),
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    (folder,) = (tmp_path / "inside" / "runs").rglob("metrics.jsonl")
+    assert "eval_loss" not in folder.read_text()
+    assert [one.name for one in (tmp_path / "inside").iterdir()] == ["runs"]
+
+
+def test_three_rows_are_too_few_to_judge_by(cli, chat) -> None:
+    for rows, held_out in ((319, 3), (320, 32), (3199, 32), (3300, 33)):
+        said = cli("data", *OF_8B, f"data.path={chat(rows)}", "--show", "0").out
+        assert f"{rows - held_out:,} training rows, {held_out} eval rows" in said

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
+from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.proof.proof import named_trainable
 from finetune.runs.checkpoints import newest_checkpoint
@@ -150,6 +151,17 @@ class Finiteness:
                 if found is not None:
                     return found, index
         return None, 0
+
+
+def refuse_broken_weights(model: nn.Module, name: str) -> None:
+    """Raise `NonFiniteError` for a model that has NaN or Inf before it has trained."""
+    if (found := first_found(check_parameters(model))) is not None:
+        raise NonFiniteError(
+            "a weight of the model is not finite before the first step",
+            where=f"{name}: {plain_name(found.where)}",
+            why=f"the file has it so: {found.counts}",
+            fix="download or copy the model's safetensors files again, or take another model",
+        )
 
 
 def _finite_everywhere(tensors: list[Tensor]) -> bool:
