@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import first_line
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console, Group
     from rich.status import Status
     from rich.table import Table
@@ -40,6 +42,42 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
     if not console.is_terminal and not console.is_jupyter and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
+
+
+class _Dropping:
+    """A stream of which lines are dropped that cannot be written, with a note of the first."""
+
+    def __init__(self, stream: Any, note: Path) -> None:
+        self.stream, self.note = stream, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(self.stream.write, text) or len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, method: Any, *words: str) -> Any:
+        try:
+            return method(*words)
+        except OSError as error:
+            if not self.note.exists():
+                said = f"the output could not be written ({error}): lines are dropped from here on"
+                self.note.write_text(f"{said}; metrics.jsonl has the losses\n", encoding="utf-8")
+            return None
+
+
+@contextlib.contextmanager
+def keeps_going(console: Console, folder: Path) -> Iterator[None]:
+    """Let a run train on where its output's disk is full: a note in its folder says so."""
+    stream = console.file
+    console.file = _Dropping(stream, folder / "output-lost.txt")  # pyright: ignore
+    try:
+        yield
+    finally:
+        console.file = stream
 
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -27,7 +27,7 @@ from finetune.data.dataset import load_data, refuse_no_eval_rows
 from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import this_device
 from finetune.hardware.requirements import emulates
-from finetune.logging import busy, counting_rows, output, whole
+from finetune.logging import busy, counting_rows, keeps_going, output, whole
 from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
 from finetune.runs.checkpoints import Checkpoint, find_checkpoint
@@ -97,7 +97,8 @@ def train(
     run.until = until
     guarded = partial(explained, run.folder, lambda: advice(forecast, ahead))
     begins = session_of(ahead.resolution, ahead.plan, run.console)
-    with discarded_unless_begun(run.folder), begins as session, guarded():
+    kept = keeps_going(run.console, run.folder)
+    with discarded_unless_begun(run.folder), kept, begins as session, guarded():
         run.load(session)
         try:
             with run.stop, guarded(), resume.reading(run.resume):

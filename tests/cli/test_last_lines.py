@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from rich.text import Text
 
+import finetune
 from finetune.cli.runs import serving
+from finetune.config.recipe import load_recipe
 from finetune.logging import as_text
 from finetune.runs.receipt import LayerReceipt, Receipt, RunReport, Sample
 
@@ -56,3 +60,31 @@ def test_an_adapter_is_served_beside_its_base_at_its_highest_rank(tmp_path) -> N
     )
     done.target = "fp8"
     assert serving(done) == f"vllm serve {tmp_path}"
+
+
+class Full(io.StringIO):
+    """A file whose disk fills up at the first step."""
+
+    is_full = False
+
+    def write(self, text: str) -> int:
+        self.is_full = self.is_full or "step 1/" in text
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_a_run_whose_output_has_no_room_trains_on_and_notes_it(tmp_path) -> None:
+    settings = [
+        "train.max_steps=2", "data.max_rows=12", "train.eval_strategy=no", "data.eval_fraction=0",
+        "train.logging_steps=1",
+    ]  # fmt: skip
+    full = Full()
+    shown = Console(file=full, width=80)
+    recipe = load_recipe("tiny_full_bf16", settings)
+    report = finetune.train(recipe, out=tmp_path, console=shown)
+    assert shown.file is full
+    assert "run folder" in full.getvalue()
+    assert "step 2/" not in full.getvalue()
+    assert (report.folder / "model" / "model.safetensors").is_file()
+    assert "No space left" in (report.folder / "output-lost.txt").read_text()
