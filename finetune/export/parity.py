@@ -39,6 +39,7 @@ from finetune.storage.ends import ends_of, take_ends
 from finetune.storage.loading import load_in_fp8
 from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole
 from finetune.training.model import implementation_arguments, is_published_fp8
+from finetune.training.samples import positions
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -280,8 +281,10 @@ def observe(model: Any, batches: Sequence[dict[str, Any]]) -> Observation:
 def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
     """Ids that a model writes, greedily, to what stands before the first label of a batch."""
     first = int((batch["labels"][0] != IGNORED).int().argmax())
-    asked = batch["input_ids"][:1, : max(first, 1)]
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": ANSWER}
+    room = positions(model.config) or first + 2 * ANSWER
+    most = min(ANSWER, room // 2)
+    asked = batch["input_ids"][:1, : max(first, 1)][:, -(room - most) :]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": most}
     with torch.inference_mode():
         found = model.generate(asked, attention_mask=torch.ones_like(asked), **options)
     return found[0, asked.shape[1] :].tolist()
