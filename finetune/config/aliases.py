@@ -11,128 +11,21 @@ import ast
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterable
 from typing import Any
 
-SETTINGS = {
-    # NeMo, Megatron-LM, Transformer Engine
-    "fp8": "precision.compute=fp8",
-    "use_fp8": "precision.compute=fp8",
-    "fp8_e4m3": "precision.format=e4m3",
-    "fp8_hybrid": "precision.format=hybrid",
-    "fp8_format": "precision.format",
-    "fp8_margin": "precision.margin",
-    "fp8_amax_history_len": "precision.amax_history_len",
-    "fp8_amax_compute_algo": "precision.amax_compute_algo",
-    "fp8_recipe": "precision.scaling",
-    "mixed_precision": "precision.compute",
-    "precision_map": "precision.map",
-    "transformer_engine": "precision.backend=te",
-    # Unsloth, bitsandbytes, Transformers
-    "load_in_4bit": "model.storage=nf4",
-    "load_in_8bit": "model.storage=fp8",
-    "load_in_fp8": "precision.frozen=fp8",
-    "use_4bit_optimizer": "train.optim=adamw_8bit",
-    "torch_dtype": "model.dtype",
-    "compute_dtype": "model.dtype",
-    "attn_implementation": "model.attention",
-    "model_name": "model.name",
-    "model_name_or_path": "model.name",
-    "use_gradient_checkpointing": "train.gradient_checkpointing",
-    "full_finetuning": "write ~lora (a recipe of full fine-tuning has no section lora)",
-    "random_state": "train.seed",
-    "train_on_responses_only": "train.assistant_only_loss",
-    "group_by_length": "train.train_sampling_strategy=group_by_length",
-    "warmup_ratio": "train.warmup_steps",
-    "early_stopping_patience": "write train.load_best_model_at_end=true: no run stops early, and "
-    "the best checkpoint is kept",
-    # older TRL, PEFT
-    "max_seq_length": "train.max_length",
-    "max_seq_len": "train.max_length",
-    "dataset_name": "data.name",
-    "dataset_config": "data.subset",
-    "dataset_train_split": "data.split",
-    "dataset_test_split": "data.eval_split",
-    "use_peft": "lora.r=8",
-    "lora_r": "lora.r",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_target_modules": "lora.target_modules",
-    "lora_modules_to_save": "lora.modules_to_save",
-    "beta": "preference data is for a script: a stock trl.DPOTrainer under "
-    "setup_fp8_mixed_precision_training()",
-    # scripts, litgpt, torchtune
-    "lr": "train.learning_rate",
-    "max_lr": "train.learning_rate",
-    "epochs": "train.num_train_epochs",
-    "num_epochs": "train.num_train_epochs",
-    "max_steps_per_epoch": "train.max_steps",
-    "num_warmup_steps": "train.warmup_steps",
-    "batch_size": "train.per_device_train_batch_size",
-    "micro_batch_size": "train.per_device_train_batch_size",
-    "eval_batch_size": "train.per_device_eval_batch_size",
-    "seq_len": "train.max_length",
-    "clip_grad_norm": "train.max_grad_norm",
-    "enable_activation_checkpointing": "train.gradient_checkpointing",
-    "packed": "train.packing",
-    "lora_attn_modules": "lora.target_modules",
-    "lora_rank": "lora.r",
-    "use_tensorboard": "train.report_to=tensorboard",
-    "checkpoint_dir": "write --out FOLDER, for the folder of runs (checkpoints lie in a run's)",
-    "list_checkpoints": "`python -m finetune checkpoints last` lists those of the newest run",
-    "resume": "`python -m finetune resume last` continues the newest run",
-    # Axolotl
-    "base_model": "model.name",
-    "adapter": "write lora.r=8, with model.storage=nf4 for QLoRA",
-    "datasets": "write data.path=FILE, or data.name=HUB/NAME",
-    "sequence_len": "train.max_length",
-    "sample_packing": "train.packing",
-    "pad_to_sequence_len": "train.pad_to_multiple_of=16",
-    "val_set_size": "data.eval_fraction",
-    "optimizer": "train.optim",
-    "lr_scheduler": "train.lr_scheduler_type",
-    "flash_attention": "model.attention=flash_attention_2",
-    "sdp_attention": "model.attention=sdpa",
-    "lora_target_linear": "lora.target_modules=all-linear",
-    "train_on_inputs": "write train.assistant_only_loss=false, or train.completion_only_loss=false",
-    "unfrozen_parameters": "write model.freeze=[NAME], with the names of what does not train",
-    "special_tokens": "write model.pad_token=NAME, train.eos_token=NAME",
-    "evals_per_epoch": "write train.eval_strategy=steps train.eval_steps=100",
-    "saves_per_epoch": "write train.save_strategy=steps train.save_steps=100",
-    "wandb_project": "train.report_to=wandb",
-    # LLaMA-Factory
-    "dataset": "write data.path=FILE, or data.name=HUB/NAME",
-    "dataset_dir": "write data.path=FILE, with the folder",
-    "cutoff_len": "train.max_length",
-    "max_samples": "data.max_rows",
-    "val_size": "data.eval_fraction",
-    "preprocessing_num_workers": "train.dataset_num_proc",
-    "quantization_bit": "write model.storage=nf4, or model.storage=fp8 for 8 bits",
-    "flash_attn": "model.attention=flash_attention_2",
-    "lora_target": "write lora.target_modules=all-linear, or [NAME,NAME]",
-    "finetuning_type": "choose a recipe: llama_8b_lora_fp8, llama_8b_full_fp8, llama_8b_qlora_bf16",
-    "template": "leave it out: rows are put into the model's own chat template",
-    "train_on_prompt": "write train.completion_only_loss=false, or train.assistant_only_loss=false",
-    "enable_liger_kernel": "train.use_liger_kernel",
-    "pure_bf16": "model.dtype=bfloat16",
-    "neat_packing": "train.packing",
-}
+from finetune.config.paths import ASSETS
+
+_TABLE = tomllib.loads((ASSETS / "other_names.toml").read_text("utf-8"))
+SETTINGS: dict[str, str] = _TABLE["settings"]
 """Name elsewhere -> the setting here, with the value that it then has where that is another one.
 
 What has a space says in words what to do.
 """
-_EVERY_STEP = "Transformer Engine dropped it, and scales are updated at every step"
-_ATTENTION = (
-    "attention stays in high precision: in FP8 its error grows with the scores (docs/notes/42), "
-    "where that of a linear layer does not"
-)
-DROPPED = {
-    "interval": _EVERY_STEP,
-    "fp8_interval": _EVERY_STEP,
-    "fp8_dpa": _ATTENTION,
-    "fp8_mha": _ATTENTION,
-}
+DROPPED: dict[str, str] = _TABLE["dropped"]
 """Name elsewhere -> why nothing says it here."""
+
 ARGUMENTS = {"format": "fp8_format", "eval": "eval_precision"}
 """Key of a recipe's `precision` -> its name in `setup_fp8_mixed_precision_training`."""
 _ELSEWHERE = {
