@@ -62,6 +62,8 @@ class _Dropping:
     def _try(self, method: Any, *words: str) -> Any:
         try:
             return method(*words)
+        except BrokenPipeError:  # nobody reads any more: the run stops (`GracefulStop`)
+            raise
         except OSError as error:
             if not self.note.exists():
                 said = f"the output could not be written ({error}): lines are dropped from here on"

@@ -401,28 +401,39 @@ def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
 
 def test_figures_of_models_that_agree_and_that_do_not():
     logits = torch.randn(300, 50, generator=torch.Generator().manual_seed(0))
-    one = parity.Observation(2.0, 300, logits)
-    same = parity.compare(one, parity.Observation(2.0, 300, logits + 3))  # softmax is the same
+
+    def seen(loss: float, logits: torch.Tensor, answer=(3, 2)) -> parity.Observation:
+        return parity.Observation(loss, 300, logits, [*answer], [2])
+
+    one = seen(2.0, logits)
+    same = parity.compare(one, seen(2.0, logits + 3))  # softmax is the same
     assert same.kl < 1e-6
     assert same.logit_error < 1e-6
     assert same.agreement == 1
-    better = parity.compare(one, parity.Observation(1.5, 300, logits))
+    assert same.ended
+    better = parity.compare(one, seen(1.5, logits))
     assert better.loss_gap == pytest.approx(0.25)  # other weights, whichever loss is lower
-    off = parity.compare(one, parity.Observation(2.5, 300, -logits))
+    off = parity.compare(one, seen(2.5, -logits))
     assert off.loss_gap == pytest.approx(0.25)
     assert off.logit_error == pytest.approx(2.0)
     assert off.agreement < 0.1
     p, q = (x.double().softmax(-1) for x in (logits, -logits))
     assert off.kl == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
-    nan = parity.compare(one, parity.Observation(float("nan"), 300, logits * float("nan")))
+    nan = parity.compare(one, seen(float("nan"), logits * float("nan")))
     assert len(nan.failures(parity.BOUNDS["nvfp4"])) == 4
+    runs_on = parity.compare(one, seen(2.0, logits, answer=(3, 2, 4)))
+    assert runs_on.failures(parity.BOUNDS["merged"]) == [
+        "an answer that goes on behind its end token"
+    ]
 
 
 def test_few_positions_may_scatter_around_a_bound_and_many_may_not():
     """Four of 84 rounded to another token: no sign of more than the three in 100 of a bound."""
 
     def fails(others: int, positions: int, target: str = "merged") -> bool:
-        figures = parity.Parity(2.0, 2.0, 0, 0, 0, 1 - others / positions, positions, positions)
+        figures = parity.Parity(
+            2.0, 2.0, 0, 0, 0, 1 - others / positions, positions, positions, 2, True, False
+        )
         return bool(figures.failures(parity.BOUNDS[target]))
 
     assert [fails(others, 84) for others in (4, 6, 7, 40)] == [False, False, True, True]
@@ -629,5 +640,5 @@ def test_an_export_of_a_moved_run_names_its_recipe(tmp_path) -> None:
     (tmp_path / "run.json").write_text('{"recipe": "tiny_lora_fp8"}')
     config = load_recipe("tiny_lora_fp8", check_train=False).config
     run = FinishedRun(tmp_path, config, tmp_path / "model", "proven", None)
-    equal = parity.Parity(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 8, 8)
+    equal = parity.Parity(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 8, 8, 2, True, False)
     assert export._record(run, "merged", tmp_path, "8 rows", equal)["recipe"] == "tiny_lora_fp8"

@@ -19,9 +19,10 @@ def test_an_eval_loss_is_of_tokens_whatever_batches_they_are_in(packing, tmp_pat
     for size in (1, 4):
         settings = [
             f"data.path={tmp_path / 'rows.jsonl'}", "~data.name", "data.eval_fraction=0.5",
-            f"train.per_device_eval_batch_size={size}", "train.max_steps=1", "eval.samples=false",
+            f"train.per_device_eval_batch_size={size}", "train.max_steps=1", "train.warmup_steps=0",
             "precision.compute=fp32", "model.dtype=float32", f"train.padding_free={packing}",
             "train.max_length=null", "train.eval_strategy=steps", "train.eval_steps=1",
+            "eval.samples=false",
         ]  # fmt: skip
         report = finetune.train(
             load_recipe("tiny_full_bf16", settings), out=tmp_path, console=Console(quiet=True)

@@ -85,7 +85,8 @@ def test_one_process_of_several_is_refused(asked, monkeypatch) -> None:
             setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
         with pytest.raises(ConfigError, match=r"started one[\s\S]*fix: *torchrun"):
             preflight(config, CPU)
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+            monkeypatch.setenv(name, value)
         preflight(config, CPU)
 
 

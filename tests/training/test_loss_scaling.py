@@ -142,7 +142,7 @@ def test_resuming_goes_on_with_scale_and_count(tmp_path) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_a_run_that_no_scale_can_save_is_stopped(tmp_path, monkeypatch) -> None:
+def test_a_weight_that_no_scale_can_save_is_named(tmp_path, monkeypatch) -> None:
     from finetune.training import trainer
 
     load = trainer.load_model
@@ -153,7 +153,7 @@ def test_a_run_that_no_scale_can_save_is_stopped(tmp_path, monkeypatch) -> None:
         return model
 
     monkeypatch.setattr(trainer, "load_model", broken)
-    with pytest.raises(NonFiniteError, match=r"step 1;[\s\S]*layers\.2\.mlp\.up_proj\.weight"):
+    with pytest.raises(NonFiniteError, match=r"first step[\s\S]*layers\.2\.mlp\.up_proj\.weight"):
         run(tmp_path, "precision.loss_scale_init=4", "train.max_steps=9")
     assert not list(tmp_path.glob("**/model"))
 

@@ -364,7 +364,8 @@ def test_a_signal_in_the_last_evaluation_stops_at_once_with_a_receipt(
 
     plain, before = Trainer.evaluate, signal.signal(signal.SIGTERM, lambda *_: None)
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    overrides = ["train.max_steps=2", "train.eval_strategy=no", *SMALL_BATCHES]
+    overrides = [*SMALL_BATCHES, "train.max_steps=2", "train.eval_strategy=steps"]
+    overrides += ["train.eval_steps=9", "eval.at_start=false"]
     try:
         report = train(load_recipe("tiny_full_fp8", overrides), out=tmp_path, console=QUIET)
     finally:
