@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from finetune.config.paths import recipe_of
@@ -41,16 +42,29 @@ COMPARISON = "comparison.json"
 QUIET = 900.0
 """Seconds without a change after which a run whose process cannot be asked counts as killed."""
 TAIL_BYTES = 1 << 16
-_CONFIG: dict[str, type] = dict.fromkeys(("model", "precision", "data", "train"), dict)
-_RECEIPT: dict[str, type] = {
+_CONFIG: dict[str, Any] = {key: {} for key in ("model", "precision", "data", "train")}
+_NUMBER = int | float
+_WORDS = "asked ran backend scaling format gemm fallback compile attention kernels adapters reason"
+_GROUP = {"kind": str, "type": str, "changed": _NUMBER, "numbers": _NUMBER}
+_GIB = ("predicted_gib", "measured_gib", "predicted_reserved_gib", "reserved_gib")
+_RECEIPT: dict[str, Any] = {
     "status": str,
     "layers": list,
-    "notes": list,
-    **dict.fromkeys(("run", "precision", "environment", "trainable", "memory"), dict),
-    **dict.fromkeys(("conditions", "held", "data", "flop_share"), dict),
+    "notes": [str],
+    "precision": dict.fromkeys(_WORDS.split(), str | None)
+    | {"ran": str, "storage": {}, "references": list | None},
+    "environment": {"device": {}, "versions": {}, "patches": list | None},
+    "trainable": dict.fromkeys(("before", "after", "in_optimizer"), _NUMBER)
+    | {"optimizer_state_bytes": _NUMBER | None},
+    "movement": {"now": {"groups": [_GROUP], "steps": _NUMBER}},
+    "memory": dict.fromkeys(_GIB, _NUMBER | None),
+    **{key: {} for key in ("run", "conditions", "held", "data", "flop_share")},
 }
-_REPORT: dict[str, type] = {"samples": list, "tasks": dict, "receipt": dict}
-"""Type of each part that is read, which a damaged file may not have."""
+_NUMBERS = ("final_loss", "eval_loss", "tokens_per_s", "seconds", "peak_memory_gib")
+_REPORT: dict[str, Any] = {"samples": list, "tasks": {}, "receipt": {}} | dict.fromkeys(
+    _NUMBERS, _NUMBER | None
+)
+"""Form of each part that is read, which that of a damaged file, or of another version, may lack."""
 
 
 def write_start(folder: Path, recipe: str = "") -> None:
@@ -124,8 +138,10 @@ class Run:
 
     @cached_property
     def receipt(self) -> dict[str, Any]:
-        """`receipt.json`; empty before training ended."""
-        return _whole(json_of(self.folder / "receipt.json"), _RECEIPT)
+        """`receipt.json`; empty before training ended. One that says nothing proves nothing."""
+        found = _whole(json_of(self.folder / "receipt.json"), _RECEIPT)
+        silent = found and not found["precision"]
+        return found | {"status": "not proven: the receipt lacks what ran"} if silent else found
 
     @cached_property
     def report(self) -> dict[str, Any]:
@@ -323,10 +339,23 @@ def json_of(file: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _whole(data: dict[str, Any], parts: dict[str, type]) -> dict[str, Any]:
-    """Replace parts of another type by empty ones: one bad file spoils no table."""
-    wrong = (key for key, kind in parts.items() if not isinstance(data.get(key, kind()), kind))
-    return data | {key: parts[key]() for key in wrong}
+def _whole(data: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """Replace parts of another form by empty ones: one bad file spoils no table and no page."""
+    for key, form in parts.items() if data else ():
+        if data.get(key) is None or not _fits(data[key], form):
+            nothing = None if isinstance(form, UnionType) else ""
+            data = data | {key: type(form)() if isinstance(form, dict | list) else nothing}
+    return data
+
+
+def _fits(value: Any, form: Any) -> bool:
+    """True for a value of a type; a list of values that fit; or a mapping whose values do."""
+    if isinstance(form, dict):
+        inside = isinstance(value, dict) and all(_fits(value.get(k), f) for k, f in form.items())
+        return inside or value is None  # as `None` of a type
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(one, form[0]) for one in value)
+    return isinstance(value, form)
 
 
 def _samples_in(row: dict[str, Any]) -> list[dict[str, str]]:
