@@ -42,28 +42,24 @@ COMPARISON = "comparison.json"
 QUIET = 900.0
 """Seconds without a change after which a run whose process cannot be asked counts as killed."""
 TAIL_BYTES = 1 << 16
-_CONFIG: dict[str, Any] = {key: {} for key in ("model", "precision", "data", "train")}
-_NUMBER = int | float
-_WORDS = "asked ran backend scaling format gemm fallback compile attention kernels adapters reason"
+_CONFIG: dict[str, Any] = {"model": {}, "precision": {}, "data": {}, "train": {}}
+_NUMBER, _ANY = int | float, int | float | None
+_WORDS = "asked backend scaling format gemm fallback compile attention kernels adapters reason"
 _GROUP = {"kind": str, "type": str, "changed": _NUMBER, "numbers": _NUMBER}
-_GIB = ("predicted_gib", "measured_gib", "predicted_reserved_gib", "reserved_gib")
 _RECEIPT: dict[str, Any] = {
-    "status": str,
-    "layers": list,
-    "notes": [str],
-    "precision": dict.fromkeys(_WORDS.split(), str | None)
-    | {"ran": str, "storage": {}, "references": list | None},
+    "status": str, "layers": list, "notes": [str], "run": {}, "conditions": {}, "held": {},
+    "precision": {"ran": str, "storage": {}, "references": list | None}
+    | dict.fromkeys(_WORDS.split(), str | None),
     "environment": {"device": {}, "versions": {}, "patches": list | None},
-    "trainable": dict.fromkeys(("before", "after", "in_optimizer"), _NUMBER)
-    | {"optimizer_state_bytes": _NUMBER | None},
+    "trainable": {"before": _NUMBER, "after": _NUMBER, "in_optimizer": _NUMBER,
+                  "optimizer_state_bytes": _ANY},
     "movement": {"now": {"groups": [_GROUP], "steps": _NUMBER}},
-    "memory": dict.fromkeys(_GIB, _NUMBER | None),
-    **{key: {} for key in ("run", "conditions", "held", "data", "flop_share")},
-}
-_NUMBERS = ("final_loss", "eval_loss", "tokens_per_s", "seconds", "peak_memory_gib")
-_REPORT: dict[str, Any] = {"samples": list, "tasks": {}, "receipt": {}} | dict.fromkeys(
-    _NUMBERS, _NUMBER | None
-)
+    "memory": {"predicted_gib": _ANY, "measured_gib": _ANY,
+               "predicted_reserved_gib": _ANY, "reserved_gib": _ANY},
+    "data": {}, "flop_share": {},
+}  # fmt: skip
+_REPORT: dict[str, Any] = {"samples": list, "tasks": {}, "receipt": {}, "final_loss": _ANY,
+    "eval_loss": _ANY, "tokens_per_s": _ANY, "seconds": _ANY, "peak_memory_gib": _ANY}  # fmt: skip
 """Form of each part that is read, which that of a damaged file, or of another version, may lack."""
 
 
@@ -140,7 +136,7 @@ class Run:
     def receipt(self) -> dict[str, Any]:
         """`receipt.json`; empty before training ended. One that says nothing proves nothing."""
         found = _whole(json_of(self.folder / "receipt.json"), _RECEIPT)
-        silent = found and not found["precision"]
+        silent = found and not (found.get("precision") and found.get("status"))
         return found | {"status": "not proven: the receipt lacks what ran"} if silent else found
 
     @cached_property
@@ -341,8 +337,8 @@ def json_of(file: Path) -> dict[str, Any]:
 
 def _whole(data: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     """Replace parts of another form by empty ones: one bad file spoils no table and no page."""
-    for key, form in parts.items() if data else ():
-        if data.get(key) is None or not _fits(data[key], form):
+    for key, form in parts.items():
+        if key in data and (data[key] is None or not _fits(data[key], form)):
             nothing = None if isinstance(form, UnionType) else ""
             data = data | {key: type(form)() if isinstance(form, dict | list) else nothing}
     return data
@@ -351,8 +347,9 @@ def _whole(data: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 def _fits(value: Any, form: Any) -> bool:
     """True for a value of a type; a list of values that fit; or a mapping whose values do."""
     if isinstance(form, dict):
-        inside = isinstance(value, dict) and all(_fits(value.get(k), f) for k, f in form.items())
-        return inside or value is None  # as `None` of a type
+        return value is None or (
+            isinstance(value, dict) and all(_fits(value.get(k), f) for k, f in form.items())
+        )
     if isinstance(form, list):
         return isinstance(value, list) and all(_fits(one, form[0]) for one in value)
     return isinstance(value, form)

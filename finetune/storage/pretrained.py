@@ -88,8 +88,7 @@ def check_folder(name: str, path: Path, where: str, subfolder: str = "") -> None
                 f"{file.name} of the model {name!r} is no regular file",
                 where=where,
                 why="reading a pipe, socket or device may have no end",
-                fix=f"remove it, or write what it gives to a file: cat {shlex.quote(str(file))} > "
-                "saved",
+                fix="remove it, or put a regular file in its place",
             )
 
 
@@ -363,6 +362,7 @@ def _try_out(tokenizer: Any, source: str) -> None:
     from jinja2 import TemplateError
 
     question: Any = [{"role": "user", "content": "?"}]
+    prompt: Any = {"add_generation_prompt": True}
     part, fix = "tokenizer", "download or copy the folder again: its files belong together"
     try:
         tokenizer("?")
@@ -371,9 +371,7 @@ def _try_out(tokenizer: Any, source: str) -> None:
             fix = "put a chat_template.jinja that does beside the tokenizer, or remove it: rows of "
             fix += "text and of prompt and completion need none"
             with _bounded_templates():
-                text = tokenizer.apply_chat_template(
-                    question, tokenize=False, add_generation_prompt=True
-                )
+                text = tokenizer.apply_chat_template(question, tokenize=False, **prompt)
             if len(text) > MOST_TEXT:
                 raise OverflowError(f"its text has {len(text):,} characters")
     except (TemplateError, *TEMPLATE_ERRORS) as error:
