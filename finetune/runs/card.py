@@ -61,14 +61,14 @@ def model_card(
         config=config,
         data=long_name(data),
         data_id=data if config.data.name and is_hub_id(data) else "",
-        device=device_name(environment.get("device", {})) or "unknown",
+        device=device_name(environment.get("device") or {}) or "unknown",
         form=TARGETS[target or ("adapter" if adapter else "")],
         headline=Receipt.read(receipt).headline,
         method=method_name(config.lora and config.lora.r, config.model.storage),
         parity=parity,
         quantized=target in ("fp8", "nvfp4"),
         report=report,
-        versions=environment.get("versions", {}),
+        versions=environment.get("versions") or {},
         written_by=f"fp8-finetune {version('fp8-finetune')}",
     )
 

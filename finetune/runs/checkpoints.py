@@ -112,6 +112,9 @@ class Checkpoint:
                 return f"{name} is missing"
             if (found := file.stat().st_size) != facts["bytes"]:
                 return f"{name} has {found:,} bytes, not {facts['bytes']:,}"
+        for file in self.folder.iterdir():  # which the trainer would read, such as scaler.pt
+            if file.suffix in (".pt", ".bin", ".safetensors") and file.name not in files:
+                return f"{file.name} is not among the files that were saved"
         if self.manifest.get("only_model"):
             return "it holds the model alone (train.save_only_model)"
         if contents:

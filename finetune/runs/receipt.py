@@ -216,18 +216,20 @@ class Receipt(JupyterMixin):
     def headline(self) -> str:
         """One line: precision, share, engine."""
         p = self.precision
-        if p["ran"] in ("fp8", "fp4"):
-            kind = p["ran"].upper()
+        kind = p.get("ran", "").upper()
+        if not kind:
+            return self.status
+        if kind in ("FP8", "FP4"):
             share = f"{self.fp8_flop_share:.1%} of matmul FLOPs"
             return f"{kind} {self._verdict}: {share} ({self.engine})"
-        kept = ", ".join(f"{n} weights stored in {k}" for k, n in p.get("storage", {}).items())
-        return f"{p['ran'].upper()} {self._verdict}: no matmul ran in FP8" + (kept and f"; {kept}")
+        kept = ", ".join(f"{n} weights stored in {k}" for k, n in (p.get("storage") or {}).items())
+        return f"{kind} {self._verdict}: no matmul ran in FP8" + (kept and f"; {kept}")
 
     @property
     def engine(self) -> str:
         """`frozen base, row-wise scales`: what multiplied in FP8, with which scales."""
         p = self.precision
-        engine, scaling = p.get("backend", ""), p.get("scaling", "")
+        engine, scaling = p.get("backend") or "", p.get("scaling") or ""
         scales = SCALES.get(scaling, f"{scaling} scaling")
         return f"{'frozen base' if engine == 'frozen' else engine}, {scales}{self.emulated}"
 
@@ -239,7 +241,7 @@ class Receipt(JupyterMixin):
     @property
     def emulated(self) -> str:
         """`, emulated` after an engine whose name does not say so."""
-        unsaid = "emulated" not in self.precision.get("backend", "")
+        unsaid = "emulated" not in (self.precision.get("backend") or "")
         return ", emulated" if unsaid and self.is_emulated else ""
 
     @property
@@ -320,7 +322,7 @@ SCALES = {
 
 def changed_numbers(movement: dict[str, Any]) -> tuple[int, int]:
     """Numbers of `Receipt.movement` that have changed, and all of them; zeros if none was seen."""
-    groups = movement.get("now", {}).get("groups", [])
+    groups = (movement.get("now") or {}).get("groups", [])
     return sum(g["changed"] for g in groups), sum(g["numbers"] for g in groups)
 
 
@@ -329,7 +331,7 @@ def still_line(movement: dict[str, Any]) -> str:
 
     Not of embeddings, whose rows wait for their tokens. Weights rounded by chance move on average.
     """
-    now = movement.get("now", {})
+    now = movement.get("now") or {}
     low = [g for g in now.get("groups", []) if (g["kind"], g["type"]) == ("matrices", "bfloat16")]
     every, changed = (sum(g[key] for g in low) for key in ("numbers", "changed"))
     if movement.get("rounding") != "nearest" or changed >= every / 2:

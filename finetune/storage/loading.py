@@ -55,7 +55,7 @@ from finetune.precision.weights import Granularity
 from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
 from finetune.storage.pretrained import auto_class as auto_class_of
-from finetune.storage.pretrained import load_whole, loading, no_model_in
+from finetune.storage.pretrained import check_folder, load_whole, loading
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
     Fp8StorageQuantizer,
@@ -213,8 +213,7 @@ def _source(name: str | os.PathLike[str], subfolder: str) -> str:
     path = user_path(source)
     if not (path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1):
         return source
-    if not (path / subfolder / "config.json").is_file():
-        raise no_model_in(source, path, str(path.resolve()))
+    check_folder(source, path, str(path.resolve()), subfolder)
     return str(path)
 
 

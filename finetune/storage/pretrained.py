@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ TEMPLATE_ERRORS = (
     *(AssertionError, MemoryError),
 )
 """Errors of a chat template, which is a program, besides those of Jinja."""
+MOST_TEXT = 1_000_000
+"""Characters that a chat template may make of a question of one letter."""
 
 
 def locate(model: ModelConfig) -> str:
@@ -66,9 +69,27 @@ def locate(model: ModelConfig) -> str:
         )
     path = user_path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or os.path.exists(path)
-    if looks_local and not (path / "config.json").is_file():
-        raise no_model_in(name, path, f"model.name: {path.absolute()}")
+    if looks_local:
+        check_folder(name, path, f"model.name: {path.absolute()}")
     return str(path) if looks_local else name
+
+
+def check_folder(name: str, path: Path, where: str, subfolder: str = "") -> None:
+    """Reject a folder that holds no model, or a pipe or device that would be read without an end.
+
+    Raises:
+        ModelNotFoundError: says which.
+    """
+    if not (path / subfolder / "config.json").is_file():
+        raise no_model_in(name, path, where)
+    for file in (path / subfolder).iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ModelNotFoundError(
+                f"{file.name} of the model {name!r} is no regular file",
+                where=where,
+                why="reading a pipe, socket or device may have no end",
+                fix="remove it, or put a regular file in its place",
+            )
 
 
 def no_model_in(name: str, path: Path, where: str) -> ModelNotFoundError:
@@ -307,6 +328,31 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
     return tokenizer, ""
 
 
+@contextlib.contextmanager
+def _bounded_templates() -> Iterator[None]:
+    """Let chat templates that are compiled meanwhile multiply no text beyond `MOST_TEXT`.
+
+    Jinja multiplies constants when it compiles a template, and Python then compiles the product:
+    10^8 letters take half a minute, 10^10 all memory. Its sandbox, in which Transformers renders,
+    has a door for that.
+    """
+    from jinja2.sandbox import SandboxedEnvironment as Sandbox
+
+    def times(left: Any, right: Any) -> Any:
+        sizes = [len(x) if isinstance(x, str | list | tuple) else x for x in (left, right)]
+        if sizes != [left, right] and math.prod(sizes) > MOST_TEXT:
+            raise OverflowError(f"it repeats {min(sizes):,} x {max(sizes):,} characters or items")
+        return left * right
+
+    before = Sandbox.intercepted_binops, Sandbox.default_binop_table
+    Sandbox.intercepted_binops = frozenset("*")
+    Sandbox.default_binop_table = before[1] | {"*": times}
+    try:
+        yield
+    finally:
+        Sandbox.intercepted_binops, Sandbox.default_binop_table = before
+
+
 def _try_out(tokenizer: Any, source: str) -> None:
     """Refuse a tokenizer or chat template that takes no text at all, before one is needed.
 
@@ -316,6 +362,7 @@ def _try_out(tokenizer: Any, source: str) -> None:
     from jinja2 import TemplateError
 
     question: Any = [{"role": "user", "content": "?"}]
+    prompt: Any = {"add_generation_prompt": True}
     part, fix = "tokenizer", "download or copy the folder again: its files belong together"
     try:
         tokenizer("?")
@@ -323,7 +370,10 @@ def _try_out(tokenizer: Any, source: str) -> None:
             part = "chat template"
             fix = "put a chat_template.jinja that does beside the tokenizer, or remove it: rows of "
             fix += "text and of prompt and completion need none"
-            tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+            with _bounded_templates():
+                text = tokenizer.apply_chat_template(question, tokenize=False, **prompt)
+            if len(text) > MOST_TEXT:
+                raise OverflowError(f"its text has {len(text):,} characters")
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         said = first_line(error)[:LONGEST]
         raise ModelNotFoundError(

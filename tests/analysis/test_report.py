@@ -426,3 +426,22 @@ def test_mistakes_are_told(cli, tmp_path, run):
     compared = make_comparison(tmp_path / "c", steps=8)
     with pytest.raises(ConfigError, match="reported alone"):
         finetune.report([compared, run])
+
+
+OTHER = ["x", 3, [1], {"now": 3}, {"now": {"groups": [3]}}, {"before": 1}, {"ran": 3}]
+OTHER += [{"device": "text"}, {"versions": [1]}, {"measured_gib": "1"}, {"predicted_gib": {}}]
+
+
+def test_parts_of_a_receipt_of_another_form_are_left_out(tmp_path):
+    folder = make_run(tmp_path / "r", steps=4, groups=())
+    whole = json.loads((folder / "receipt.json").read_text())
+    for part in ("precision", "environment", "trainable", "movement", "memory"):
+        for other in OTHER:
+            (folder / "receipt.json").write_text(json.dumps(whole | {part: other}))
+            page = as_markdown(run_page(RunSource(folder, folder)))
+            says = "FP8 verified: 80" in page, "FP8 verified: 80" in str(receipt_of(folder))
+            assert says == (part != "precision", part != "precision"), (part, other)
+
+
+def receipt_of(folder: Path) -> Receipt:
+    return Receipt.read(Run(folder).receipt)

@@ -161,6 +161,13 @@ def test_forty_series_look_different():
     assert len({tuple(style(i).items()) for i in range(40)}) == 40
 
 
+@pytest.mark.parametrize("count", [40, 70, 200])
+def test_a_picture_has_room_for_its_legend(count):
+    lines = tuple(Series(f"run {i}", [0.0, 1.0], [0.0, float(i)]) for i in range(count))
+    drawing = Drawing(Plot("p", "Plot", "", "a plot", lines, size="wide"))
+    assert drawing.image().height > 18 * count / 4 + 150
+
+
 @pytest.mark.long
 @pytest.mark.slow  # draws 10,000 steps of 24 health curves
 def test_ten_thousand_steps_make_less_than_two_megabytes(tmp_path):

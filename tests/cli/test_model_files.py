@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -97,3 +98,29 @@ def test_weights_that_are_not_finite_answer_nothing(verb, cli, tmp_path) -> None
     assert found.code == 2
     assert "1 weights of the run are not finite" in found.err
     assert "model.norm.weight" in found.err
+
+
+def test_a_pipe_among_the_files_of_a_model_is_an_error(cli, model, tmp_path) -> None:
+    """Reading one waits for ever."""
+    name = model("config.json")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model" / "model.safetensors")
+    found = cli("validate", "tiny_full_bf16", name)
+    assert found.code == 2
+    assert "model.safetensors of the model" in found.err
+    assert "is no regular file" in found.err
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 'x' * 10000000000 }}", "{% for m in range(100000) %}{{ 'x' * 99 }}{% endfor %}"],
+)
+def test_a_chat_template_that_writes_without_bounds_is_an_error(
+    template, cli, model, tmp_path
+) -> None:
+    name = model("config.json")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    found = cli("validate", "tiny_full_bf16", name)
+    assert found.code == 2
+    assert "the chat template of" in found.err
+    assert "OverflowError" in found.err

@@ -132,6 +132,15 @@ def test_one_of_another_program_needs_its_parts(tmp_path) -> None:
         (at / name).write_bytes(kept)
 
 
+@pytest.mark.parametrize("name", ["scaler.pt", "optimizer.bin", "adapter_model.safetensors"])
+def test_a_file_that_was_not_saved_with_it_is_not_loaded(name, tmp_path) -> None:
+    at = make(tmp_path, 5)
+    (at / "notes.md").touch()
+    assert not Checkpoint(at).problem(contents=True)
+    (at / name).touch()
+    assert Checkpoint(at).problem() == f"{name} is not among the files that were saved"
+
+
 def test_a_model_alone_is_no_state_of_training(tmp_path) -> None:
     at = make(tmp_path, 5, facts={"only_model": True})
     assert "train.save_only_model" in Checkpoint(at).problem()

@@ -90,8 +90,10 @@ class Drawing:
         if isinstance(plot, Forest):
             height = 120 + FOREST_ROW * len(plot.gaps)
         columns = min(len(plot.legend), 4 if width > 700 else 3) or 1
+        rows = -(-len(plot.legend) // columns)
+        height += 18 * max(0, rows - 10)  # a legend of 40 fits; those of more make it taller
         with rc_context(PLOT_STYLE):
-            figure = self._sized(width, height, top=44 + 18 * -(-len(plot.legend) // columns))
+            figure = self._sized(width, height, top=44 + 18 * rows)
             left = figure.subplotpars.left
             title = f"{plot.title}, {plot.unit}".removesuffix(", ")
             added: list[Any] = [

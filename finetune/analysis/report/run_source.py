@@ -108,7 +108,7 @@ class RunSource(Source):
             text = f"{self.requested} refused: {self.executed} executed"
             return self.num(text, RECEIPT, "precision.fallback"), "bad"
         if not self.run.proven:
-            return self.num(f"{self.executed} not verified", RECEIPT, "status"), "bad"
+            return self.num(f"{self.executed} not verified".strip(), RECEIPT, "status"), "bad"
         if self.is_low:
             share = figure(self.facts("fp8_flop_share"), percent)
             text = f"{self.executed} verified: {share} of matmul FLOPs"
