@@ -254,7 +254,7 @@ def receipt(precision: str) -> dict:
     return {
         "status": "proven",
         "precision": {"asked": precision, "ran": precision, "storage": {}, "gemm": "emulated"},
-        "trainable": {"in_optimizer": 1000},
+        "trainable": {"before": 1000, "after": 1000, "in_optimizer": 1000},
         "layers": [{"name": "q_proj", "role": "base", "shape": [64, 64]}],
         "environment": {
             "versions": {"torch": "2.13", "trl": "1.16"},
