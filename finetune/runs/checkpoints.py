@@ -114,7 +114,7 @@ class Checkpoint:
                 return f"{name} has {found:,} bytes, not {facts['bytes']:,}"
         for file in self.folder.iterdir():  # which the trainer would read, such as scaler.pt
             if file.suffix in (".pt", ".bin", ".safetensors") and file.name not in files:
-                return f"{file.name} is not among the files that were saved"
+                return f"{file.name} was not saved with it: take it out"
         if self.manifest.get("only_model"):
             return "it holds the model alone (train.save_only_model)"
         if contents:

@@ -138,7 +138,7 @@ def test_a_file_that_was_not_saved_with_it_is_not_loaded(name, tmp_path) -> None
     (at / "notes.md").touch()
     assert not Checkpoint(at).problem(contents=True)
     (at / name).touch()
-    assert Checkpoint(at).problem() == f"{name} is not among the files that were saved"
+    assert Checkpoint(at).problem() == f"{name} was not saved with it: take it out"
 
 
 def test_a_model_alone_is_no_state_of_training(tmp_path) -> None:
