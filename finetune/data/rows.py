@@ -277,7 +277,9 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
 
 def _note_folded(rows: Any, convert: Converter, form: Form, source: str) -> None:
     """Say it where the text of a system's turn is moved before the first question."""
-    takes = convert.args[-1] if isinstance(convert, partial) else None
+    if not isinstance(convert, partial):
+        return
+    takes = convert.args[-1]
     if not isinstance(takes, Takes) or takes.system:
         return
     whole = partial(convert.func, *convert.args[:-1], replace(takes, system=True))

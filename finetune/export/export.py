@@ -188,7 +188,7 @@ def export_run(
         elif to == "merged" and adapter and on_experts(adapter):
             # A stack of experts may be stored in parts: PEFT merges, Transformers takes apart.
             copy_companions(source, folder, finished.model)
-            model = load_stock(source, config, adapter=adapter, dtype="auto")
+            model: Any = load_stock(source, config, adapter=adapter, dtype="auto")
             model.merge_and_unload(safe_merge=True).save_pretrained(folder)
         else:
             merger = Merger(checkpoint, adapter) if adapter else None

@@ -280,7 +280,7 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
-        refuse_broken_weights(self.trainer.model, config.model.name)
+        refuse_broken_weights(without_adapters(self.trainer.model), config.model.name)
         self._fit_to_rows()
         self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
         self.ledgers = dict(self.trainer.ledgers)
