@@ -88,7 +88,7 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
                 why="its prompt has no place for them",
                 fix="~eval.shots",
             )
-        most = len(list(task.fewshot_docs())) - 1 if eval.shots else 0  # besides the question itself
+        most = len(list(task.fewshot_docs())) - 1 if eval.shots else 0  # besides the question
         if eval.shots and eval.shots > most:
             raise ConfigError(
                 f"{name} has no {eval.shots:,} examples",
