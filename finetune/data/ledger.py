@@ -33,7 +33,7 @@ from finetune.config.sft import REFUSALS, refused, sft_config
 from finetune.config.train_section import with_checkpointing
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data
-from finetune.data.ends import each_once
+from finetune.data.doubled_tokens import each_once
 from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
 from finetune.data.repeats import EvaluatesOnce
 from finetune.data.rows import workers

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from finetune.config.paths import TINY_LLAMA
-from finetune.data.ends import once
+from finetune.data.doubled_tokens import once
 from finetune.errors import ParityError
 from finetune.export import parity
 from finetune.export.export import check_export, open_run
