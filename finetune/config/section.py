@@ -165,6 +165,10 @@ class DataConfig(Section):
         description="names of columns, as a format has them -> as the rows have them, for instance "
         "`{prompt: ask, completion: reply}`",
     )
+    sample_by: Literal["line", "paragraph", "document"] = Field(
+        default="line",
+        description="text files: a row is a line, a paragraph (up to a blank line) or a whole file",
+    )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error",
         description="a row that cannot be trained on ends the run, or is skipped and counted",

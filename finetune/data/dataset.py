@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
-from finetune.data.masks import TRAINED_TURNS
+from finetune.data.mixture import Part, concatenated, in_one_format, joined
 from finetune.data.rows import Form, formatted, formatted_stream, unused_columns
 from finetune.data.sources import Source, files_of, reading, sources_of
 from finetune.data.undivided import undivided
@@ -35,9 +34,6 @@ SAMPLE = 1000
 """Rows that stand for a stream, or for large files, where all are not worth the time."""
 LARGE = 32 << 20
 """Bytes of files from which on a sample is counted before training."""
-
-BESIDE = {"tools", "chat_template_kwargs", TRAINED_TURNS}
-"""Columns that rows of one format may have or not."""
 
 
 @dataclass(frozen=True)
@@ -77,26 +73,6 @@ class Rows:
         return _held(self.train, count)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Rows of one source, converted.
-
-    Attributes:
-        weight: share of the rows drawn from it; None: all, once.
-        unused: columns that nothing is trained on.
-    """
-
-    source: Source
-    weight: float | None
-    kind: str
-    train: Dataset
-    eval: Dataset | None
-    stream: IterableDataset | None = None
-    refused: dict[int, str] = field(default_factory=dict)
-    cut: int | None = None
-    unused: Sequence[str] = ()
-
-
 def load_data(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, *, sample: bool = False,
     vocabulary: int = UNKNOWN,
@@ -117,8 +93,7 @@ def load_data(
     _refuse_hub_settings(data)
     form = Form(tokenizer, data, vocabulary)
     parts = [_part(one, weight, form, seed, sample) for one, weight in sources]
-    _refuse_mixed(parts)
-    kind, notes = parts[0].kind, list[str]()
+    notes = list[str]()
     settings: dict[str, Any] = {}
     for part in parts:
         notes += part.source.unread()
@@ -137,20 +112,22 @@ def load_data(
             notes += [note for note in found if note not in notes]
     refused = {(p.source.label, i): why for p in parts for i, why in p.refused.items()}
     notes += _skipped(refused, "rows")
-    held_out, bad = _held_out(form, parts)
+    named, bad = _named_eval(form)
     notes += dict.fromkeys(form.notes)
     notes += _skipped(bad, "eval rows")
-    if held_out is not None:
-        _refuse_other_eval(parts, held_out)
-    train, description = _joined(parts, data, seed)
+    parts, named = in_one_format(parts, named)
+    set_aside = [part.eval for part in parts if part.eval is not None]
+    held_out = concatenated(set_aside) if set_aside else named
+    train, description = joined(parts, data, seed)
     if held_out is not None:
         description += f", {len(held_out):,} eval rows"
-    if kind == "messages":
+    columns = parts[0].train.column_names
+    if "messages" in columns:
         settings["assistant_only_loss"] = True
-    if kind == "text":  # packed, TRL's "bfd" cuts off what is longer than `max_length`
+    if "text" in columns:  # packed, TRL's "bfd" cuts off what is longer than `max_length`
         settings["packing_strategy"] = "bfd_split"
     streams = any(part.stream is not None for part in parts)
-    first = _concatenated([part.train for part in parts]) if streams else None
+    first = concatenated([part.train for part in parts]) if streams else None
     if streams:  # processes read the stream themselves: rows of a batch differ in length
         settings["accelerator_config"] = {"dispatch_batches": False}
     cut = [part.cut for part in parts if part.cut is not None]
@@ -164,7 +141,7 @@ def load_data(
     )  # fmt: skip
 
 
-def _part(source: Source, weight: float | None, form: Form, seed: int, sample: bool) -> _Part:
+def _part(source: Source, weight: float | None, form: Form, seed: int, sample: bool) -> Part:
     """Rows of a source, its evaluation rows set aside."""
     data = form.data
     splits = not (data.eval_path or data.eval_split) and data.eval_fraction > 0
@@ -190,7 +167,7 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
         seed = seed if data.seed is None else data.seed
         split = rows.train_test_split(test_size=count, seed=seed)
         rows, held_out = split["train"], split["test"]
-    return _Part(source, weight, kind, rows, held_out, None, refused, cut, unused)
+    return Part(source, weight, kind, rows, held_out, None, refused, cut, unused)
 
 
 def _share_held_out(count: int, data: DataConfig) -> int:
@@ -199,7 +176,7 @@ def _share_held_out(count: int, data: DataConfig) -> int:
     return min(max(least, round(count * data.eval_fraction)), count - 1)
 
 
-def _streamed(source: Source, weight: float | None, form: Form, splits: bool) -> _Part:
+def _streamed(source: Source, weight: float | None, form: Form, splits: bool) -> Part:
     """A stream, whose first rows are held: for evaluation, and to stand for the others."""
     data = form.data
     stream = undivided(cast("IterableDataset", source.read(streaming=True)))
@@ -215,7 +192,7 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
     sample = held.select(range(good, len(held)))
     given = stream.column_names or []
     unused = unused_columns(given, held.column_names, kind, data.columns)
-    return _Part(source, weight, kind, sample, held_out, rest, refused, None, unused)
+    return Part(source, weight, kind, sample, held_out, rest, refused, None, unused)
 
 
 def _held(rows: Any, count: int, source: Source | None = None) -> Dataset:
@@ -234,55 +211,20 @@ def _skipped(refused: dict[Any, str], what: str) -> list[str]:
     return [f"{len(refused):,} {what} are skipped; the first: {first}"] if refused else []
 
 
-def _held_out(form: Form, parts: Sequence[_Part]) -> tuple[Dataset | None, dict[Any, str]]:
-    """Rows to evaluate on: those that are named, or those that each source has set aside.
-
-    Returns:
-        The rows, and those that were named and skipped.
-    """
+def _named_eval(form: Form) -> tuple[Dataset | None, dict[Any, str]]:
+    """Rows to evaluate on that are named, and those of them that are skipped."""
     data = form.data
     if not (data.eval_path or data.eval_split):
-        found = [part.eval for part in parts if part.eval is not None]
-        return (_concatenated(found) if found else None), {}
+        return None, {}
     if data.eval_path:
-        sources = [files_of(data.eval_path, "data.eval_path")]
+        sources = [files_of(data.eval_path, "data.eval_path", data.sample_by)]
     else:
         named = data.model_copy(update={"split": data.eval_split})
         sources = [source for source, _ in sources_of(named)]
     rows = [cast("Dataset", source.read(streaming=False)) for source in sources]
     done = [formatted(one, form, source.label) for one, source in zip(rows, sources, strict=True)]
     bad = {(n, i): why for n, part in enumerate(done) for i, why in part[2].items()}
-    return _concatenated([part[1] for part in done]), bad
-
-
-# ---------------------------------------------------------------------------------------- mixture
-
-
-def _refuse_mixed(parts: list[_Part]) -> None:
-    """Refuse sources in several formats: the loss would be on different parts of rows."""
-    kinds = {part.kind: part for part in parts}
-    columns = {frozenset(part.train.column_names) - BESIDE for part in parts}
-    if len(columns) > 1:
-        shown = [f"{part.source.label}: {kind}" for kind, part in kinds.items()]
-        raise DataError(
-            "the sources are in several formats",
-            where="; ".join(shown),
-            why="one run has one kind of rows: the loss is on the same parts of each",
-            fix="bring them into one, such as messages, or rename columns (data.columns)",
-        )
-
-
-def _refuse_other_eval(parts: Sequence[_Part], held_out: Dataset) -> None:
-    """Refuse eval rows whose loss would be on other parts of a row than that of training."""
-    trained, found = ({*rows.column_names} - BESIDE for rows in (parts[0].train, held_out))
-    if trained - {"labels"} != found - {"labels"}:
-        raise DataError(
-            "the eval rows are in another format than the training rows",
-            where="data.eval_path",
-            why=f"{', '.join(sorted(found))} and not {', '.join(sorted(trained))}",
-            fix="bring them into the format of the training rows, or ~data.eval_path, which takes "
-            "a share of those",
-        )
+    return concatenated([part[1] for part in done]), bad
 
 
 def refuse_no_eval_rows(rows: Rows, args: Any) -> None:
@@ -298,62 +240,6 @@ def refuse_no_eval_rows(rows: Rows, args: Any) -> None:
             why="data.eval_fraction sets none aside of these rows, and data.eval_path names none",
             fix="train.eval_strategy=no, or data.eval_path=FILE",
         )
-
-
-def _joined(
-    parts: list[_Part], data: DataConfig, seed: int
-) -> tuple[Dataset | IterableDataset, str]:
-    """Training rows of all sources: behind one another, or drawn by weight."""
-    from datasets import concatenate_datasets, interleave_datasets
-
-    weights = [part.weight for part in parts if part.weight is not None]
-    total, kind = sum(weights), parts[0].kind
-    if parts[0].stream is not None:
-        streams: list[Any] = [part.stream for part in parts]
-        names = ", ".join(_share(part, total) for part in parts)
-        description = f"{kind}, streamed from {names}"
-        if not weights:
-            whole: Any = concatenate_datasets(streams)
-            return undivided(_unending(whole, data, seed)), description
-        streams = [_unending(one, data, seed) for one in streams]
-        shares = [weight / total for weight in weights]
-        return undivided(interleave_datasets(streams, shares, seed)), description
-    if not weights:
-        train = _concatenated([part.train for part in parts])
-        of = f" of {len(parts)} sources" if len(parts) > 1 else ""
-        return train, f"{kind}, {len(train):,} training rows{of}"
-    shares = [weight / total for weight in weights]
-    train: Any = interleave_datasets(
-        [part.train for part in parts], shares, seed, stopping_strategy="all_exhausted"
-    )
-    times = ", ".join(
-        f"{_share(part, total)} x {share * len(train) / len(part.train):.2g}"
-        for part, share in zip(parts, shares, strict=True)
-    )
-    return train, f"{kind}, {len(train):,} training rows mixed of {times}"
-
-
-def _share(part: _Part, total: float) -> str:
-    files = f" ({len(part.source.files)} files)" if len(part.source.files) > 1 else ""
-    share = "" if part.weight is None else f"{part.weight / total:.0%} "
-    subset = f" {part.source.hub[1]}" if part.source.hub[1] else ""
-    return f"{share}{part.source.label}{subset}{files}"
-
-
-def _unending(rows: Any, data: DataConfig, seed: int) -> Any:
-    """A stream in another order than its source's, which begins anew at its end.
-
-    Without an end the trainer counts no epochs, of which it could not know the length.
-    """
-    if data.shuffle_buffer > 1:
-        rows = rows.shuffle(seed=seed, buffer_size=data.shuffle_buffer)
-    return rows.repeat(None)
-
-
-def _concatenated(parts: list[Dataset]) -> Dataset:
-    from datasets import concatenate_datasets
-
-    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
 def _refuse_hub_settings(data: DataConfig) -> None:

@@ -262,11 +262,16 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self.only_answers, args.assistant_only_loss = args.assistant_only_loss, False
-        try:  # TRL would look for a marked copy of the chat template, and has few
+        given = {key: getattr(args, key) for key in ("assistant_only_loss", "chat_template_path")}
+        self.only_answers = args.assistant_only_loss
+        # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the
+        # template of `chat_template_path` (`storage.pretrained.load_tokenizer`).
+        args.assistant_only_loss, args.chat_template_path = False, None
+        try:
             super().__init__(model, args, **kwargs)
         finally:
-            args.assistant_only_loss = self.only_answers
+            for key, value in given.items():
+                setattr(args, key, value)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers'; rows by length in an order that a run which goes on makes again."""
@@ -415,7 +420,7 @@ def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
 
     With `sample` only the first rows of large files and of the hub.
     """
-    tokenizer, _ = load_tokenizer(config.model)
+    tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
     seed = int(config.train.get("seed", 42))
     vocabulary = vocabulary_of(config.model)
     rows = load_data(config.data, tokenizer, seed, sample=sample, vocabulary=vocabulary)

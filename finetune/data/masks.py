@@ -16,6 +16,7 @@ author's word on which part of an answer counts, and take the rest of it away.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,15 @@ import numpy as np
 
 from finetune.data.chat import BadRowError, turns_of
 from finetune.data.checks import MASKED
+from finetune.data.doubled_tokens import once
 from finetune.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 Render = partial[Any]
 TRAINED_TURNS = "trained_turns"
 """Column with a truth value for each turn of the assistant, where not all of them are true."""
+WHOLE = "text"
+"""Role of a turn that is no turn: a text that is trained on whole, beside conversations."""
 FIX = (
     "a chat_template.jinja beside the tokenizer that prints answers whole, behind its generation "
     "prompt; or train on every token: train.assistant_only_loss=false"
@@ -117,7 +121,8 @@ def masked(
 ) -> dict[str, list[list[int]]]:
     """Token ids and labels of a batch of conversations, for `datasets.Dataset.map`.
 
-    A template without an end of its own gets the tokenizer's, as plain text does.
+    A template without an end of its own gets the tokenizer's, as plain text does. A text among them
+    (`WHOLE`) is tokenized as TRL does where all rows are text.
 
     Raises:
         DataError: a conversation of which the template makes no answers.
@@ -126,8 +131,7 @@ def masked(
     for values in zip(*rows.values(), strict=True):
         row = dict(zip(rows, values, strict=True))
         try:
-            for count, spans in answers(row, tokenizer, completion_only=completion_only):
-                ids, labels = _labels(row, count, spans, tokenizer)
+            for ids, labels in _tokenized(row, tokenizer, completion_only):
                 done["input_ids"].append(ids)
                 done["labels"].append(labels)
         except (BadRowError, NotImplementedError) as error:  # the second of slow tokenizers
@@ -138,6 +142,21 @@ def masked(
                 fix=FIX,
             ) from error
     return done
+
+
+def _tokenized(
+    row: dict[str, Any], tokenizer: Any, completion_only: bool
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(ids, labels) of the rows that a conversation, or a text among conversations, becomes."""
+    turns = turns_of(row)
+    if turns[0]["role"] != WHOLE:
+        for count, spans in answers(row, tokenizer, completion_only=completion_only):
+            yield _labels(row, count, spans, tokenizer)
+        return
+    text, end = turns[0]["content"], tokenizer.eos_token or ""
+    ids = tokenizer(text if text.endswith(end) else text + end)["input_ids"]
+    cut = once({"input_ids": ids, "labels": ids}, tokenizer)
+    yield cut["input_ids"], cut["labels"]
 
 
 def _labels(
@@ -169,12 +188,22 @@ def _labels(
 
 
 def refuse_weights(row: dict[str, Any]) -> dict[str, Any]:
-    """Nothing, for `datasets.Dataset.map`; a `ConfigError` where a turn is not to be trained on."""
-    if not all(row[TRAINED_TURNS] or ()):
+    """Nothing, for `datasets.Dataset.map`.
+
+    Raises:
+        ConfigError: a turn is not to be trained on, or is a text that no template takes.
+    """
+    whole = turns_of(row)[0]["role"] == WHOLE
+    if whole or not all(row[TRAINED_TURNS] or ()):
         raise ConfigError(
-            "a turn of the rows is not to be trained on, and every token is",
+            "text and turns are in one run, and turns are to be trained on whole"
+            if whole
+            else "a turn of the rows is not to be trained on, and every token is",
             where="train.assistant_only_loss=false",
-            why="the turn's weight of 0 would be passed over",
-            fix="~train.assistant_only_loss, or rows without weight, train and loss",
+            why="one of the two would be put into a chat template, or trained on in part"
+            if whole
+            else "the turn's weight of 0 would be passed over",
+            fix="~train.assistant_only_loss, or rows of "
+            + ("one format" if whole else "turns without weight, train and loss"),
         )
     return {}

@@ -251,8 +251,9 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
                 "these rows are chat messages, and the model's tokenizer has no chat template",
                 where=source,
                 why="base models often have none, and nothing then says how turns become text",
-                fix="take the -Instruct model, put a chat_template.jinja beside its tokenizer, or "
-                "give rows with columns prompt and completion, or text",
+                fix="take the -Instruct model, or give it a template: "
+                "train.chat_template_path=FILE.jinja, or =MODEL whose template to take; or give "
+                "rows with columns prompt and completion, or text",
             )
         if column in columns:
             return "messages", partial(_messages, column, _is_exact(rows, column), takes)

@@ -62,6 +62,7 @@ class Source:
         label, where: as it was given, and the setting that names it.
         loader: name of the reader in `datasets`; `saved`: a folder by `Dataset.save_to_disk`.
         hub: name, subset and split on the hub.
+        sample_by: what a row of a text file is, as `datasets` names it.
     """
 
     label: str
@@ -69,6 +70,7 @@ class Source:
     files: tuple[Path, ...] = ()
     loader: str = "hub"
     hub: tuple[str, str | None, str] = ("", None, "")
+    sample_by: str = "line"
 
     @property
     def size(self) -> int | None:
@@ -137,6 +139,8 @@ class Source:
                 rows: Any = load_from_disk(str(self.files[0].parent))
                 return rows.to_iterable_dataset() if streaming else rows
             options = _csv_options(self, streaming) if self.loader == "csv" else {}
+            if self.loader == "text":
+                options["sample_by"] = self.sample_by
             if self.loader == "json":
                 _check_json(self, CHECKED if streaming else None)
             names = [glob.escape(str(file)) for file in self.files]
@@ -159,9 +163,15 @@ def _has_text(row: dict[str, Any]) -> bool:
 def sources_of(data: DataConfig) -> list[tuple[Source, float | None]]:
     """Sources of the training rows and their weights (None: all of it, once)."""
     if data.path is not None:
-        sources = [(files_of(path, "data.path"), weight) for path, weight in data.sources.items()]
-        _refuse_twice([source for source, _ in sources])
-        return sources
+        found = [files_of(path, "data.path", data.sample_by) for path in data.sources]
+        _refuse_twice(found)
+        if data.sample_by != "line" and all(source.loader != "text" for source in found):
+            raise DataError(
+                "data.sample_by is about text files, and none of these is one",
+                where=f"data.sample_by={data.sample_by}",
+                fix="~data.sample_by, or files that end with .txt",
+            )
+        return list(zip(found, data.sources.values(), strict=True))
     assert data.name is not None
     if data.hub is not None:
         return [
@@ -193,8 +203,8 @@ def _refuse_twice(sources: list[Source]) -> None:
                 )
 
 
-def files_of(given: str, setting: str) -> Source:
-    """The files that a path, folder or glob stands for."""
+def files_of(given: str, setting: str, sample_by: str = "line") -> Source:
+    """The files that a path, folder or glob stands for; `sample_by` is of text files."""
     path = user_path(given)
     where = f"{setting}: {path}"
     if os.path.isfile(path / "state.json"):
@@ -238,7 +248,7 @@ def files_of(given: str, setting: str) -> Source:
                 where=where,
                 fix="pip install zstandard, or compress them with gzip",
             )
-    return Source(given, setting, tuple(files), LOADERS[kinds[0]])
+    return Source(given, setting, tuple(files), LOADERS[kinds[0]], sample_by=sample_by)
 
 
 def _all(folder: Path, suffix: str = "") -> list[Path]:

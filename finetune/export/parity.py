@@ -214,7 +214,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     """
     from finetune.data.ledger import AccountedTrainer
 
-    tokenizer, _ = load_tokenizer(config.model)
+    tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
     rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
     held_out = rows.first(EVALUATION_ROWS) if rows.eval is None else rows.eval
     kind = "training rows (the run kept none for evaluation)" if rows.eval is None else "eval rows"

@@ -278,11 +278,16 @@ def keep_generation(model: Any) -> None:
         settings._original_object_hash = hash(settings)
 
 
-def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
+def load_tokenizer(
+    model: ModelConfig, template: str | None = None
+) -> tuple[PreTrainedTokenizerBase, str]:
     """Load the model's tokenizer, and a sentence if a substitute was used.
 
     The packaged models share one, byte-level. If the hub is out of reach, it also substitutes for
     the tokenizer of a model with random weights, which is enough to measure speed and memory.
+
+    Args:
+        template: `train.chat_template_path`: a file, or another model, whose chat template it gets.
 
     Raises:
         ModelNotFoundError: it cannot be loaded, and the weights are pretrained; or its chat
@@ -303,7 +308,9 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
             raise
         note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
         return AutoTokenizer.from_pretrained(TINY_LLAMA), note
-    _try_out(tokenizer, source)
+    if template is not None:
+        tokenizer.chat_template = _template(template)
+    _try_out(tokenizer, template or source)
     token = model.pad_token
     if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
         raise ConfigError(
@@ -326,6 +333,38 @@ def load_tokenizer(model: ModelConfig) -> tuple[PreTrainedTokenizerBase, str]:
             "not have",
         )
     return tokenizer, ""
+
+
+def _template(path: str) -> str:
+    """Text of a chat template, from a Jinja file or from the tokenizer of another model.
+
+    TRL would also take that tokenizer's end token, add its tokens and resize the embeddings: new
+    ones are not trained under LoRA. Marks that are no tokens here are trained on as plain text.
+    """
+    from transformers import AutoTokenizer
+
+    where = f"train.chat_template_path={path}"
+    file = user_path(path)
+    if file.suffix in (".jinja", ".j2"):
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelNotFoundError(
+                f"the chat template {str(file)!r} cannot be read",
+                where=where,
+                why=first_line(error),
+                fix="give a .jinja file, or a model folder or hub name whose template to take",
+            ) from error
+    source = str(TINY_LLAMA) if path.startswith(BUILTIN) else path
+    with loading(source):
+        found = AutoTokenizer.from_pretrained(source).chat_template
+    if not isinstance(found, str):
+        raise ModelNotFoundError(
+            f"{path!r} has no chat template",
+            where=where,
+            fix="an -Instruct model, or a .jinja file",
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def _question_of(row: Any) -> str:
     if isinstance(turns, str):
         return turns
     asked = (turn["content"] for turn in turns if turn["role"] == "user")
-    return next(asked, turns[0]["content"])
+    return next(asked, turns[0]["content"][:64])
 
 
 def positions(shape: Any) -> int | None:

@@ -159,7 +159,7 @@ class _Run:
         self.is_main = state.is_main_process
         self.console = console or output(quiet=not self.is_main)
         self.folder = name_folder(out, recipe.name, ahead.resolution.label)
-        self.tokenizer, note = load_tokenizer(config.model)
+        self.tokenizer, note = load_tokenizer(config.model, config.train.get("chat_template_path"))
         seed, vocabulary = int(config.train.get("seed", 42)), vocabulary_of(config.model)
         sign = counting_rows(self.console, f"reading {config.data.label}")
         with state.main_process_first(), sign:

@@ -6,6 +6,7 @@ import copy
 import csv
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.config.schema import DataConfig
+from finetune import load_recipe, train
+from finetune.config.paths import TINY_LLAMA
+from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data.dataset import load_data
-from finetune.errors import DataError, DataNotFoundError
+from finetune.data.ledger import counted_rows
+from finetune.errors import DataError, DataNotFoundError, ModelNotFoundError
+from finetune.storage.pretrained import load_tokenizer
 from tests.data import shapes
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -184,6 +189,37 @@ def test_without_a_chat_template_messages_are_refused(load):
     path = write("chat.jsonl", [MESSAGES] * 4)
     with pytest.raises(DataError, match="no chat template"):
         load(path, tokenizer=SimpleNamespace(chat_template=None))
+
+
+@pytest.fixture
+def base():
+    """A folder of the packaged model without its chat template, which lies beside it."""
+    shutil.copytree(TINY_LLAMA, "instruct")
+    shutil.move(shutil.copytree("instruct", "base") / Path("chat_template.jinja"), "own.jinja")
+    return ["model.name=./base", f"data.path={write('chat.jsonl', [MESSAGES] * 4)}"]
+
+
+@pytest.mark.parametrize("source", ["own.jinja", "builtin:tiny_llama", "instruct"])
+def test_a_base_model_takes_the_chat_template_that_it_is_given(base, source):
+    made = load_recipe("tiny_full_bf16", [*base, f"train.chat_template_path={source}"])
+    found = counted_rows(made.config)
+    assert list(shapes.trained_texts(found.tokenizer, found.prepared[0])) == ["b.<|im_end|>"]
+
+
+@pytest.mark.slow
+def test_a_run_saves_the_chat_template_that_it_was_given(base):
+    """TRL would clone the tokenizer whose template that is, and resize the embeddings."""
+    given = [*base, "train.chat_template_path=instruct", "train.max_steps=2", "eval.samples=false"]
+    folder = train(load_recipe("tiny_full_bf16", given), out="runs").folder
+    assert (folder / "model" / "chat_template.jinja").read_text() == Path("own.jinja").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "why"), [("none.jinja", "cannot be read"), ("base", "has no chat template")]
+)
+def test_a_chat_template_that_is_not_there_is_an_error(base, source, why):
+    with pytest.raises(ModelNotFoundError, match=why):
+        load_tokenizer(ModelConfig(name="./base"), source)
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import copy
 import gzip
 import itertools
 import json
@@ -17,11 +18,14 @@ from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from finetune import load_recipe
 from finetune.config.section import DataConfig
 from finetune.data.dataset import load_data
+from finetune.data.ledger import counted_rows
 from finetune.data.sources import files_of
-from finetune.errors import DataError, DataNotFoundError
+from finetune.errors import ConfigError, DataError, DataNotFoundError
 from finetune.training.resume import rows_hash
+from tests.data.shapes import answer, trained_texts, user
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -103,11 +107,73 @@ def test_a_mixture_draws_by_weight_and_holds_out_rows_that_it_never_trains_on(lo
     assert "mixed of 75% a.jsonl x 1" in found.description
 
 
-def test_sources_of_several_formats_are_refused(load) -> None:
+CHAT = {"messages": [user("Low?"), answer("No."), user("High?"), answer("Yes.")]}
+PAIR = {"prompt": [user("Low?"), answer("No."), user("Sure?")], "completion": [answer("Sure.")]}
+MIXED = {
+    "chat": (CHAT, ["No.<|im_end|>", "Yes.<|im_end|>"]),
+    "pair": (PAIR, ["Sure.<|im_end|>"]),
+    "alpaca": ({"instruction": "Low?", "output": "Never."}, ["Never.<|im_end|>"]),
+    "text": ({"text": "Tide."}, ["Tide.<|im_end|>"]),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("names", [[*MIXED], ["pair", "alpaca", "chat"], ["chat", "text"]])
+def test_rows_of_several_formats_are_each_trained_on_as_alone(names, streaming) -> None:
+    for name in names:
+        Path(f"{name}.jsonl").write_text(json.dumps(MIXED[name][0]) + "\n")
+    sources = [f"{name}.jsonl" for name in names]
+    settings = {"streaming": True} if streaming else {}
+    data = {"path": sources, "eval_fraction": 0.0, **settings}
+    given = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
+    given += ["train.max_steps=1", "train.eval_strategy=no"]
+    found = counted_rows(load_recipe("tiny_full_bf16", given).config)
+    texts = [text for row in found.prepared for text in trained_texts(found.tokenizer, row)]
+    assert texts == [text for name in names for text in MIXED[name][1]]
+
+
+def test_text_beside_prompts_is_a_completion_of_its_own(tokenizer) -> None:
+    base = copy.copy(tokenizer)
+    base.chat_template = None
     Path("a.jsonl").write_text(rows_of("a", 1))
     Path("b.jsonl").write_text('{"text": "b"}\n')
-    with pytest.raises(DataError, match=r"several formats[\s\S]*b.jsonl: text"):
+    found = load_data(DataConfig(path=["a.jsonl", "b.jsonl"], eval_fraction=0.0), base, 0).train
+    assert list(found) == [
+        {"prompt": "a0?", "completion": "a0."},
+        {"prompt": "", "completion": "b"},
+    ]
+
+
+def test_rows_of_token_ids_are_refused_beside_others(load) -> None:
+    Path("a.jsonl").write_text(rows_of("a", 1))
+    Path("b.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    with pytest.raises(DataError, match=r"token ids[\s\S]*b.jsonl: tokenized"):
         load(["a.jsonl", "b.jsonl"])
+
+
+def test_turns_beside_text_are_not_trained_on_whole() -> None:
+    for name in ("chat", "text"):
+        Path(f"{name}.jsonl").write_text(json.dumps(MIXED[name][0]) + "\n")
+    sources = 'data.path=["text.jsonl","chat.jsonl"]'
+    made = load_recipe("tiny_full_bf16", [sources, "train.assistant_only_loss=false"])
+    with pytest.raises(ConfigError, match="text and turns are in one run"):
+        counted_rows(made.config)
+
+
+@pytest.mark.parametrize(("by", "rows"), [("line", 4), ("paragraph", 2), ("document", 1)])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_of_a_text_file_is_what_the_recipe_says(load, by, rows, streaming) -> None:
+    Path("a.txt").write_text("one\ntwo\n\nthree\nfour\n")
+    found = load("a.txt", sample_by=by, streaming=streaming)
+    texts = (found.sample if streaming else found.train)["text"]
+    assert len(texts) == rows
+    assert "".join("".join(texts).split()) == "onetwothreefour"
+
+
+def test_only_text_files_have_a_way_to_be_cut_into_rows(load) -> None:
+    Path("a.jsonl").write_text(rows_of("a", 1))
+    with pytest.raises(DataError, match="about text files"):
+        load("a.jsonl", sample_by="document")
 
 
 # ---------------------------------------------------------------------------------------- streams

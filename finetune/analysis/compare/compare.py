@@ -330,7 +330,9 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
                 fix="an FP8 GPU; or precision.emulation=allow, which shows what FP8 does to a loss",
             )
         preflight(recipe.config, device, forecast=MemoryForecast(), force=force)
-        tokenizer, _ = load_tokenizer(recipe.config.model)
+        tokenizer, _ = load_tokenizer(
+            recipe.config.model, recipe.config.train.get("chat_template_path")
+        )
         vocabulary = vocabulary_of(recipe.config.model)
         load_data(recipe.config.data, tokenizer, pair.seeds[0], vocabulary=vocabulary)
         load_tasks(recipe.config.eval)

@@ -138,7 +138,7 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
         drawn = random_rows(config.model, needed, length, seed)
         description = f"{needed} rows of {length:,} random tokens"
         return Rows(drawn, None, description, {}), tokenizer, ("weights are random",)
-    tokenizer, note = load_tokenizer(config.model)
+    tokenizer, note = load_tokenizer(config.model, config.train.get("chat_template_path"))
     rows = load_data(config.data, tokenizer, seed, vocabulary=vocabulary_of(config.model))
     enough = needed * SHORTEST if train.get("packing") else needed
     few = rows.first(enough)
