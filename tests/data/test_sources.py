@@ -139,7 +139,7 @@ def test_text_beside_prompts_is_a_completion_of_its_own(tokenizer) -> None:
     Path("b.jsonl").write_text('{"text": "b"}\n')
     found = load_data(DataConfig(path=["a.jsonl", "b.jsonl"], eval_fraction=0.0), base, 0).train
     assert list(found) == [
-        {"prompt": "a0?", "completion": "a0."},
+        {"prompt": "a0?\n\n", "completion": "a0."},
         {"prompt": "", "completion": "b"},
     ]
 
