@@ -1,14 +1,8 @@
-"""Checks of rows before others read them: JSON files, and rows that were tokenized before.
-
-pyarrow 25 ends with a segmentation fault on lines of `null`, and on values nested 100,000 deep,
-since its parser and its types call themselves once a level.
-"""
+"""Checks of rows: text that is not UTF-8, rows that are there twice, or were tokenized before."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,142 +11,9 @@ from typing import Any
 
 from finetune.errors import DataError
 
-DEEPEST = 64
-"""Levels of lists and mappings; conversations with tools have about ten."""
 LONGEST = 64 << 20
 """Bytes of a row."""
-TURNS = {"messages", "conversations", "prompt", "completion", "chosen", "tools"}
-"""Columns of rows that may be lists of objects."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # the last may have no end
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip"}
-
-
-def check_lines(lines: Iterable[bytes], file: Path | str) -> None:
-    """Check the lines of a JSONL file; about a second for a million rows.
-
-    Args:
-        lines: with or without their ends.
-        file: for the message.
-
-    Raises:
-        DataError: a line is no JSON object, is nested too deep or too long, or is no UTF-8 text.
-    """
-    for number, line in enumerate(lines, 1):
-        start = line[:64].lstrip()[:1] or line.lstrip()[:1]
-        if number == 1:
-            _check_start(line, file)
-            start = line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-        if not start:
-            continue
-        if number == 1 and start == b"[":
-            why, fix = "it begins with a list; each line must be one JSON object", "one list of "
-            raise _refused(file, 1, why, fix + "objects is a .json file: give it that name")
-        if start != b"{":
-            raise _refused(file, number, "each line must be one JSON object")
-        if len(line) > LONGEST:
-            raise _refused(file, number, f"this row is longer than {LONGEST >> 20} MiB")
-        if line.count(b"{") + line.count(b"[") > DEEPEST:
-            _check_depth(line, file, number)
-
-
-def check_document(text: bytes, file: Path | str) -> None:
-    """Check a `.json` file, as `check_lines`: a list of objects, one object, or objects by line.
-
-    Raises:
-        DataError: it is none of these, is nested too deep, or is no UTF-8 text.
-    """
-    _check_start(text, file)
-    start = text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if start == b"{":
-        _refuse_inner(_parsed(text), file)
-    if start == b"[":
-        _check_depth(text, file, 1)
-        for number, row in enumerate(_parsed(text), 1):
-            if not isinstance(row, dict):
-                raise _refused(file, 1, f"item {number} of the list is no JSON object")
-    elif start != b"{" and start:
-        raise _refused(file, 1, "a JSON file of rows is a list of objects, or an object a line")
-    elif not _is_one(text):
-        check_lines(text.splitlines(), file)
-    elif text.count(b"{") + text.count(b"[") > DEEPEST:
-        _check_depth(text, file, 1)
-
-
-def _refuse_inner(found: Any, file: Path | str) -> None:
-    """Refuse an object that holds the rows, which would be one row: `{"data": [{...}, {...}]}`."""
-    lists = found.items() if isinstance(found, dict) else ()
-    if lists and all(
-        isinstance(rows, list) and rows and isinstance(rows[0], str) for _, rows in lists
-    ):
-        each = "for row in zip(*found.values())"
-        raise DataError(
-            f"{Path(file).name} is one object of columns, not rows",
-            where=f"{file}:1",
-            why="a JSON file of rows is a list of objects, or an object a line",
-            fix=_command(file, f"[print(json.dumps(dict(zip(found, row)))) {each}]"),
-        )
-    inner = [key for key, rows in lists if isinstance(rows, list) and _are_objects(rows)]
-    if not inner or TURNS & found.keys():
-        return
-    fix = f"a list of objects: what stands under {inner[0]!r}, in a file of its own"
-    if Path(file).suffix == ".json":  # not compressed
-        fix = _command(file, f"[print(json.dumps(row)) for row in found[{inner[0]!r}]]")
-    raise DataError(
-        f"the rows of {Path(file).name} are inside {inner[0]!r}",
-        where=f"{file}:1",
-        why="a JSON file of rows is a list of objects, or an object a line",
-        fix=fix,
-    )
-
-
-def _command(file: Path | str, code: str) -> str:
-    """The fix that writes the rows of an object, `found`, as lines."""
-    if Path(file).suffix != ".json":
-        return "unpack it: the command that makes rows of it is in the error then"
-    read = f"import json; found = json.load(open({str(file)!r}, encoding='utf-8')); {code}"
-    rows = shlex.quote(str(Path(file).with_suffix(".jsonl")))
-    return f"python -c {shlex.quote(read)} > {rows}, and take that"
-
-
-def _are_objects(rows: list[Any]) -> bool:
-    return bool(rows) and all(isinstance(row, dict) for row in rows)
-
-
-def _is_one(text: bytes) -> bool:
-    """True if an object goes on behind the first line, so that these are no rows by line."""
-    return _parsed(text.lstrip().partition(b"\n")[0]) == []
-
-
-def _parsed(text: bytes) -> Any:
-    """A value; nothing where it is no JSON, which its reader will say."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-
-
-def _check_start(text: bytes, file: Path | str) -> None:
-    for mark, kind in _MARKS.items():
-        if text.startswith(mark):
-            raise _refused(file, 1, f"this is {kind}, not UTF-8 text", "save it as UTF-8 JSON")
-    if b"\0" in text[:4096]:
-        raise _refused(file, 1, "this is no text: it has NUL bytes", "save it as UTF-8 JSON")
-
-
-def _check_depth(text: bytes, file: Path | str, number: int) -> None:
-    """Refuse a value by the most brackets that are open at once, those in strings left out."""
-    marks = _STRING.sub(b"", text).translate(None, delete=_NO_BRACKETS)
-    steps = (1 if byte in b"[{" else -1 for byte in marks)
-    if max(itertools.accumulate(steps), default=0) > DEEPEST:
-        raise _refused(file, number, f"it is nested more than {DEEPEST} levels deep")
-
-
-def _refused(
-    file: Path | str, number: int, why: str, fix: str = "fix or remove that line"
-) -> DataError:
-    name = Path(file).name
-    return DataError(f"{name} cannot be read as JSON", where=f"{file}:{number}", why=why, fix=fix)
+MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip"}
 
 
 def not_utf8(label: str, files: Iterable[Path]) -> DataError:
@@ -165,7 +26,7 @@ def not_utf8(label: str, files: Iterable[Path]) -> DataError:
     for file in files:
         with fsspec.open(str(file), "rb", compression="infer") as opened:
             begins = opened.read(4096)
-        if b"\0" in begins and not begins.startswith(tuple(_MARKS)):
+        if b"\0" in begins and not begins.startswith(tuple(MARKS)):
             return DataError(
                 f"{file.name} is no text",
                 where=str(file),
@@ -174,7 +35,7 @@ def not_utf8(label: str, files: Iterable[Path]) -> DataError:
             )
     for file, number, start in _not_decoded(files):
         name, where = file.name, f"{file}:{number}"
-        likely = _MARKS.get(start, likely) if number == 1 else likely
+        likely = MARKS.get(start, likely) if number == 1 else likely
         if likely in ("gzip", "zip"):
             fix = "unpack it, or write its rows as text"
         elif file.suffix in (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt"):

@@ -23,6 +23,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import date, time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -326,6 +327,8 @@ def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
 
 def _text(row: dict[str, Any], column: str) -> str:
     value = row[column]
+    if isinstance(value, date | time):  # of Parquet, which has types for them
+        value = str(value)
     if not isinstance(value, str) or not value.strip():
         empty = value is None or isinstance(value, str)
         raise BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
@@ -485,13 +488,16 @@ def _arguments(convert: Any) -> Iterator[Any]:
 
 
 def _features(first: dict[str, Any]) -> Any:
-    """Columns of converted rows, by the first of them; None where `datasets` finds them itself."""
+    """Columns of converted rows, by the first of them."""
     from datasets import Features, Json, List, Value
 
-    if not any(isinstance(value, list | dict) for value in first.values()):
-        return None
     lists = ("messages", "prompt", "completion", "tools")
-    found: dict[str, Any] = {key: List(Json()) if key in lists else Json() for key in first}
+    found: dict[str, Any] = {
+        key: Value("string")  # as JSON, the text "7" would be read as a number
+        if isinstance(value, str)
+        else (List(Json()) if key in lists else Json())
+        for key, value in first.items()
+    }
     if TRAINED_TURNS in first:
         found[TRAINED_TURNS] = List(Value("bool"))
     return Features(found)

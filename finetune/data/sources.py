@@ -18,7 +18,7 @@ import re
 import shlex
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from gzip import BadGzipFile
 from importlib.util import find_spec
@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, user_path
 from finetune.config.section import BUILTIN, DataConfig
-from finetune.data.checks import LONGEST, check_document, check_lines, not_utf8
+from finetune.data import json_rows
+from finetune.data.checks import LONGEST, not_utf8
+from finetune.data.json_rows import cells, columns_of, features_of
 from finetune.errors import (
     DataError,
     DataNotFoundError,
@@ -142,7 +144,7 @@ class Source:
             if self.loader == "text":
                 options["sample_by"] = self.sample_by
             if self.loader == "json":
-                _check_json(self, CHECKED if streaming else None)
+                return self._read_json(streaming)
             names = [glob.escape(str(file)) for file in self.files]
             # Its copy is found by path and time: other rows may have those of before (archives).
             options |= {} if streaming else {"name": f"rows-{self.fingerprint()[:16]}"}
@@ -151,6 +153,20 @@ class Source:
             )
             # A blank line separates rows of text.
             return found.filter(_has_text) if self.loader == "text" else found
+
+    def _read_json(self, streaming: bool) -> Any:
+        from datasets import Dataset, IterableDataset
+
+        columns = columns_of(self.files, CHECKED if streaming else None)
+        given = {"files": [str(file) for file in self.files], "columns": columns}
+        features = features_of(columns)
+        if not columns:
+            raise self.empty()
+        if streaming:
+            return IterableDataset.from_generator(cells, features, gen_kwargs=given)
+        code = Path(json_rows.__file__).read_text(encoding="utf-8")
+        name = hashlib.sha256(f"{self.fingerprint()}{code}".encode()).hexdigest()[:16]
+        return Dataset.from_generator(cells, features, gen_kwargs=given, fingerprint=name)
 
 
 def _has_text(row: dict[str, Any]) -> bool:
@@ -336,18 +352,6 @@ def reading(source: Source) -> Iterator[None]:
         raise _unreadable(source, error) from error
 
 
-def _check_json(source: Source, lines: int | None) -> None:
-    """Refuse JSON that crashes pyarrow's parser, in the first `lines` of each file, or in all."""
-    import fsspec
-
-    for path in source.files:
-        with fsspec.open(str(path), "rb", compression="infer") as file:
-            if _kind(path) == ".json" and lines is None:
-                check_document(file.read(), path)
-            elif _kind(path) != ".json":
-                check_lines(itertools.islice(file, lines), path)
-
-
 def _unreadable(source: Source, error: BaseException) -> DataError:
     name = Path(source.label).name
     where = source.label
@@ -360,7 +364,7 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
             where=where,
             why="a folder or glob is one table",
             fix=f"{source.where}=[{', '.join(map(str, source.files[:2]))}], a list of files: their "
-            "columns may differ, if they are of one format",
+            "columns may differ",
         )
     if twice := re.match(r"Multiple matches for FieldRef\.Name\((.*?)\)", why):  # pyarrow 25
         return DataError(
@@ -376,52 +380,14 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
             why=why,
             fix="copy or download it again; `gzip -t FILE` (xz, bzip2, zstd -t) checks a file",
         )
-    if source.loader == "json":
-        where, why = next(_broken_lines(source.files), (where, why))
     return DataError(
         f"{name} cannot be read as {source.loader}",
         where=where,
         why=why,
         fix="fix that line; every row needs the same columns with the same types"
-        if source.loader in ("json", "csv")
+        if source.loader == "csv"
         else "write or copy the file again: it is cut off, or of another kind than its name says",
     )
-
-
-def _broken_lines(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """(file and line, problem) of lines of JSONL that are no JSON objects."""
-    import fsspec
-
-    text = {"compression": "infer", "encoding": "utf-8", "errors": "replace"}
-    for file in files:
-        if _kind(file) == ".json":
-            continue
-        try:
-            with fsspec.open(str(file), "rt", **text) as lines:
-                for number, line in enumerate(lines, 1):
-                    problem = "each line must be one JSON object"
-                    try:
-                        row = json.loads(line, object_pairs_hook=_once) if line.strip() else {}
-                        json.dumps(row, ensure_ascii=False).encode()  # raises of half a surrogate
-                        if isinstance(row, dict):
-                            continue
-                    except json.JSONDecodeError as found:
-                        problem = f"not JSON: {found.msg}"
-                    except RecursionError:
-                        problem = "nested too deeply"
-                    except ValueError as found:  # a number of thousands of digits
-                        problem = str(found).partition(";")[0]
-                    yield f"{file}:{number}", problem
-        except (OSError, EOFError) as found:
-            yield str(file), f"the file is cut off or damaged: {found}"
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose keys are there once."""
-    if len(found := dict(pairs)) < len(pairs):
-        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
-    return found
 
 
 def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from finetune.data.checks import DEEPEST, check_document, check_lines
+from finetune.data.json_rows import rows_of
 from finetune.errors import DataError
 from tests.bad_inputs import recipes
 from tests.bad_inputs.case import FIXES, Repeated
@@ -60,31 +59,39 @@ ROW = b'{"text": "a"}\n'
     [
         ([b"null\n"], 1),
         ([ROW, b"\n", b" [1]\n"], 3),
-        ([ROW, b'{"text": ' + b"[" * (DEEPEST + 1) + b"]" * (DEEPEST + 1) + b"}"], 2),
         ([b'{"text": ' + b"[" * 100_000], 1),
         (['{"text": "a"}\n'.encode("utf-16")], 1),
         ([b"\x1f\x8b\x08"], 1),
     ],
 )
-def test_lines_that_crash_a_parser_are_refused_with_their_number(lines, number):
+def test_lines_that_are_no_rows_are_refused_with_their_number(lines, number, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"".join(lines))
     with pytest.raises(DataError) as raised:
-        check_lines(lines, "rows.jsonl")
-    assert raised.value.where == f"rows.jsonl:{number}"
+        list(rows_of(file))
+    assert raised.value.where == f"{file}:{number}"
 
 
-def test_lines_of_deep_but_sane_rows_pass():
-    deep = b'{"text": "' + b"[" * 200 + b'", "a": ' + b"[" * 60 + b"]" * 60 + b"}"
-    check_lines([b"\xef\xbb\xbf" + ROW, b"", deep, b"  " + ROW], "rows.jsonl")
+def test_lines_of_deep_but_sane_rows_pass(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    deep = b'{"text": "' + b"[" * 200 + b'", "a": ' + b"[" * 60 + b"]" * 60 + b"}\n"
+    file.write_bytes(b"\xef\xbb\xbf" + ROW + b"\n" + deep + b"  " + ROW)
+    assert [number for number, _ in rows_of(file)] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("text", [b"null", b"[1]", b"[{}, null]", b"[" * 100_000, b"3\n"])
-def test_documents_that_are_no_rows_are_refused(text):
+def test_documents_that_are_no_rows_are_refused(text, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_bytes(text)
     with pytest.raises(DataError):
-        check_document(text, "rows.json")
+        list(rows_of(file))
 
 
 @pytest.mark.parametrize(
-    "text", [b"[]", b'[{"a": 1}]', ROW * 3, json.dumps({"a": {"b": 1}}, indent=1).encode()]
+    ("text", "rows"),
+    [(b"[]", 0), (b'[{"a": 1}]', 1), (ROW * 3, 3), (b'{\n "a": {\n "b": 1\n }\n}', 1)],
 )
-def test_documents_of_rows_pass(text):
-    check_document(text, "rows.json")
+def test_documents_of_rows_pass(text, rows, tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_bytes(text)
+    assert len(list(rows_of(file))) == rows

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
-from datasets import Dataset
+from datasets import Dataset, Value
 from torch.utils.data import DataLoader
 
 from finetune import load_recipe
@@ -305,14 +305,70 @@ def test_text_of_another_encoding_is_readable_after_the_command_of_the_error(
     assert "café?" in asked(load(f"utf8-{name}").train)
 
 
-def test_a_folder_of_files_with_other_columns_can_be_given_as_a_list(load) -> None:
+def test_columns_that_only_one_file_of_a_folder_has_are_taken(load) -> None:
     Path("rows").mkdir()
     Path("rows/a.jsonl").write_text(rows_of("a", 1))
     Path("rows/b.jsonl").write_text('{"prompt": "b0?", "completion": "b0.", "score": [1]}\n')
-    with pytest.raises(DataError, match="the files of rows have different columns") as caught:
+    assert asked(load("rows").train) == ["a0?", "b0?"]
+
+
+def test_a_folder_of_several_formats_can_be_given_as_a_list(load) -> None:
+    Path("rows").mkdir()
+    Path("rows/a.jsonl").write_text(rows_of("a", 1))
+    Path("rows/b.jsonl").write_text('{"text": "b"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl and b.jsonl have different columns") as caught:
         load("rows")
-    assert caught.value.fix.startswith("data.path=[rows/a.jsonl, rows/b.jsonl], a list")
-    assert asked(load(["rows/a.jsonl", "rows/b.jsonl"]).train) == ["a0?", "b0?"]
+    assert caught.value.fix.startswith("data.path=[rows/a.jsonl,rows/b.jsonl], a list")
+    assert len(load(["rows/a.jsonl", "rows/b.jsonl"]).train) == 2
+
+
+DATES = [f"2024-05-{day:02}" for day in range(1, 13)]
+
+
+DATED = ("a.jsonl", "a.json", "a.parquet", "typed.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "streaming"), [("a.csv", False), *itertools.product(DATED, [False, True])]
+)
+def test_dates_and_numbers_that_are_text_stay_text(load, name, streaming) -> None:
+    rows = [{"prompt": str(n), "completion": date} for n, date in enumerate(DATES)]
+    if name.endswith(".jsonl"):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif name.endswith(".json"):
+        Path(name).write_text(json.dumps(rows))
+    else:
+        made = Dataset.from_list(rows)
+        if name == "typed.parquet":
+            made = made.cast_column("completion", Value("date32"))
+        made.to_csv(name) if name == "a.csv" else made.to_parquet(name)
+    found = load(name, streaming=streaming)
+    found = found.sample if streaming else found.train
+    texts = [(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in found]
+    assert texts == list(zip(map(str, range(len(DATES))), DATES, strict=True))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("late", [7, "seven", None, {"a": [1, "b"]}])
+def test_a_column_that_is_not_used_cannot_fail(load, streaming, late) -> None:
+    rows = [json.loads(line) | {"note": None} for line in rows_of("a", 12_000).splitlines()]
+    rows[11_000]["note"] = late
+    rows[11_001]["other"] = late
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"streaming": True, "shuffle_buffer": 1} if streaming else {}
+    found = load("a.jsonl", **more).train
+    assert asked(found, 12_000) == [f"a{n}?" for n in range(12_000)]
+
+
+def test_a_column_of_a_stream_that_begins_late_and_counts_is_an_error(load) -> None:
+    rows = [json.loads(line) for line in rows_of("a", 12_000).splitlines()]
+    rows[11_000]["system"] = "Be brief."
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load("a.jsonl").train[11_000]["prompt"][0]["content"] == "Be brief."
+    found = load("a.jsonl", streaming=True, shuffle_buffer=1).train
+    with pytest.raises(DataError, match="a column 'system' that its first") as caught:
+        asked(found, 12_000)
+    assert caught.value.where == "a.jsonl:11001"
 
 
 def test_a_list_of_objects_in_a_file_of_lines_wants_another_name(load) -> None:
