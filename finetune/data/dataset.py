@@ -16,7 +16,7 @@ from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
 from finetune.data.mixture import Part, concatenated, in_one_format, joined
-from finetune.data.rows import Form, formatted, formatted_stream, unused_columns
+from finetune.data.rows import Form, SkippedLate, formatted, formatted_stream, unused_columns
 from finetune.data.sources import Source, files_of, reading, sources_of
 from finetune.data.undivided import undivided
 from finetune.errors import DataError, some
@@ -52,6 +52,7 @@ class Rows:
         fingerprint: of a stream's sources, which is too long to be compared row by row.
         shared: evaluation rows that are also among the first 100,000 training rows, or
             among the first ones of a stream.
+        late: rows of streams that are skipped behind their first ones, while they are read.
     """
 
     train: Dataset | IterableDataset
@@ -64,6 +65,7 @@ class Rows:
     sampled: int | None = None
     fingerprint: str = ""
     shared: int = 0
+    late: tuple[SkippedLate, ...] = ()
 
     def first(self, count: int) -> Dataset:
         """The first training rows."""
@@ -138,6 +140,7 @@ def load_data(
         sampled=sum(cut) if cut else None,
         fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest() if streams else "",
         shared=0 if held_out is None else shared_rows(first or train, held_out),
+        late=tuple(part.late for part in parts if part.late is not None),
     )  # fmt: skip
 
 
@@ -186,13 +189,14 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
         count = sum(1 for _ in itertools.islice(stream, HEAD)) if splits else 0
     first = _share_held_out(count, data) if count > 1 else 0
     kind, held, refused = formatted(_held(stream, first + SAMPLE, source), form, source.label)
-    rest = formatted_stream(stream.skip(first), held, form, source.label, first)
+    late = SkippedLate(SAMPLE)
+    rest = formatted_stream(stream.skip(first), held, form, source.label, first, late)
     good = first - sum(index < first for index in refused)
     held_out = held.select(range(good)) if good else None
     sample = held.select(range(good, len(held)))
     given = stream.column_names or []
     unused = unused_columns(given, held.column_names, kind, data.columns)
-    return Part(source, weight, kind, sample, held_out, rest, refused, None, unused)
+    return Part(source, weight, kind, sample, held_out, rest, refused, None, unused, late)
 
 
 def _held(rows: Any, count: int, source: Source | None = None) -> Dataset:

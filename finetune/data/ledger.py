@@ -67,6 +67,7 @@ class Ledger:
         split: rows more than there are conversations, of which some have become several.
         sampled: rows that were looked at, where these are not all.
         pad_is_stop: True if the padding token is the end-of-text token.
+        late: rows of a stream that were skipped behind these, while it was read.
         in_eval: evaluation rows that are also training rows (`Rows.shared`).
     """
 
@@ -89,6 +90,7 @@ class Ledger:
     sampled: int | None = None
     pad_is_stop: bool = False
     in_eval: int = 0
+    late: int = 0
 
     @property
     def read(self) -> int:

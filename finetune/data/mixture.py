@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.section import DataConfig
 from finetune.data.masks import TRAINED_TURNS, WHOLE
+from finetune.data.rows import SkippedLate
 from finetune.data.sources import Source
 from finetune.data.undivided import undivided
 from finetune.errors import DataError
@@ -34,6 +35,7 @@ class Part:
         weight: share of the rows drawn from it; None: all, once.
         kind: recognized format.
         unused: columns that nothing is trained on.
+        late: rows of the stream that are skipped while it is read.
     """
 
     source: Source
@@ -45,6 +47,7 @@ class Part:
     refused: dict[int, str] = field(default_factory=dict)
     cut: int | None = None
     unused: Sequence[str] = ()
+    late: SkippedLate | None = None
 
 
 # --------------------------------------------------------------------------------------- one format

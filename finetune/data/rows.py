@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date, time
@@ -114,13 +115,42 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
         raise checks.not_utf8(source, files_of(source, "data.path").files) from error
 
 
+class SkippedLate:
+    """Rows that are skipped while a stream is read, each counted once.
+
+    Workers read whole streams in processes of their own, and streams begin anew at their end.
+
+    Args:
+        behind: rows at the begin of the stream that were counted before.
+    """
+
+    def __init__(self, behind: int) -> None:
+        self._seen = multiprocessing.Array("q", [behind - 1, 0])
+
+    def __int__(self) -> int:
+        return self._seen[1]
+
+    def __deepcopy__(self, _: Any) -> SkippedLate:
+        return self  # `datasets` copies streams: all of them count here
+
+    def takes(self, convert: Converter, row: dict[str, Any], index: int) -> bool:
+        """False of a row that cannot be trained on."""
+        if not _problem(convert, row):
+            return True
+        with self._seen:
+            if index > self._seen[0]:
+                self._seen[:] = [index, self._seen[1] + 1]
+        return False
+
+
 def formatted_stream(
-    rows: IterableDataset, like: Dataset, form: Form, source: str, first: int
+    rows: IterableDataset, like: Dataset, form: Form, source: str, first: int, late: SkippedLate
 ) -> IterableDataset:
     """A stream in the format that its first rows, `like`, have been brought into.
 
     Args:
         first: position of the stream's first row in its source.
+        late: counts rows that are skipped.
     """
     from datasets import Features, List, Value
 
@@ -131,7 +161,7 @@ def formatted_stream(
         features[TRAINED_TURNS] = List(Value("bool"))
     if form.data.on_bad_row == "skip":
         taken = _taken(convert, form.tokenizer)
-        rows = rows.filter(lambda row: not _problem(taken, row))
+        rows = rows.filter(partial(late.takes, taken), with_indices=True)
     return rows.map(
         partial(_numbered, convert, source, first),
         with_indices=True,

@@ -362,6 +362,9 @@ class _Run:
         self.receipt = self.session.receipt()
         self.receipt.notes, self.receipt.memory = self.notes, self.meter.reading()
         self.receipt.conditions = self.session.conditions(self.trainer)
+        if late := sum(map(int, self.rows.late)):
+            self.ledgers["train"] = replace(self.ledgers["train"], late=late)
+            self._warn(f"{late:,} rows of the stream cannot be trained on and were skipped")
         self.receipt.data = {name: found.as_json() for name, found in self.ledgers.items()}
         if ended and self.resume is None:  # the last steps of a run may change nothing
             self.still = standstill(self.receipt)

@@ -261,6 +261,16 @@ def test_a_bad_row_of_a_stream_is_named_or_skipped(load) -> None:
     assert asked(rows.train, 1502)[1500:] == ["b0?", "b1?"]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_row_of_a_stream_that_is_skipped_late_is_counted_once(load, workers) -> None:
+    bad = '{"prompt": "", "completion": "x"}\n'
+    Path("a.jsonl").write_text(bad + rows_of("a", 1200) + bad * 2 + rows_of("b", 100) + bad)
+    rows = load("a.jsonl", streaming=True, shuffle_buffer=8, on_bad_row="skip")
+    loader = DataLoader(rows.train, num_workers=workers, batch_size=100, collate_fn=len)
+    assert sum(itertools.islice(loader, 30)) == 3000  # more than two rounds
+    assert (rows.refused, *map(int, rows.late)) == (1, 3)
+
+
 def test_the_hash_of_rows_does_not_depend_on_the_processes_that_made_them() -> None:
     rows = Dataset.from_dict({"text": [str(i) for i in range(2500)]})
     shards = [rows.shard(3, i, contiguous=True) for i in range(3)]
