@@ -15,7 +15,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from finetune.data.checks import LONGEST, MARKS
 from finetune.errors import DataError
@@ -119,7 +119,8 @@ def rows_of(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     import fsspec
 
-    with fsspec.open(str(file), "rb", compression="infer") as opened:
+    with fsspec.open(str(file), "rb", compression="infer") as given:
+        opened = cast("IO[bytes]", given)
         kinds = [suffix.lower() for suffix in file.suffixes]
         found = _whole(opened.read(), file) if ".json" in kinds else None
         if found is not None:
