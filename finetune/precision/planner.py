@@ -49,7 +49,7 @@ from finetune.precision.layers import (
     why_not_aligned,
     why_own_forward,
 )
-from finetune.precision.overrides import Choices, Part, mlp_widths, part_of
+from finetune.precision.overrides import Choices, Part, part_of
 from finetune.precision.peft_methods import READS_WEIGHT, method_of
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.weights import Fp8Bits, Granularity
@@ -123,16 +123,11 @@ class CastPlan:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The plan of a model: its layers in module order, and the precision it was made for.
-
-    Attributes:
-        saved_widths: of activations that compiled layers save in FP8 (`precision.saved_mlp`).
-    """
+    """The plan of a model: its layers in module order, and the precision it was made for."""
 
     layers: tuple[LayerPlan, ...]
     precision: PrecisionConfig
     casts: tuple[CastPlan, ...] = ()
-    saved_widths: frozenset[int] = frozenset()
 
     @property
     def fp8_layers(self) -> tuple[LayerPlan, ...]:
@@ -248,9 +243,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     casts = [
         CastPlan(n, choice.compute, choice.reason) for n in lookups if (choice := choices.of(n))
     ]
-    inside = ((x.name, x.shape) for x in layers if x.kind == "linear" and x.role == "base")
-    widths = mlp_widths(inside) if precision.saved_mlp == "fp8" else frozenset[int]()
-    result = PrecisionPlan(tuple(layers), precision, tuple(casts), widths)
+    result = PrecisionPlan(tuple(layers), precision, tuple(casts))
     if precision.compute == "fp8" and not result.fp8_layers:
         reasons = Counter(layer.reason for layer in layers)
         raise PlanError(

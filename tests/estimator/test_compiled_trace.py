@@ -199,18 +199,10 @@ PINNED: dict[str, dict[str, Any]] = {
         "saved": 708, "kernels": (9, 21), "fp8_gemms": (7, 7), "gemms": (11, 22),
         "code_stores": (4, 5), "moved": (1.77, 3.09),
     },
-    "FP8 LoRA, MLP saved in FP8": {
-        "saved": 473, "kernels": (9, 21), "fp8_gemms": (7, 7), "gemms": (11, 22),
-        "code_stores": (6, 5), "transposes": (0, 7), "moved": (2.00, 3.30),
-    },
     "BF16 full": {"saved": 1075, "kernels": (6, 6), "gemms": (7, 14), "moved": (1.48, 2.64)},
     "FP8 full": {
         "saved": 706, "kernels": (36, 29), "fp8_gemms": (7, 14), "code_stores": (9, 9),
         "moved": (3.23, 4.84),
-    },
-    "FP8 full, MLP saved in FP8": {
-        "saved": 471, "kernels": (36, 31), "fp8_gemms": (7, 14), "code_stores": (11, 9),
-        "moved": (3.46, 4.95),
     },
     "BF16 full, checkpointed": {
         "saved": 0, "kernels": (6, 10), "gemms": (7, 20), "moved": (1.48, 3.38),
@@ -261,10 +253,8 @@ PREDICTED = {
     "BF16 LoRA": (1.00, 1.00),
     "FP8 LoRA": (1.00, 1.04),
     "FP8 LoRA, transposed copies": (1.00, 1.04),
-    "FP8 LoRA, MLP saved in FP8": (1.00, 1.04),
     "BF16 full": (1.00, 1.02),
     "FP8 full": (1.03, 1.06),
-    "FP8 full, MLP saved in FP8": (1.03, 1.01),
     "BF16 full, checkpointed": (1.00, 1.01),
     "FP8 full, checkpointed": (1.03, 1.09),
     "FP8 full, checkpointed, weights cast before": (1.04, 1.06),

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
-from finetune.estimator.trace.compiled_graph import Entry, in_order, join_siblings, keep_in_fp8
+from finetune.estimator.trace.compiled_graph import Entry, in_order, join_siblings
 from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
 
 if TYPE_CHECKING:
@@ -52,26 +52,19 @@ SMALLER = 4
 
 def as_compiled(rehearsal: Rehearsal) -> Rehearsal:
     """The rehearsal with its decoder layers compiled."""
-    trace, moved = compiled_trace(rehearsal.trace, rehearsal.plan.saved_widths)
+    trace, moved = compiled_trace(rehearsal.trace)
     visits = [visit._replace(start=moved(visit.start)) for visit in rehearsal.visits]
     return replace(rehearsal, trace=trace, visits=visits)
 
 
-def compiled_trace(
-    trace: Trace, widths: frozenset[int] = frozenset()
-) -> tuple[Trace, Callable[[int], int]]:
-    """Trace with compiled layers, and the new number of an event of the old one.
-
-    Args:
-        widths: of results that are saved in FP8 (`finetune.precision.saved_mlp`).
-    """
+def compiled_trace(trace: Trace) -> tuple[Trace, Callable[[int], int]]:
+    """Trace with compiled layers, and the new number of an event of the old one."""
     step = trace.events[trace.marks["step"]].at
     trace = _whole_recomputation(trace, step)
     graph = _Graph(trace, step)
     saved = {name: _saved(graph, name) for name in graph.layers}
     compiled, moved = _Rewriter(trace, graph, saved).rewrite()
-    kept, again = keep_in_fp8(join_siblings(compiled), widths)
-    return kept, lambda number: again(moved(number))
+    return join_siblings(compiled), moved
 
 
 def _whole_recomputation(trace: Trace, step: int) -> Trace:
