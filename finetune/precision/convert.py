@@ -233,17 +233,10 @@ class Conversion:
 
     def compile_layers(self) -> int:
         """`torch.compile` each decoder layer that can be, in place; returns their number."""
-        from torch._inductor import config
-
-        options: dict[str, Any] | None = None
-        if self.fused and config.post_grad_custom_pre_pass is None:  # else a user's own
-            from finetune.precision.siblings import PASS
-
-            options = {"post_grad_custom_pre_pass": PASS}
         compiling.prepare()
         self._before = compiling.left_out()
         for module in self.compilable:
-            module.compile(options=options)
+            module.compile()
             self.adapters.compiled(module)
             for engine in self.engines:
                 engine.compiled(module)
