@@ -169,11 +169,6 @@ class PrecisionConfig(Section):
         "float32 every few of them (`use_fast_accum` of `torch._scaled_mm`): 1.1 to 1.2 times as "
         "fast; the emulation always adds in float32",
     )
-    transposed_copy: bool = Field(
-        default=False,
-        description="frozen=fp8: keep the codes of each weight transposed, too, at one byte a "
-        "number: input gradients multiply these, where each backward otherwise transposes anew",
-    )
     fused_adapters: bool = Field(
         default=True,
         description="low-rank adapters run in one autograd function with their frozen base layer; "
@@ -337,7 +332,7 @@ FP16_ONLY = (
     "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor",
     "loss_scale_backoff_factor",
 )  # fmt: skip
-FROZEN_ONLY = ("saved_input", "kernels", "transposed_copy")
+FROZEN_ONLY = ("saved_input", "kernels")
 FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", *FROZEN_ONLY, "fast_accum")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")

@@ -169,8 +169,6 @@ def _kernels(conversion: Conversion | None) -> str:
     casts = "inductor" if conversion.compiled else "triton" if how.own else "eager"
     if how.own_cast:
         casts = "triton"
-    if conversion.frozen.keeps_transposed:
-        return f"{casts}; transposes: kept"
     return f"{casts}; transposes: triton" if how.own and casts == "inductor" else casts
 
 

@@ -48,10 +48,6 @@ CHECKPOINTED = "train.gradient_checkpointing=true"
 LAYERS = {
     "BF16 LoRA": ("llama_8b_lora_bf16", (*ALL, "precision.compile=on")),
     "FP8 LoRA": ("llama_8b_lora_fp8", ALL),
-    "FP8 LoRA, transposed copies": (
-        "llama_8b_lora_fp8",
-        (*ALL, "precision.transposed_copy=true"),
-    ),
     "BF16 full": ("llama_8b_full_bf16", ("precision.compile=on",)),
     "FP8 full": ("llama_8b_full_fp8", ()),
     "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
