@@ -255,8 +255,6 @@ def test_every_backend(backend, make_llama, setup_backend, tmp_path) -> None:
         assert 0 < rows[0][f"health/{group}/update_ratio"] < 1
         assert rows[0][f"health/{group}/grad_snr"] > 0
     assert rows[0]["health/head/w_amax"] > 0
-    on_gpu = [key for key in rows[0] if "mfu" in key or "bandwidth" in key]
-    assert bool(on_gpu) == (backend == "te"), "it says that it runs on an H100"
     assert not any("skipped" in key for key in rows[0]), "no loss scaling"
 
 

@@ -1,6 +1,6 @@
 """Training health: observations of a running training, and the origin of a NaN.
 
 `monitor` is the callback that ties it together: `operands` observes GEMM inputs, `moments`
-gradients and updates, `speed` time. `finiteness` checks every step; when one fails, it runs again
+gradients and updates. `finiteness` checks every step; when one fails, it runs again
 under `nonfinite`, which finds the first broken tensor.
 """
