@@ -367,9 +367,7 @@ def test_two_processes(tmp_path) -> None:
         assert row["health/mlp/x_snr_db"] > 30
         assert (first["step"], second["step"]) == (3, 3), "the fourth step was not made"
         assert first["where"] == second["where"]
-        assert first["where"] == (
-            "model.layers.1.mlp.down_proj: its output, in process 1, micro-batch 1 of 2"
-        )
+        assert first["where"] == "the loss: its value, micro-batch 1 of 2, in process 1"
 
 
 # ----------------------------------------------------------------------------------- no trace left

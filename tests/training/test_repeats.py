@@ -76,7 +76,7 @@ def test_the_monitor_of_every_trainer_says_it(make_llama) -> None:
     model = make_llama()
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     trainer = SimpleNamespace(
-        accelerator=accelerator, model=model, training_step=None, _get_grad_norm=None,
+        accelerator=accelerator, model=model, training_step=None,
         _save_checkpoint=None, lr_scheduler=None,
     )  # fmt: skip
     args = SimpleNamespace(gradient_accumulation_steps=1, max_steps=4)

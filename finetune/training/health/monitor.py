@@ -96,7 +96,6 @@ class HealthMonitor(TrainerCallback):
         self._unwrapped = model
         for name, wrapper in (
             ("training_step", self._training_step),
-            ("_get_grad_norm", self._grad_norm),
             ("_save_checkpoint", self._save),
         ):
             wrapped = partial(wrapper, getattr(self.trainer, name))
@@ -137,13 +136,9 @@ class HealthMonitor(TrainerCallback):
         looks, self._first = self._due and self._first, False
         call = partial(plain, model, inputs, *args, **kwargs)
         with self._watch.watching() if looks else contextlib.nullcontext():
-            return self._finiteness.run(call)
-
-    def _grad_norm(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the norm that the trainer has of all gradients: they need no second reading."""
-        norm = plain(*args, **kwargs)
-        self._finiteness.norm = norm if isinstance(norm, Tensor) else None
-        return norm
+            loss = call()
+        self._finiteness.note(loss)
+        return loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = self.trainer.accelerator.scaler
