@@ -37,7 +37,7 @@ from finetune.precision.layers import decoder_layers, iter_weights
 from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
-from finetune.precision.peft_methods import finish_adapters, guard_adapters
+from finetune.precision.peft_methods import guard_adapters
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap, unswap
@@ -96,8 +96,6 @@ class Conversion:
     def apply(self) -> None:
         """Change the classes of the planned layers and of the root, then check against the plan."""
         modules = dict(self.model.named_modules())
-        if self.frozen is not None:
-            finish_adapters(self.model)
         kept = self._parameters()
         held: dict[int, tuple[nn.Parameter, Any]] = {}  # by what was stored, which stays alive here
         for layer in self.plan.fp8_layers:
