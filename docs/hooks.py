@@ -2,7 +2,8 @@
 
 * `<!-- generated: NAME -->` becomes a table made from the code, `<!-- output: COMMAND -->` what a
   command prints (`site_reference.py`).
-* The findings, the notes and the changelog stand outside of `pages/`; they become pages too.
+* The findings, the notes, what is parked and the changelog stand outside of `pages/`; they become
+  pages too.
 * Links are written as files of the repository, so that they work where it is read. Here a link to
   a page leads to the page, one to any other file becomes its name, and a picture comes along.
 * An SVG picture is set into the page, so that its lines follow the page's colors.
@@ -19,7 +20,11 @@ import site_reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "pages"
-ELSEWHERE = {"FP8_FINDINGS.md": "findings.md", "docs/changelog.md": "changelog.md"}
+ELSEWHERE = {
+    "FP8_FINDINGS.md": "findings.md",
+    "docs/changelog.md": "changelog.md",
+    "docs/parked.md": "parked.md",
+}
 """File of the repository -> page, besides `docs/notes/*.md`."""
 
 LINK = re.compile(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

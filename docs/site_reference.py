@@ -121,7 +121,6 @@ REFUSED = {
         ("tiny_lora_fp8", "precision.frozen=fp8 precision.scaling=delayed"),
         ("tiny_lora_fp8", "precision.frozen=fp8 precision.format=hybrid"),
         ("tiny_lora_fp8", "precision.frozen=bf16 precision.saved_input=high"),
-        ("tiny_lora_fp8", "precision.saved_mlp=fp8 train.gradient_checkpointing=true"),
         ("tiny_lora_fp8", "model.storage=nf4"),
         ("tiny_full_bf16", "model.storage=nf4"),
         ("tiny_qlora_bf16", "lora.bias=all"),

@@ -116,8 +116,6 @@ READ = [
     ("tiny_full_fp8", "precision.high_gemms=[fprop,dgrad,wgrad]"),
     ("tiny_full_fp8", "precision.scaling=rowwise_with_gw_hp precision.high_gemms=[fprop,dgrad]"),
     ("tiny_full_fp8", "precision.saved_input=high"),
-    ("tiny_lora_fp8", "precision.saved_mlp=fp8 precision.compile=off"),
-    ("tiny_lora_fp8", "precision.saved_mlp=fp8 train.gradient_checkpointing=true"),
     ("tiny_lora_fp8", "precision.frozen=fp8 precision.scaling=delayed"),
     ("tiny_lora_fp8", "precision.frozen=fp8 precision.saved_input=high precision.scaling=mxfp8"),
     ("tiny_lora_fp8", "precision.frozen=fp8 precision.format=hybrid"),

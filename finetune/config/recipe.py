@@ -271,14 +271,6 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     except ValidationError as error:
         raise _first_problem(error, where) from None
     train = convert_train(config.train, where) if check_train else config.train
-    checkpointed = str(train.get("gradient_checkpointing")).lower() != "false"
-    if config.precision.saved_mlp == "fp8" and checkpointed:
-        raise ConfigError(
-            "precision.saved_mlp=fp8 and gradient checkpointing contradict each other",
-            where=where(("train", "gradient_checkpointing")),
-            why="a checkpointed layer saves nothing of its MLP, and computes it again",
-            fix="train.gradient_checkpointing=auto, or ~precision.saved_mlp",
-        )
     # `runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe.
     ran = any((source.parent / file).is_file() for file in ("receipt.json", "run.json"))
     # It names a folder of runs, which `..` (of `...yaml`) would be outside of.

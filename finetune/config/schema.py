@@ -169,18 +169,6 @@ class PrecisionConfig(Section):
         "float32 every few of them (`use_fast_accum` of `torch._scaled_mm`): 1.1 to 1.2 times as "
         "fast; the emulation always adds in float32",
     )
-    transposed_copy: bool = Field(
-        default=False,
-        description="frozen=fp8: keep the codes of each weight transposed, too, at one byte a "
-        "number: input gradients multiply these, where each backward otherwise transposes anew",
-    )
-    saved_mlp: Literal["high", "fp8"] = Field(
-        default="high",
-        description="what compiled layers keep of their MLP for backward: gate and up themselves, "
-        "or as E4M3 codes with a scale per row, a third less memory of activations; gradients "
-        "have their rounding, forward has not. There is nothing to keep under checkpointing, so "
-        "`train.gradient_checkpointing` is off",
-    )
     fused_adapters: bool = Field(
         default=True,
         description="low-rank adapters run in one autograd function with their frozen base layer; "
@@ -310,9 +298,6 @@ class PrecisionConfig(Section):
         if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
             what = "fprop, dgrad and wgrad are all kept in high precision, so nothing would run "
             raise RefusedError(what + "in FP8", "high_gemms=[wgrad]", "compute=bf16 ~high_gemms")
-        if self.saved_mlp == "fp8" and self.compile_requested == "off":
-            what = "saved_mlp=fp8 is for compiled layers, and these are not compiled"
-            raise RefusedError(what, "~compile ~kernels", "~saved_mlp")
         self._check_frozen()
         return self
 
@@ -347,8 +332,8 @@ FP16_ONLY = (
     "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor",
     "loss_scale_backoff_factor",
 )  # fmt: skip
-FROZEN_ONLY = ("saved_input", "kernels", "transposed_copy")
-FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", *FROZEN_ONLY, "fast_accum", "saved_mlp")
+FROZEN_ONLY = ("saved_input", "kernels")
+FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", *FROZEN_ONLY, "fast_accum")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
@@ -379,17 +364,6 @@ class RunConfig(Section):
             and precision.get("scaling", "tensorwise") in FROZEN_SCALINGS
         )
         return values | {"precision": precision | {"frozen": "fp8"}} if stored else values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_what_is_kept_in_fp8(cls, values: Any) -> Any:
-        """Leave gradient checkpointing out where it is open: it would keep nothing in FP8."""
-        precision = values.get("precision") if isinstance(values, dict) else None
-        if not isinstance(precision, dict) or precision.get("saved_mlp") != "fp8":
-            return values
-        train = values.get("train") or {}
-        is_open = train.get("gradient_checkpointing", "auto") == "auto"
-        return values | {"train": train | {"gradient_checkpointing": False}} if is_open else values
 
     @property
     def method(self) -> Literal["full", "lora"]:

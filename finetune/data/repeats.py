@@ -145,7 +145,8 @@ def refuse_uneven(loader: Any, micro_steps: float) -> None:
     fewest, most = found
     raise ConfigError(
         f"an epoch has fewer batches for one process than for another: {fewest:,} and {most:,}",
-        where="even_batches=False (accelerator_config, or DataLoaderConfiguration)",
+        where="even_batches=False (accelerator_config, DataLoaderConfiguration, or "
+        "join_uneven_inputs)",
         why="the process that has more waits for the other's gradients for good, or takes for them "
         "what the other one sends in its next epoch",
         fix="leave even_batches out: some rows are trained on once more; or drop_last=True of the "

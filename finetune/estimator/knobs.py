@@ -40,7 +40,6 @@ SHORTEST = 256
 LORA = ("lora.r=16", "lora.alpha=32")
 IN_FP8 = ("precision.compute=fp8", "precision.scaling=rowwise")
 IN_FOUR_BITS = ("precision.compute=bf16", "model.storage=nf4")
-SAVED_IN_FP8 = "precision.saved_mlp=fp8"
 UNMASKED = "model.attention=auto"
 # Adapters need about ten times the learning rate of full fine-tuning; as in the LoRA recipes.
 LORA_RATE = 2e-4
@@ -114,7 +113,6 @@ def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, .
     return (
         *_free_of_charge(config, device),
         *_smaller_base(config, device),
-        *_saved_in_fp8(config, device),
         *_smaller_batches(config),
         *_recomputed(config),
         *_narrower(config),
@@ -163,15 +161,6 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
         yield Change("base", IN_FOUR_BITS, f"{why}; needs the extra bnb", "otherwise")
 
 
-def _saved_in_fp8(config: RunConfig, device: Device) -> Iterator[Change]:
-    precision = config.precision
-    compiled = device.kind == "cuda" and precision.compile != "off" and precision.backend != "te"
-    kept = compiled and not setting(config, "gradient_checkpointing")
-    if kept and precision.compute == "fp8" and precision.saved_mlp == "high":
-        why = "gate and up wait for backward as FP8 codes: their rounding is in the gradients"
-        yield Change("saved", (SAVED_IN_FP8,), why, "otherwise")
-
-
 def _smaller_batches(config: RunConfig) -> Iterator[Change]:
     """Halve the rows and double the micro-batches, down to one row: 8 x 1, 4 x 2, 2 x 4, 1 x 8."""
     rows, times = rows_of(config)
@@ -185,10 +174,7 @@ def _smaller_batches(config: RunConfig) -> Iterator[Change]:
 def _recomputed(config: RunConfig) -> Iterator[Change]:
     if not setting(config, "gradient_checkpointing"):
         why = "activations of a layer are computed again in backward instead of being kept"
-        overrides = ("train.gradient_checkpointing=true",)
-        if config.precision.saved_mlp == "fp8":
-            overrides += ("precision.saved_mlp=high",)
-        yield Change("checkpointing", overrides, why)
+        yield Change("checkpointing", ("train.gradient_checkpointing=true",), why)
 
 
 def _narrower(config: RunConfig) -> Iterator[Change]:
@@ -255,11 +241,6 @@ def speedups(
     if setting(config, "gradient_checkpointing"):
         why = "nothing is computed twice: there is room to keep the activations"
         yield Change("checkpointing", ("train.gradient_checkpointing=false",), why)
-        if compiled and config.precision.compute == "fp8":
-            why += ", of an MLP as FP8 codes, whose rounding is in the gradients"
-            yield Change(
-                "saved", ("train.gradient_checkpointing=false", SAVED_IN_FP8), why, "otherwise"
-            )
     if masked and rows > 1:
         why = "packed rows of a micro-batch lie in one, under a mask as long as all of them"
         yield Change("rows", with_rows(1, times * rows), why)

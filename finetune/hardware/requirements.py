@@ -203,7 +203,6 @@ def resolve(
         if verdict and hardware:
             _check_kernels(precision, device, name)
             chosen = precision.model_copy(update={"backend": name})
-            _check_saved_mlp(chosen, device)
             reason = verdict.reason
             if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
                 reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
@@ -257,18 +256,6 @@ def compiles(precision: PrecisionConfig, device: Device) -> bool:
         return requested == "on"
     eager_casts = precision.backend == "torchao" or precision.frozen == "fp8"
     return precision.compute == "fp8" and eager_casts
-
-
-def _check_saved_mlp(precision: PrecisionConfig, device: Device) -> None:
-    """Raise where `precision.saved_mlp=fp8` cannot be honored."""
-    if precision.saved_mlp == "fp8" and not compiles(precision, device):
-        raise PrecisionError(
-            "precision.saved_mlp=fp8 is for compiled layers, and these are not compiled",
-            where=f"precision.compile={precision.compile} on {device.name}",
-            why="torch.compile puts the casts into a layer's graph; of uncompiled layers more "
-            "would have to be kept than is read",
-            fix="precision.compile=on, or ~precision.saved_mlp",
-        )
 
 
 def check_launcher(precision: PrecisionConfig, device: Device) -> None:

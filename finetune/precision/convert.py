@@ -37,9 +37,8 @@ from finetune.precision.layers import decoder_layers, iter_weights
 from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
-from finetune.precision.peft_methods import finish_adapters, guard_adapters
+from finetune.precision.peft_methods import guard_adapters
 from finetune.precision.planner import PrecisionPlan
-from finetune.precision.saved_mlp import SavedMlp
 from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap, unswap
 from finetune.precision.weights import Arithmetic, tile_of
@@ -59,7 +58,6 @@ class Conversion:
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
         head: frozen output head in FP8, if any.
-        saved_mlp: what keeps the activations of compiled MLPs in FP8, if asked for.
         proof: observer of the model's steps, if it trains.
         follows: of a reference: True if its call is computed as in training, whatever its mode.
     """
@@ -80,7 +78,6 @@ class Conversion:
         self._before, self._has_warned = (0, 0, 0), False
         self._hooked: set[int] = set()
         self.head: nn.Module | None = None
-        self.saved_mlp = SavedMlp(plan.saved_widths) if plan.saved_widths else None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []
@@ -99,8 +96,6 @@ class Conversion:
     def apply(self) -> None:
         """Change the classes of the planned layers and of the root, then check against the plan."""
         modules = dict(self.model.named_modules())
-        if self.frozen is not None:
-            finish_adapters(self.model)
         kept = self._parameters()
         held: dict[int, tuple[nn.Parameter, Any]] = {}  # by what was stored, which stays alive here
         for layer in self.plan.fp8_layers:
@@ -236,17 +231,10 @@ class Conversion:
 
     def compile_layers(self) -> int:
         """`torch.compile` each decoder layer that can be, in place; returns their number."""
-        from torch._inductor import config
-
-        options: dict[str, Any] | None = None
-        if self.fused and config.post_grad_custom_pre_pass is None:  # else a user's own
-            from finetune.precision.siblings import PASS
-
-            options = {"post_grad_custom_pre_pass": PASS}
         compiling.prepare()
         self._before = compiling.left_out()
         for module in self.compilable:
-            module.compile(options=options)
+            module.compile()
             self.adapters.compiled(module)
             for engine in self.engines:
                 engine.compiled(module)
@@ -295,9 +283,6 @@ class Conversion:
                     stack.enter_context(self.backend.region())
             if self.head is not None:
                 stack.enter_context(in_fused_loss(self.head))
-            keeps = steps and torch.is_grad_enabled() and bool(self.compiled)
-            if self.saved_mlp is not None and keeps:
-                stack.enter_context(self.saved_mlp.in_call(self.compiled))
             for enter in list(self.around):
                 stack.enter_context(enter())
             yield

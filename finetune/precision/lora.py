@@ -89,7 +89,6 @@ class AdaptedLinear(torch.autograd.Function):
         s: float,
         how: Arithmetic | None,
         owners: tuple[Owner, Owner],
-        transposed: Tensor | None,
         low_a: Tensor | None,
         low_b: Tensor | None,
     ) -> Tensor:
@@ -101,7 +100,6 @@ class AdaptedLinear(torch.autograd.Function):
             w, w_inverse: weight [N, K]: codes and scales, or a plain matrix and None.
             a, b: masters of the adapter, [r, K] and [N, r].
             how: arithmetic of the base, None for a plain matmul.
-            transposed: `w` with N innermost, where dgrad has a copy of its own.
             low_a, low_b: both in the type of `x`, if they have been cast.
         """
         # No `*low`: without gradients Dynamo (torch 2.13) drops `ctx` from as many arguments as the
@@ -122,7 +120,7 @@ class AdaptedLinear(torch.autograd.Function):
             y = add(t, low_b.t())  # [M, r] @ [r, N]
         saved = (x, None) if kept is None else (kept, x_inverse)
         saved = saved if ctx.needs_input_grad[6] else (None, None)
-        ctx.save_for_backward(*saved, t, w if transposed is None else transposed, w_inverse, a, b)
+        ctx.save_for_backward(*saved, t, w, w_inverse, a, b)
         ctx.s, ctx.how, ctx.owners = s, how, owners
         return y
 
@@ -255,14 +253,14 @@ class AdaptedMixin(Swapped):
     def forward(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
         if adapter is None:
             return super().forward(input)
-        values = x_inverse = kept = inverse = how = transposed = None
+        values = x_inverse = kept = inverse = how = None
         w, (a, b, s, owners, low) = weight_matrix(self), adapter
         both = low or (None, None)
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin) and input.numel():  # no tokens have no scale
             self.fp8_tally.count(input)
-            how, transposed = self.fp8_how, self.fp8_backend.transposed(self)
+            how = self.fp8_how
             if "fprop" not in how.high:
                 dtype = compute_dtype(input)
                 values, x_inverse, kept = self.fp8_backend.cast_and_keep(input, how, dtype)
@@ -272,7 +270,7 @@ class AdaptedMixin(Swapped):
 
         def multiply(x: Tensor) -> Tensor:
             return AdaptedLinear.apply(
-                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, transposed, *both
+                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, *both
             )
 
         return by_rows(input, self.bias, multiply)

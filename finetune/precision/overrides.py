@@ -25,14 +25,13 @@ gradients come back in their own type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from finetune.config.schema import Compute, PrecisionConfig
-from finetune.errors import PlanError, PrecisionError
+from finetune.errors import PlanError
 from finetune.precision.layers import matched, matches
 from finetune.precision.stored import StoredMixin
 from finetune.precision.swap import Swapped, weight_matrix
@@ -67,33 +66,6 @@ def part_of(name: str) -> Part:
         if piece in ("fc1", "fc2"):  # OPT has its MLP's layers beside the attention
             return "mlp"
     return ""
-
-
-def mlp_widths(weights: Iterable[tuple[str, tuple[int, int]]]) -> frozenset[int]:
-    """Widths of results inside the MLPs: outputs of layers that widen, inputs of those that narrow.
-
-    Of gate, up [I, H] and down [H, I] it is I; of gate and up as one [2 I, H] both 2 I and I.
-
-    Args:
-        weights: names and shapes [N, K] of linear layers in decoder blocks.
-
-    Raises:
-        PrecisionError: there are none, or an attention has a layer as wide.
-    """
-    widths: dict[Part, set[int]] = {"attn": set(), "mlp": set(), "": set()}
-    for name, (n, k) in weights:
-        if n != k:
-            widths[part_of(name)].add(max(n, k))
-    found = frozenset(widths["mlp"] - widths["attn"])
-    if not found:
-        raise PrecisionError(
-            "precision.saved_mlp=fp8 finds no activations of an MLP",
-            where="the model's linear layers",
-            why="they are found by the width of layers such as gate_proj and down_proj, and no "
-            "linear layer of an MLP widens or narrows here, or the attention's are as wide",
-            fix="~precision.saved_mlp",
-        )
-    return found
 
 
 class Choices:

@@ -49,8 +49,8 @@ from finetune.precision.layers import (
     why_not_aligned,
     why_own_forward,
 )
-from finetune.precision.overrides import Choices, Part, mlp_widths, part_of
-from finetune.precision.peft_methods import READS_WEIGHT, method_of
+from finetune.precision.overrides import Choices, Part, part_of
+from finetune.precision.peft_methods import cannot_adapt_codes, other_method
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.weights import Fp8Bits, Granularity
 
@@ -123,16 +123,11 @@ class CastPlan:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The plan of a model: its layers in module order, and the precision it was made for.
-
-    Attributes:
-        saved_widths: of activations that compiled layers save in FP8 (`precision.saved_mlp`).
-    """
+    """The plan of a model: its layers in module order, and the precision it was made for."""
 
     layers: tuple[LayerPlan, ...]
     precision: PrecisionConfig
     casts: tuple[CastPlan, ...] = ()
-    saved_widths: frozenset[int] = frozenset()
 
     @property
     def fp8_layers(self) -> tuple[LayerPlan, ...]:
@@ -248,9 +243,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     casts = [
         CastPlan(n, choice.compute, choice.reason) for n in lookups if (choice := choices.of(n))
     ]
-    inside = ((x.name, x.shape) for x in layers if x.kind == "linear" and x.role == "base")
-    widths = mlp_widths(inside) if precision.saved_mlp == "fp8" else frozenset[int]()
-    result = PrecisionPlan(tuple(layers), precision, tuple(casts), widths)
+    result = PrecisionPlan(tuple(layers), precision, tuple(casts))
     if precision.compute == "fp8" and not result.fp8_layers:
         reasons = Counter(layer.reason for layer in layers)
         raise PlanError(
@@ -340,27 +333,18 @@ class _Storing:
         # PEFT's adapters of a parameter add to it in its own type.
         wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
         self._adapted = {id(wrapper.base_layer) for wrapper in wrappers}
-        # PEFT's methods that multiply by a weight of their own make, past the layer's forward.
-        self._read: dict[int, str] = {
+        self._other_methods: dict[int, str] = {
             id(getattr(m, "base_layer", None)): method
             for m in model.modules()
-            if (method := method_of(m, READS_WEIGHT))
+            if type(m).__name__ != "ParamWrapper" and (method := other_method(m))
         }
         self._typed = set(ids_giving_types(model))
         self._granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""
-        method = self._read.get(id(module))
-        if method is not None and (self.precision.frozen == "fp8" or stored_as(module)):
-            raise PlanError(
-                f"{method} cannot adapt weights that are stored in FP8",
-                where=row.name,
-                why=f"{method} multiplies by a weight that it makes of the layer's own, which is "
-                "codes without their scales there, and not by the layer",
-                fix="precision.frozen=bf16 over a base that is loaded plain; or LoRA, which adds "
-                "to what the layer gives",
-            )
+        if stored_as(module):
+            self._check_method(row, module)
         if row.compute != "fp8":
             kind = stored_as(module)
             reason = f"{row.reason}; weight stored in {kind}" if kind else row.reason
@@ -372,11 +356,17 @@ class _Storing:
         if id(module) in self._typed:
             why = "weight kept: its module casts activations to the weight's type"
             return replace(row, reason=f"{row.reason}; {why}")
+        self._check_method(row, module)
         reason = f"frozen, stored in FP8 (per-{self._granularity} scale)"
         if isinstance(module, StoredMixin) and self._granularity not in module.granularities:
             reason += ", cast again from what the checkpoint holds"
         requested = "" if row.reason == ALIGNED else f"{row.reason}; "
         return replace(row, stored=self._granularity, reason=requested + reason)
+
+    def _check_method(self, row: LayerPlan, module: Any) -> None:
+        """Raise `StorageNotComputeError` for a stored layer that is adapted by another method."""
+        if method := self._other_methods.get(id(module)):
+            raise cannot_adapt_codes(method, row.name)
 
     def serves(self, owner: nn.Module, *, frozen: bool) -> bool:
         """True if a parameter of this module would be stored in FP8."""

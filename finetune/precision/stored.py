@@ -264,19 +264,18 @@ def before_sharding(model: nn.Module) -> None:
 
 
 def refuse_sharded_copies(precision: PrecisionConfig) -> None:
-    """Refuse copies of whole weights where FSDP shards them.
+    """Refuse codes of whole weights that are kept between steps where FSDP shards them.
 
     Raises:
-        PrecisionError: the setting that copies.
+        PrecisionError: the setting that keeps them.
     """
-    for name in ("fp8_params", "transposed_copy"):
-        if getattr(precision, name):
-            raise PrecisionError(
-                f"{name} with FSDP is not supported",
-                where=f"precision.{name}=true",
-                why="FSDP gathers each weight anew for every use, so there is nothing to hold",
-                fix=f"~precision.{name}, or ~train.fsdp ~train.fsdp_config (DDP)",
-            )
+    if precision.fp8_params:
+        raise PrecisionError(
+            "fp8_params with FSDP is not supported",
+            where="precision.fp8_params=true",
+            why="FSDP gathers each weight again for every use, so there is nothing to hold",
+            fix="~precision.fp8_params, or ~train.fsdp ~train.fsdp_config (DDP)",
+        )
 
 
 def share_scales(model: nn.Module) -> None:

@@ -21,8 +21,7 @@ train. A GEMM that stays in high precision starts from the dequantized weight.
 On FP8 GPUs `torch._scaled_mm` multiplies; elsewhere the emulated GEMM does, from the same codes,
 and differs in the order of accumulation. It takes FP8 only with the contracted dimension innermost
 in both operands: Hopper and Ada have no other GEMM, and torch (2.13) refuses other layouts when it
-compiles for a later GPU, too. So dgrad transposes the codes into a scratch of one layer, unless a
-transposed copy is kept (`precision.transposed_copy`).
+compiles for a later GPU, too. So dgrad transposes the codes into a scratch of one layer.
 """
 
 from __future__ import annotations
@@ -262,14 +261,9 @@ class FrozenLinear(torch.autograd.Function):
         bits: Tensor,
         inverse: Tensor,
         how: Arithmetic,
-        transposed: Tensor | None = None,
     ) -> Tensor:
-        """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x.
-
-        Args:
-            transposed: the bits with N innermost, where they are kept; else dgrad transposes.
-        """
-        ctx.save_for_backward(bits if transposed is None else transposed, inverse)
+        """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x."""
+        ctx.save_for_backward(bits, inverse)
         ctx.how = how
         return fprop(x, (values, x_inverse), bits, inverse, how)
 
@@ -278,7 +272,7 @@ class FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K]."""
         bits, inverse = ctx.saved_tensors
-        return dgrad(g, bits, inverse, ctx.how), None, None, None, None, None, None
+        return dgrad(g, bits, inverse, ctx.how), None, None, None, None, None
 
 
 # ------------------------------------------------------------------- codes in the hands of others

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -38,8 +37,6 @@ TEMPLATE_ERRORS = (
     *(AssertionError, MemoryError),
 )
 """Errors of a chat template, which is a program, besides those of Jinja."""
-MOST_TEXT = 1_000_000
-"""Characters that a chat template may make of a question of one letter."""
 
 
 def locate(model: ModelConfig) -> str:
@@ -367,31 +364,6 @@ def _template(path: str) -> str:
     return found
 
 
-@contextlib.contextmanager
-def _bounded_templates() -> Iterator[None]:
-    """Let chat templates that are compiled meanwhile multiply no text beyond `MOST_TEXT`.
-
-    Jinja multiplies constants when it compiles a template, and Python then compiles the product:
-    10^8 letters take half a minute, 10^10 all memory. Its sandbox, in which Transformers renders,
-    has a door for that.
-    """
-    from jinja2.sandbox import SandboxedEnvironment as Sandbox
-
-    def times(left: Any, right: Any) -> Any:
-        sizes = [len(x) if isinstance(x, str | list | tuple) else x for x in (left, right)]
-        if sizes != [left, right] and math.prod(sizes) > MOST_TEXT:
-            raise OverflowError(f"it repeats {min(sizes):,} x {max(sizes):,} characters or items")
-        return left * right
-
-    before = Sandbox.intercepted_binops, Sandbox.default_binop_table
-    Sandbox.intercepted_binops = frozenset("*")
-    Sandbox.default_binop_table = before[1] | {"*": times}
-    try:
-        yield
-    finally:
-        Sandbox.intercepted_binops, Sandbox.default_binop_table = before
-
-
 def _try_out(tokenizer: Any, source: str) -> None:
     """Refuse a tokenizer or chat template that takes no text at all, before one is needed.
 
@@ -409,10 +381,7 @@ def _try_out(tokenizer: Any, source: str) -> None:
             part = "chat template"
             fix = "put a chat_template.jinja that does beside the tokenizer, or remove it: rows of "
             fix += "text and of prompt and completion need none"
-            with _bounded_templates():
-                text = tokenizer.apply_chat_template(question, tokenize=False, **prompt)
-            if len(text) > MOST_TEXT:
-                raise OverflowError(f"its text has {len(text):,} characters")
+            tokenizer.apply_chat_template(question, tokenize=False, **prompt)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         said = first_line(error)[:LONGEST]
         raise ModelNotFoundError(

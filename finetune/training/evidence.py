@@ -109,7 +109,7 @@ def receipt_of(
             "backend": "+".join(e.name for e in engines) if fp8 else "",
             "scaling": p.scaling if fp8 else "",
             "format": _format(p, engines) if fp8 else "",
-            "effective": _effective(p, engines) | _saved_mlp(conversion),
+            "effective": _effective(p, engines),
             "gemm": _gemm(p, device),
             "reason": r.reason,
             "fallback": r.fallback,
@@ -169,16 +169,7 @@ def _kernels(conversion: Conversion | None) -> str:
     casts = "inductor" if conversion.compiled else "triton" if how.own else "eager"
     if how.own_cast:
         casts = "triton"
-    if conversion.frozen.keeps_transposed:
-        return f"{casts}; transposes: kept"
     return f"{casts}; transposes: triton" if how.own and casts == "inductor" else casts
-
-
-def _saved_mlp(conversion: Conversion | None) -> dict[str, str]:
-    """What compiled layers keep of their MLP, where it is not as usual."""
-    if conversion is None or conversion.saved_mlp is None:
-        return {}
-    return {"saved_mlp": "e4m3 by row" if conversion.saved_mlp.kept else "nothing was compiled"}
 
 
 def _effective(p: PrecisionConfig, engines: Iterable[Backend]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     a loop, or a stock trainer   rows that are repeated, when the first one trains on them
     evaluation by a trainer      rows that its loss counts twice
-    unequal numbers of batches   an error in every process, where the first one has none left
+    unequal numbers of batches   an error in the first backward of every process
 
 Loops are seen in their backward, so that loaders which only evaluate are left alone. A
 recipe's own trainer says the first at its beginning (`HealthMonitor`), and counts eval rows once.
@@ -12,20 +12,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from finetune.data.repeats import (
-    FILL,
-    eval_line,
-    refuse_uneven,
-    repeats_line,
-    uneven_batches,
-)
-from finetune.errors import OrderError
+from finetune.data.repeats import FILL, eval_line, refuse_uneven, repeats_line
 from finetune.hardware.device import rank
 
 if TYPE_CHECKING:
@@ -34,43 +24,17 @@ if TYPE_CHECKING:
 
 def watch_loaders(running: Session) -> None:
     """Look at the loaders of a script's processes; one process alone shares nothing."""
-    from accelerate.data_loader import DataLoaderShard, IterableDatasetShard
+    from accelerate.data_loader import IterableDatasetShard
     from accelerate.state import GradientState
     from transformers import Trainer
-
-    trained: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders, in this process
-    joined = Joined(running)
 
     def see_backward() -> None:
         loader = GradientState().active_dataloader
         if loader is None:
             return
-        trained.add(loader)
-        if joined:
-            joined.refuse_shared_scales()
+        refuse_uneven(loader, float("inf"))
         if rank() == 0 and (line := _line(loader)):
             warnings.warn(line, stacklevel=3)
-
-    def make_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-        def batches(loader: Any) -> Iterator[Any]:
-            uneven, taken = uneven_batches(loader), 0
-
-            def judge() -> None:
-                trains = torch.is_grad_enabled() and (not taken or loader in trained)
-                if not uneven or taken != uneven[0] or not trains:
-                    return
-                if joined:
-                    joined.refuse_open_proof()
-                else:
-                    refuse_uneven(loader, uneven[1])
-
-            for batch in original(loader):
-                judge()
-                taken += 1
-                yield batch
-            judge()
-
-        return batches
 
     def make_stream(original: Callable[..., Any]) -> Callable[..., Any]:
         def rows(shard: Any) -> Iterator[Any]:
@@ -93,9 +57,7 @@ def watch_loaders(running: Session) -> None:
 
         return evaluation_loop
 
-    joined.watch()
     running.before_backward = see_backward
-    running.patches.replace(DataLoaderShard, "__iter__", make_shard)
     running.patches.replace(IterableDatasetShard, "__iter__", make_stream)
     running.patches.replace(Trainer, "evaluation_loop", make_evaluation)
 
@@ -144,66 +106,3 @@ class _Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
-
-
-# --------------------------------------------------------- `accelerator.join_uneven_inputs`, of DDP
-
-
-class Joined:
-    """Tells if the script is inside torch's `Join`, where DDP stands in for processes that end.
-
-    It stands in for DDP's own collectives alone; those of this package would wait for good.
-    """
-
-    def __init__(self, running: Session) -> None:
-        self.running = running
-        self._entered: list[Any] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._entered)
-
-    def watch(self) -> None:
-        """Note when it is entered and left."""
-        from torch.distributed.algorithms.join import Join
-
-        def make_enter(original: Callable[..., Any]) -> Callable[..., Any]:
-            def enter(join: Any) -> Any:
-                if join._enable:
-                    self._entered.append(join)
-                return original(join)
-
-            return enter
-
-        def make_exit(original: Callable[..., Any]) -> Callable[..., Any]:
-            def leave(join: Any, *error: Any) -> Any:
-                self._entered = [one for one in self._entered if one is not join]
-                return original(join, *error)
-
-            return leave
-
-        self.running.patches.replace(Join, "__enter__", make_enter)
-        self.running.patches.replace(Join, "__exit__", make_exit)
-
-    def refuse_shared_scales(self) -> None:
-        """Raise `OrderError` where each forward waits for the scales of all processes."""
-        made = (conversion.plan.precision for conversion in self.running.conversions)
-        if any(one.scaling == "delayed" and one.reduce_amax for one in made):
-            raise OrderError(
-                "delayed scales of all processes were requested of processes that end early",
-                where="accelerator.join_uneven_inputs(...), with reduce_amax=True",
-                why="a process without rows left would be waited for in each forward",
-                fix="reduce_amax=False, or another scaling, in "
-                "setup_fp8_mixed_precision_training(...)",
-            )
-
-    def refuse_open_proof(self) -> None:
-        """Raise `OrderError` where a process ends before FP8 is proven."""
-        proof = self.running.proof
-        if proof is not None and proof.is_open:
-            raise OrderError(
-                "a process has no rows left before FP8 is proven",
-                where="accelerator.join_uneven_inputs(...)",
-                why=f"the first steps are judged by all processes together ({proof.status})",
-                fix="more rows, or none that differ between processes: leave even_batches=False "
-                "out",
-            )

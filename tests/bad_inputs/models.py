@@ -46,7 +46,7 @@ TEMPLATES: list[bytes] = [
     b"{% for", b"{{ 1 / 0 }}", b"{{ raise_exception('no') }}", b"{{ gone.deep }}", b"\xff\xfe",
     b"{% for i in range(10 ** 12) %}{% endfor %}", b"{{ ''.__class__.__mro__[1] }}",
     b"{% include 'config.json' %}", b"{% set x = namespace() %}{{ x() }}", b"{% extends 'x' %}",
-    b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", b"{{ 'x' * 10 ** 10 }}",
+    b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     b"{% generation %}{{ messages }}", b"{{ messages[9].content }}", b"{{ messages | nothing }}",
 ]  # fmt: skip
 

@@ -48,14 +48,8 @@ CHECKPOINTED = "train.gradient_checkpointing=true"
 LAYERS = {
     "BF16 LoRA": ("llama_8b_lora_bf16", (*ALL, "precision.compile=on")),
     "FP8 LoRA": ("llama_8b_lora_fp8", ALL),
-    "FP8 LoRA, transposed copies": (
-        "llama_8b_lora_fp8",
-        (*ALL, "precision.transposed_copy=true"),
-    ),
-    "FP8 LoRA, MLP saved in FP8": ("llama_8b_lora_fp8", (*ALL, "precision.saved_mlp=fp8")),
     "BF16 full": ("llama_8b_full_bf16", ("precision.compile=on",)),
     "FP8 full": ("llama_8b_full_fp8", ()),
-    "FP8 full, MLP saved in FP8": ("llama_8b_full_fp8", ("precision.saved_mlp=fp8",)),
     "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
     "FP8 full, checkpointed": ("llama_8b_full_fp8", (CHECKPOINTED,)),
     "FP8 full, checkpointed, weights cast before": (
@@ -140,8 +134,6 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         feed(layer, "fp8_low", lambda _: ((m, _low(m)) for m in conversion.fused))
         for engine in conversion.engines:
             engine.compiled(layer)
-        if conversion.saved_mlp is not None:
-            stack.enter_context(conversion.saved_mlp.in_call([layer]))
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x, position_embeddings=(angles, angles), attention_mask=None)
         y.sum().backward()

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune.precision.siblings import PASS
-
 CAPABILITY = (9, 0)
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30,
@@ -89,7 +87,6 @@ def pretend() -> None:
     )
     triton.runtime.driver.set_active(driver)
     config.compile_threads, config.fx_graph_cache = 1, False
-    config.post_grad_custom_pre_pass = PASS  # as `Conversion.compile_layers` asks for it
 
     def keep(graph: Any) -> Any:
         code = graph.codegen()[0]

@@ -357,16 +357,14 @@ def test_a_fix_with_braces_is_quoted_for_the_shell() -> None:
 @pytest.mark.parametrize("typed", ["scaling=delayed", "frozen=bf16", "compute=bf16"])
 def test_what_belongs_to_weights_stored_in_fp8_goes_with_them(typed) -> None:
     own = (
-        "transposed_copy=true",
         "kernels=eager",
         "saved_input=high",
         "map={q_proj: bf16, mlp: fp8}",
     )
     written = [f"precision.{item}" for item in own]
     before = load_recipe("tiny_lora_fp8", written, check_train=False).config
-    assert before.precision.transposed_copy
+    assert before.precision.saved_input == "high"
     again = with_overrides(before, [f"precision.{typed}"])
-    assert not again.precision.transposed_copy
     assert again.precision.saved_input == "fp8"
     parts = {"q_proj": "bf16"} | ({} if typed == "compute=bf16" else {"mlp": "fp8"})
     assert again.precision.map == parts

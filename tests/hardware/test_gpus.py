@@ -6,7 +6,12 @@ import pytest
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.hardware.device import Device, installed_model
+from finetune.hardware.device import (
+    BLOCK_CAPABILITY,
+    FP8_CAPABILITY,
+    Device,
+    installed_model,
+)
 from finetune.hardware.gpus import (
     TABLE,
     as_device,
@@ -16,6 +21,7 @@ from finetune.hardware.gpus import (
     named_gpu,
 )
 from finetune.hardware.requirements import resolve
+from tests.conftest import A100, B200, CPU, H100, RTX4090
 
 OWN = """\
 - name: H20
@@ -115,6 +121,73 @@ def test_unknown_names_the_nearest_and_all(text, hint) -> None:
 
 
 # ------------------------------------------------------------------------------------------ figures
+
+
+def test_every_line_of_the_table() -> None:
+    names = [name for gpu in gpu_table() for name in gpu.names]
+    assert len(names) == len(set(names))
+    for gpu in gpu_table():
+        t = gpu.tflops
+        if gpu.capability < (8, 0):
+            assert sorted(t) == ["fp16", "fp32"], "before Ampere there is neither BF16 nor TF32"
+            continue
+        assert t["fp32"] <= t["tf32"] <= t["bf16"] == t["fp16"]
+        assert ("fp8" in t) == (gpu.capability >= FP8_CAPABILITY)
+        is_amd = gpu.names[0].startswith("AMD")
+        assert ("fp4" in t) == (gpu.capability >= BLOCK_CAPABILITY and not is_amd)
+        if "fp8" in t:  # dense: twice BF16, where "with sparsity" would be four times
+            assert t["fp8"] == pytest.approx(2 * t["bf16"], rel=0.03)
+        assert 10 < t["bf16"] / gpu.gb_s * 1e3 < 450, "operations a byte"
+        assert gpu.source
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "gb_s"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312, 1555),
+        ("NVIDIA A100-SXM4-80GB", 312, 2039),
+        ("NVIDIA A100 80GB PCIe", 312, 1935),
+        ("NVIDIA A10G", 70, 600),
+        ("NVIDIA L4", 121, 300),
+        ("NVIDIA L40S", 362, 864),
+        ("NVIDIA GeForce RTX 3090", 71, 936),
+        ("NVIDIA GeForce RTX 4090", 165.2, 1008),
+        ("NVIDIA GeForce RTX 5090", 209.5, 1792),
+        ("NVIDIA H100 PCIe", 756, 2039),
+        ("NVIDIA H100 80GB HBM3", 989.4, 3352),
+        ("NVIDIA H100 NVL", 835.5, 3938),
+        ("NVIDIA H200", 989.4, 4800),
+        ("NVIDIA B200", 2250, 8000),
+        ("NVIDIA GB200", 2500, 8000),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 1792),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 500, 1597),
+        ("AMD Instinct MI300X", 1307.4, 5300),
+        ("AMD Instinct MI300X OAM", 1307.4, 5300),
+    ],
+)
+def test_found_by_the_name_of_the_driver(name, bf16, gb_s) -> None:
+    gpu = find_gpu(Device("cuda", name, (9, 0), 80.0))
+    assert gpu is not None
+    assert (gpu.tflops["bf16"], gpu.gb_s) == (bf16, gb_s)
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H20"]
+)
+def test_other_chips_of_a_like_name_are_unknown(name) -> None:
+    assert find_gpu(Device("cuda", name, (8, 9), 16.0)) is None
+
+
+@pytest.mark.parametrize("device", [A100, H100, RTX4090, B200])
+def test_pretended_devices_agree_with_the_table(device) -> None:
+    gpu = find_gpu(device)
+    assert gpu is not None
+    assert gpu.capability == device.capability
+    assert gpu.memory_gib == pytest.approx(device.memory_gib, rel=0.01)
+
+
+def test_a_cpu_has_no_line() -> None:
+    assert find_gpu(CPU) is None
 
 
 @pytest.mark.parametrize(

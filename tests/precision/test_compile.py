@@ -572,7 +572,7 @@ def test_a_compiled_adapter_has_the_gradients_of_eager_mode() -> None:
     def adapted(*operands: Tensor) -> Tensor:
         x, a, b = operands
         nones = (None,) * 3
-        return AdaptedLinear.apply(x, *nones, w, None, a, b, 2.0, None, owners, *nones).tanh()
+        return AdaptedLinear.apply(x, *nones, w, None, a, b, 2.0, None, owners, None, None).tanh()
 
     trained = [each.requires_grad_() for each in (x, a, b)]
     torch._dynamo.reset()

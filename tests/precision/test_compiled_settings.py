@@ -37,7 +37,6 @@ FULL = {
 FROZEN = {
     "plain": {},
     "inputs-high": {"saved_input": "high"},
-    "transposed": {"transposed_copy": True},
     "unfused": {"fused_adapters": False},
     "high-fprop": {"high_gemms": ["fprop"]},
     "high-dgrad": {"high_gemms": ["dgrad"]},
@@ -63,7 +62,7 @@ CASES |= {
     f"lora-{name}-{kind}": ({"scaling": "tensorwise", "frozen": "fp8"} | more, adapters)
     for name, more in FROZEN.items()
     for kind, adapters in ADAPTERS.items()
-    if kind == "all" or name in ("plain", "transposed")
+    if kind == "all" or name == "plain"
 }
 
 

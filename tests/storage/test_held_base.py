@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import FinetuneError, PlanError, StorageNotComputeError
 from finetune.estimator.gate import bound
-from finetune.precision.peft_methods import BEGINS_FROM_WEIGHT, READS_WEIGHT
 from finetune.precision.planner import plan
 from finetune.precision.stored import StoredMixin, iter_stored, release, store
 from finetune.training.model import load_model, sketch
@@ -256,67 +253,31 @@ def test_replicated_layers_share_their_codes(setup_backend, loaded, scaling) -> 
     assert losses[0] == pytest.approx(expected, rel=0.02)
 
 
-METHODS = {
-    "lora": {"use_dora": True}, "adamss": {"r": 8, "num_subspaces": 2, "subspace_rank": 2},
-    "gralora": {"gralora_k": 2}, "oft": {"r": 0, "oft_block_size": 16},
-    "supertuning": {"sparsity": 0.5}, "vblora": {"vector_length": 16, "num_vectors": 8},
-    "c3a": {"block_size": 16}, "miss": {"r": 2}, "randlora": {"r": 8}, "poly": None,
-    "waveft": {"n_frequency": 8}, "fourierft": {"n_frequency": 8}, "adalora": {"total_step": 10},
-    "boft": {"boft_block_size": 4}, "ia3": {"feedforward_modules": []},
-    "frod": {"sparse_rate": 0.05}, "lily": {"r": 4},
-    "beft": None, "trainable_tokens": None, "adaption_prompt": None,
-    "xlora": None, "ln_tuning": None, "shadow": None,
-}  # fmt: skip
-"""Settings of PEFT's methods that need some; None: over no linear layer, or with other inputs."""
+def test_methods_of_peft_that_read_the_weight_train_over_a_plain_base_alone(make_llama) -> None:
+    """Nothing is stored under them, unless it is asked for: then it is an error that says so."""
+    from peft import IA3Config, get_peft_model
+
+    config = IA3Config(target_modules=["q_proj", "up_proj"], feedforward_modules=[])
+    model = get_peft_model(make_llama(), config)
+    plain = PrecisionConfig(compute="fp8", scaling="rowwise", frozen="bf16")
+    assert plan(model, plain).fp8_layers
+    with pytest.raises(StorageNotComputeError, match="PEFT's ia3 cannot adapt") as caught:
+        plan(model, plain.model_copy(update={"frozen": "fp8"}))
+    assert "q_proj" in caught.value.where
+    assert "LoRA" in caught.value.fix
 
 
-def methods_of_peft() -> list[str]:
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+def test_merging_into_codes_is_refused(make_llama) -> None:
+    from peft import LoraConfig, get_peft_model
 
-    return sorted(
-        kind.lower()
-        for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
-        if "target_modules" in inspect.signature(config).parameters
-        if kind in PEFT_TYPE_TO_TUNER_MAPPING and METHODS.get(kind.lower(), {}) is not None
-    )
-
-
-def attached(method: str) -> Any:
-    """A tiny model with adapters of a method, which are no longer those of its beginning."""
-    import peft
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    config = PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()]
-    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
-    model = peft.get_peft_model(
-        plain, config(target_modules=["q_proj", "up_proj"], **METHODS.get(method, {}))
-    )
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p += 0.01 * torch.randn_like(p)
-    return model.eval()
-
-
-@pytest.mark.filterwarnings("ignore:(Failed to load the CUDA|Setting boft)")
-@pytest.mark.parametrize("method", methods_of_peft())
-@torch.no_grad()
-def test_each_method_of_peft_computes_with_stored_weights_or_is_refused(method) -> None:
-    model, ids = attached(method), torch.arange(5, 29).reshape(2, 12)
-    rows = plan(model, PrecisionConfig(compute="fp8", scaling="rowwise", frozen="bf16")).layers
-    layers = [model.get_submodule(r.name) for r in rows if r.name.endswith(".base_layer")]
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model, ids = get_peft_model(make_llama(), config).eval(), torch.arange(5, 17)[None]
+    layers = [m.base_layer for n, m in model.named_modules() if n.endswith("q_proj")]
     for layer in layers:
         store(layer)
-    stored = PrecisionConfig(compute="fp8", scaling="rowwise", frozen="fp8")
-    if method in [name.lower() for name in READS_WEIGHT]:
-        with pytest.raises(PlanError, match=f"(?i){method} cannot adapt weights that are stored"):
-            plan(model, stored)
-        return
-    assert plan(model, stored).stored
     codes, before = [layer.weight.clone() for layer in layers], model(input_ids=ids).logits
     for safe in (False, True):
-        with pytest.raises((StorageNotComputeError, NotImplementedError)):
+        with pytest.raises(StorageNotComputeError):
             model.merge_adapter(safe_merge=safe)
     assert all(torch.equal(layer.weight, c) for layer, c in zip(layers, codes, strict=True))
     for layer in layers:
@@ -342,35 +303,37 @@ def trained_over(model: Any, config: Any) -> list[torch.Tensor]:
 
 
 VARIANTS = {
-    "lora": {}, "lora, dora": {"use_dora": True}, "lora, velora": {"velora_config": {}},
-    "lora, aLoRA": {"alora_invocation_tokens": [5]},
-    "lora, replicated": {"layer_replication": [[0, 2], [1, 4]]},
+    "lora": {}, "dora": {"use_dora": True}, "aLoRA": {"alora_invocation_tokens": [5]},
+    "replicated": {"layer_replication": [[0, 2], [1, 4]]},
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("method", [*methods_of_peft(), *VARIANTS])
-def test_adapters_attached_to_codes_start_from_their_weights_or_are_refused(method) -> None:
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_lora_over_codes_trains_as_over_their_weights(kind) -> None:
     """A model of `load_in_fp8` trains without a plan: PEFT itself is all that runs."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft import LoraConfig
 
-    name = method.partition(",")[0]
-    settings = VARIANTS.get(method) or METHODS.get(method) or {}
-    config = PEFT_TYPE_TO_CONFIG_MAPPING[name.upper()]
-    wanted = partial(config, target_modules=["q_proj", "up_proj"], **settings)
-    stored = load_in_fp8(str(TINY_LLAMA), dtype=torch.bfloat16)
-    refused = name in [each.lower() for each in [*READS_WEIGHT, *BEGINS_FROM_WEIGHT]]
-    if refused or "velora" in method:
-        with pytest.raises(StorageNotComputeError, match=r"cannot be attached to weights"):
-            trained_over(stored, wanted())
-        return
-    found = trained_over(stored, wanted())
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], **VARIANTS[kind])
+    found = trained_over(load_in_fp8(str(TINY_LLAMA), dtype=torch.bfloat16), config)
     plain = load_in_fp8(str(TINY_LLAMA), dtype=torch.bfloat16)
     for _, layer in list(iter_stored(plain)):
         release(layer)
     del plain.config.quantization_config, plain.is_quantized, plain.quantization_method
-    pairs = zip(found, trained_over(plain, wanted()), strict=True)
+    pairs = zip(found, trained_over(plain, config), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("method", ["IA3", "LoHa", "OFT", "Vera", "AdaLora"])
+def test_other_methods_are_not_attached_to_codes(method) -> None:
+    import peft
+
+    settings = {"OFT": {"r": 0, "oft_block_size": 16}, "AdaLora": {"total_step": 10}}
+    config = getattr(peft, f"{method}Config")(
+        target_modules=["q_proj", "k_proj"], **settings.get(method, {})
+    )
+    with pytest.raises(StorageNotComputeError, match=f"(?i)PEFT's {method} cannot adapt weights"):
+        peft.get_peft_model(load_in_fp8(str(TINY_LLAMA)), config)
 
 
 def beginnings() -> dict[str, dict[str, Any]]:
@@ -394,9 +357,9 @@ def test_initial_values_made_of_codes_are_refused(kind) -> None:
     from peft import LoraConfig, get_peft_model
 
     stored = load_in_fp8(str(TINY_LLAMA))
-    with pytest.raises(StorageNotComputeError, match=r"cannot be attached to weights") as caught:
+    with pytest.raises(StorageNotComputeError, match=r"cannot adapt weights") as caught:
         get_peft_model(stored, LoraConfig(target_modules=["o_proj"], **beginnings()[kind]))
-    assert "loaded plain, which frozen='fp8'" in caught.value.fix
+    assert "load the model plain" in caught.value.fix
 
 
 @pytest.mark.parametrize("kind", [k for k in beginnings() if k != "kasa"])  # PEFT's, alone or not
@@ -412,7 +375,7 @@ def test_a_second_adapter_starts_from_no_codes_either(
     config = LoraConfig(r=4, target_modules=["o_proj"], **beginnings()[kind])
     if unloaded:
         model = model.unload()
-    with pytest.raises(StorageNotComputeError, match=r"cannot be attached to weights"):
+    with pytest.raises(StorageNotComputeError, match=r"cannot adapt weights"):
         get_peft_model(model, config) if unloaded else model.add_adapter("other", config)
     if unloaded:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"]))
@@ -424,28 +387,6 @@ def test_a_second_adapter_starts_from_no_codes_either(
         if kind != "loftq":  # which needs a GPU
             model.add_adapter("plain again", config) if kind != "corda" else None
     model(**batch())
-
-
-@pytest.mark.filterwarnings("ignore:.*KaSA")
-def test_weights_that_kasa_has_yet_to_change_are_changed_before_they_are_codes(
-    make_llama, setup_backend, tmp_path
-) -> None:
-    """Loaded with `low_cpu_mem_usage`, it does so in its first forward: then it took codes."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from peft.tuners.lora.config import KasaConfig
-
-    config = LoraConfig(r=4, target_modules=["o_proj"], kasa_config=KasaConfig())
-    get_peft_model(make_llama(), config).save_pretrained(tmp_path)
-    weights = []
-    for late in (False, True):
-        model = PeftModel.from_pretrained(
-            make_llama(), tmp_path, is_trainable=True, low_cpu_mem_usage=late
-        )
-        model = setup_backend("emulated", scaling="rowwise", frozen="fp8").prepare(model.train())
-        model(**batch()).loss.backward()
-        weights.append([layer.weight_in() for _, layer in iter_stored(model)])
-        teardown_fp8_mixed_precision_training()
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_gradients_of_codes_are_refused_before_they_are_asked_for() -> None:
@@ -460,9 +401,7 @@ def test_gradients_of_codes_are_refused_before_they_are_asked_for() -> None:
     )
     with pytest.raises(StorageNotComputeError, match="cannot be trained"):
         preprocess_loraga(stored, config, lambda: None)
-    for _, layer in iter_stored(stored):  # as of its cache
-        layer._peft_loraga_grad = torch.ones(layer.bits.shape)
-    with pytest.raises(StorageNotComputeError, match="LoRA-GA cannot be attached"):
+    with pytest.raises(StorageNotComputeError, match="lora_ga"):
         get_peft_model(stored, config)
 
 
@@ -489,7 +428,3 @@ def test_codes_are_not_taken_for_numbers() -> None:
     assert torch.equal(layer.weight, before)
     assert torch.equal(data.to("cpu"), before)
     assert data.view(torch.float8_e4m3fn).dtype is torch.float8_e4m3fn
-
-
-def test_methods_that_read_the_weight_itself_train_over_a_plain_base() -> None:
-    assert plan(attached("glora"), PrecisionConfig(compute="fp8", scaling="rowwise")).fp8_layers

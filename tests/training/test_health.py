@@ -255,8 +255,6 @@ def test_every_backend(backend, make_llama, setup_backend, tmp_path) -> None:
         assert 0 < rows[0][f"health/{group}/update_ratio"] < 1
         assert rows[0][f"health/{group}/grad_snr"] > 0
     assert rows[0]["health/head/w_amax"] > 0
-    on_gpu = [key for key in rows[0] if "mfu" in key or "bandwidth" in key]
-    assert bool(on_gpu) == (backend == "te"), "it says that it runs on an H100"
     assert not any("skipped" in key for key in rows[0]), "no loss scaling"
 
 
@@ -369,9 +367,7 @@ def test_two_processes(tmp_path) -> None:
         assert row["health/mlp/x_snr_db"] > 30
         assert (first["step"], second["step"]) == (3, 3), "the fourth step was not made"
         assert first["where"] == second["where"]
-        assert first["where"] == (
-            "model.layers.1.mlp.down_proj: its output, in process 1, micro-batch 1 of 2"
-        )
+        assert first["where"] == "the loss: its value, micro-batch 1 of 2, in process 1"
 
 
 # ----------------------------------------------------------------------------------- no trace left

@@ -34,16 +34,13 @@ from finetune.errors import ConfigError, FinetuneError, MemoryShortError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.measure import check_sizes, measure_well
 from finetune.hardware.device import Device, available_gib, this_device
-from finetune.hardware.gpus import find_gpu, place_here
+from finetune.hardware.gpus import place_here
 from finetune.logging import output, quiet_libraries
 from finetune.precision.planner import LayerPlan
-from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import load_tokenizer
-from finetune.training import compute_types
 from finetune.training.callbacks import StepTimer
 from finetune.training.evidence import environment
 from finetune.training.health.monitor import HealthMonitor
-from finetune.training.health.speed import mfu, work_of
 from finetune.training.memory_meter import MemoryMeter
 from finetune.training.model import OWN, Attention
 from finetune.training.preflight import preflight
@@ -141,7 +138,7 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
         label = f"{running.resolution.label}{receipt.emulated}"
     executed = {key: receipt.precision[key] for key in ("backend", "scaling", "compile")}
     facts = {"precision": label, "proven": receipt.status, "fp8_share": receipt.fp8_flop_share}
-    return measured | executed | facts | _work(receipt, job, device)
+    return measured | executed | facts
 
 
 def train_steps(
@@ -215,18 +212,6 @@ def train_steps(
         "note": job.note,
         "environment": environment(device) | {"threads": torch.get_num_threads()},
     }
-
-
-def _work(receipt: Receipt, job: Job, device: Device) -> dict[str, Any]:
-    """Matmul FLOPs of a step as the witness counted them, and their seconds at the GPU's peak."""
-    work = work_of(receipt.layers, job.point.tokens)
-    steps = job.tokens / job.point.tokens
-    found: dict[str, Any] = {"tflop": sum(work.flops.values()) * steps / 1e12}
-    gpu = find_gpu(device) if device.kind == "cuda" else None
-    if gpu is None or receipt.is_emulated:
-        return found
-    tf32 = compute_types.in_force()["cuda.matmul"] == "tf32"
-    return found | {"peak_seconds": mfu(work, job.tokens, 1.0, gpu, tf32=tf32)}
 
 
 def _check_batch(job: Job, meter: MemoryMeter) -> None:

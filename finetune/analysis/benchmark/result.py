@@ -23,7 +23,7 @@ from rich.text import Text
 from finetune.analysis.statistics import Ratio, speed_ratio
 from finetune.logging import plain_table
 from finetune.runs.folder import write_whole
-from finetune.units import count, percent, size_of_gib
+from finetune.units import count, size_of_gib
 
 
 @dataclass
@@ -36,8 +36,6 @@ class Row:
         proven: status of the receipts, that of the first round which is not proven if one is not;
             without receipts, an observation of the run.
         rounds: seconds of each timed step, a list for each round (process).
-        tflop: 10^12 matmul FLOPs of a step, recomputation not counted.
-        peak_seconds: seconds of those FLOPs at the GPU's peaks; None for an unknown GPU.
         allocated_gib, reserved_gib: highest peaks of the rounds.
         memory: method of measuring them.
         prediction: reason for a missing prediction.
@@ -55,8 +53,6 @@ class Row:
     proven: str = ""
     fp8_share: float | None = None
     rounds: list[list[float]] = field(default_factory=list)
-    tflop: float | None = None
-    peak_seconds: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
     memory: str = ""
@@ -110,8 +106,6 @@ class Row:
             "step_seconds_q1": quartiles and quartiles[0],
             "step_seconds_q3": quartiles and quartiles[1],
             "tokens_per_s": step and self.tokens / step,
-            "tflop_per_s": step and self.tflop and self.tflop / step,
-            "mfu": step and self.peak_seconds and self.peak_seconds / step,
             "seconds_over_predicted": _over(step, self.predicted_seconds),
             "gib_over_predicted": _over(self.allocated_gib, self.predicted_gib),
         }
@@ -256,12 +250,11 @@ class Benchmark(JupyterMixin):
     # ------------------------------------------------------------------------------------- display
 
     def cells(self) -> list[list[str]]:
-        head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "MFU", "peak"]
+        head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "peak"]
         against = [title for name in self.references for title in (f"over {name}", "memory")]
         head += ["predicted", *against, "precision", "proven"]
         rows = [self._cells_of(row) for row in self.rows]
         drop = set() if len({row.key for row in self.rows}) > 1 else {1}
-        drop |= {4} if all(cells[4] == "-" for cells in rows) else set()
         return [[c for i, c in enumerate(cells) if i not in drop] for cells in (head, *rows)]
 
     def _cells_of(self, row: Row) -> list[str]:
@@ -274,7 +267,6 @@ class Benchmark(JupyterMixin):
             f"{row.batch} x {row.length}",
             _ms(step) + within if step else "-",
             count(facts["tokens_per_s"]) if step else "-",
-            percent(facts["mfu"]) if facts["mfu"] else "-",
             *("-" if gib is None else size_of_gib(gib) for gib in peaks),
             *(*ratios, row.precision or "-", row.state),
         ]
@@ -320,7 +312,7 @@ class Benchmark(JupyterMixin):
 
     def __rich__(self) -> RenderableType:
         head, *rows = self.cells()
-        right = ("tokens/s", "MFU", "peak", "predicted", "memory")
+        right = ("tokens/s", "peak", "predicted", "memory")
         table = plain_table(*head, right=right, whole=("", "precision", "proven"), fold=head)
         for cells, row in zip(rows, self.rows, strict=True):
             table.add_row(*cells, style=None if row.state == "proven" else "yellow")

@@ -179,11 +179,6 @@ class RunSource(Source):
             return source.num(text, COMPARISON, f"losses.{key}.gap")
         return None
 
-    @property
-    def mfu(self) -> Num | None:
-        found = self._last("health/mfu")
-        return self.num(figure(found, percent), METRICS, "health/mfu") if found else None
-
     def _last(self, key: str) -> Any:
         return next((row[key] for row in reversed(self.run.rows) if row.get(key)), None)
 

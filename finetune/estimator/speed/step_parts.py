@@ -99,8 +99,6 @@ _BY_KIND = {
     "optimizer": StepPart.OPTIMIZER, "attention": StepPart.ATTENTION,
     "dequantize": StepPart.DEQUANTIZE,
 }  # fmt: skip
-SIBLINGS = ".lora_siblings"
-"""Behind a layer's name, the module of products of several adapters (`trace.compiled_graph`)."""
 _SMALL = 2**16
 _LOSS = words("in_place addmm_fp32 nll_loss_forward nll_loss_backward")
 
@@ -122,7 +120,7 @@ def _class(
     if kind in _BY_KIND:
         return _BY_KIND[kind]
     # in backward a GEMM's module is that of one of its operands: its rank is more reliable
-    by_rank = kind == "gemm" and op.phase == "backward" and ranks and SIBLINGS not in op.module
+    by_rank = kind == "gemm" and op.phase == "backward" and ranks
     if _ADAPTER.search(op.module) and not by_rank:
         return StepPart.ADAPTERS
     if name.startswith("embedding"):
@@ -163,15 +161,12 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
 def _adapters(ops: Sequence[Op]) -> tuple[set[str], set[int]]:
     """(modules with an adapter, ranks)."""
     products: dict[str, set[tuple[int, int]]] = {}
-    joined: set[int] = set()
     for op in ops:
-        if op.phase == "forward" and SIBLINGS in op.module:
-            joined |= {x.shape[-1] for x in op.outputs}
-        elif op.phase == "forward" and (product := product_of(op)):
+        if op.phase == "forward" and (product := product_of(op)):
             module = _ADAPTER.split(op.module)[0].removesuffix(".base_layer")
             products.setdefault(module, set()).add((product.n, product.k))
     carriers: set[str] = set()
-    ranks = joined
+    ranks: set[int] = set()
     for module, sizes in products.items():
         low = {
             r for n, k in sizes for r, k2 in sizes if k2 == k and r < min(n, k) and (n, r) in sizes

@@ -29,15 +29,14 @@ until its last operator: g · f in float32 on the way to codes of g is not there
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
-from finetune.estimator.trace.compiled_graph import Entry, in_order, join_siblings, keep_in_fp8
-from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
+from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
 
 if TYPE_CHECKING:
     from finetune.estimator.trace.rehearsal import Rehearsal
@@ -52,26 +51,18 @@ SMALLER = 4
 
 def as_compiled(rehearsal: Rehearsal) -> Rehearsal:
     """The rehearsal with its decoder layers compiled."""
-    trace, moved = compiled_trace(rehearsal.trace, rehearsal.plan.saved_widths)
+    trace, moved = compiled_trace(rehearsal.trace)
     visits = [visit._replace(start=moved(visit.start)) for visit in rehearsal.visits]
     return replace(rehearsal, trace=trace, visits=visits)
 
 
-def compiled_trace(
-    trace: Trace, widths: frozenset[int] = frozenset()
-) -> tuple[Trace, Callable[[int], int]]:
-    """Trace with compiled layers, and the new number of an event of the old one.
-
-    Args:
-        widths: of results that are saved in FP8 (`finetune.precision.saved_mlp`).
-    """
+def compiled_trace(trace: Trace) -> tuple[Trace, Callable[[int], int]]:
+    """Trace with compiled layers, and the new number of an event of the old one."""
     step = trace.events[trace.marks["step"]].at
     trace = _whole_recomputation(trace, step)
     graph = _Graph(trace, step)
     saved = {name: _saved(graph, name) for name in graph.layers}
-    compiled, moved = _Rewriter(trace, graph, saved).rewrite()
-    kept, again = keep_in_fp8(join_siblings(compiled), widths)
-    return kept, lambda number: again(moved(number))
+    return _Rewriter(trace, graph, saved).rewrite()
 
 
 def _whole_recomputation(trace: Trace, step: int) -> Trace:
@@ -394,7 +385,7 @@ class _Rewriter:
         used = {x.storage: i for i, op in enumerate(self._ops) for x in (*op.inputs, *op.outputs)}
         inner = {v.operand.storage for v in self._graph.values if v.forward}
         fused, ends = _in_kernels(self._ops)
-        entries: list[Entry] = []
+        entries: list[_Entry] = []
         for number, event in enumerate(self._trace.events):
             storage, place, moves = event.storage, places[event.at], 0
             if storage in fused or (storage in inner and storage not in used):
@@ -407,14 +398,43 @@ class _Rewriter:
                     place, moves = last, -1
                 if (end := ends.get(storage, 0)) > place:
                     place, moves = end, -1
-            entries.append(Entry(place, moves, number, event, moved=bool(moves)))
-        events, marks, moved = in_order(entries, self._trace)
+            entries.append(_Entry(place, moves, number, event, moved=bool(moves)))
+        events, marks, moved = _in_order(entries, self._trace)
         storages = dict(self._trace.storages)
         for number in after & inner & storages.keys():
             if storages[number].phase == "forward" and storages[number].kind == "temporary":
                 storages[number] = replace(storages[number], kind="saved", saved=True)
         facts: dict[str, Any] = {"ops": self._ops, "events": events, "storages": storages}
         return replace(self._trace, marks=marks, **facts), moved
+
+
+class _Entry(NamedTuple):
+    """An event in a new order: by operator, then by rank, then as it was.
+
+    Attributes:
+        number: index of the old event.
+        moved: True if it is not where it was.
+    """
+
+    at: int
+    rank: int
+    number: int
+    event: Event
+    moved: bool = False
+
+
+def _in_order(
+    entries: Iterable[_Entry], trace: Trace
+) -> tuple[list[Event], dict[str, int], Callable[[int], int]]:
+    """Events in their new order, the marks among them, and the new number of an old event."""
+    ordered = sorted(entries, key=lambda entry: entry[:3])
+    new = {entry.number: i for i, entry in enumerate(ordered) if not entry.moved}
+    following = [len(ordered)]
+    for number in reversed(range(len(trace.events))):
+        following.append(new.get(number, following[-1]))
+    following.reverse()
+    marks = {name: following[number] for name, number in trace.marks.items()}
+    return [entry.event._replace(at=entry.at) for entry in ordered], marks, following.__getitem__
 
 
 def _in_kernels(ops: list[Op]) -> tuple[set[int], dict[int, int]]:

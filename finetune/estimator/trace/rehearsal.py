@@ -72,7 +72,6 @@ from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
 from finetune.hardware.device import Device, generators
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
-from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import PrecisionPlan
 from finetune.training import low_bit, session
 from finetune.training.compute_types import AUTOCAST
@@ -167,8 +166,6 @@ def rehearse(
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
         conversion.adapters.sharded = sharded
-        frozen = [m for m in model.modules() if isinstance(m, FrozenMixin)]
-        copies = [copy for m in frozen if (copy := m.fp8_backend.transposed(m)) is not None]
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":
@@ -183,7 +180,7 @@ def rehearse(
         with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
             batch = _tensors(trainer.batches)
             waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
-        trainer.recorder = Recorder(model, [*batch, *waiting, *copies])
+        trainer.recorder = Recorder(model, [*batch, *waiting])
         if optimizer.paged and on_cuda:
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)

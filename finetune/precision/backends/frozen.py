@@ -7,7 +7,6 @@ the same tensor (q, k, v; gate, up) share its cast.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import has_triton, this_device
-from finetune.precision.backends.base import Backend, Fp8Mixin, feed
+from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import by_rows, compute_dtype
-from finetune.precision.kernels import transpose_codes
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import Operand
 from finetune.precision.stored import StoredMixin
@@ -72,18 +70,14 @@ class FrozenMixin(Fp8Mixin):
 
     fp8_backend: FrozenBackend
     fp8_how: Arithmetic
-    fp8_transposed: tuple[Tensor, ...]
     weight_scale: Tensor
     bits: Tensor
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         how, scale, xq = self.fp8_how, self.weight_scale, (None, None)
-        transposed = self.fp8_backend.transposed(self)
         if "fprop" not in how.high:
             xq = self.fp8_backend.cast(x, how, compute_dtype(x))
-        return by_rows(
-            x, bias, lambda rows: FrozenLinear.apply(rows, *xq, w, scale, how, transposed)
-        )
+        return by_rows(x, bias, lambda rows: FrozenLinear.apply(rows, *xq, w, scale, how))
 
 
 class FrozenBackend(Backend):
@@ -91,7 +85,6 @@ class FrozenBackend(Backend):
 
     Attributes:
         how: arithmetic of its layers, each of which has a tile of its own.
-        keeps_transposed: True if dgrad has a transposed copy of the codes.
     """
 
     name = "frozen"
@@ -118,44 +111,7 @@ class FrozenBackend(Backend):
             own_cast=own and precision.kernels == "triton",
             grouped=hopper and rowwise and not high,
         )
-        # The emulation multiplies codes in any layout.
-        self.keeps_transposed = precision.transposed_copy and not emulate and "dgrad" not in high
-        self._transposed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._shared = SharedCast()
-
-    def transposed(self, layer: FrozenMixin) -> Tensor | None:
-        """Codes of a layer [N, K] with N innermost, as dgrad contracts them; None without a copy.
-
-        Made at the first use, and again where the codes were written or moved. In a compiled region
-        the copy is an input, which `compiled` has put there.
-        """
-        if torch.compiler.is_compiling():
-            return layer.fp8_transposed[0] if layer.fp8_transposed else None
-        bits = layer.bits
-        if not self.keeps_transposed or bits.stride(0) == 1:
-            return None
-        state = bits.untyped_storage()._cdata, bits._version
-        known, copy = self._transposed.get(layer, (None, bits))
-        if known != state:
-            with torch.inference_mode(False), torch.no_grad():
-                copy = transpose_codes(bits) if self.how.own else bits.t().contiguous()
-            self._transposed[layer] = state, copy
-        return copy.t()
-
-    def compiled(self, layer: nn.Module) -> None:
-        """Prepare a decoder layer that is compiled now: its copies are inputs of its graph."""
-        if not self.keeps_transposed:
-            return
-        inside = [m for m in layer.modules() if isinstance(m, FrozenMixin)]
-
-        def copies(_: Tensor) -> Iterator[tuple[nn.Module, Any]]:
-            for m in inside:
-                transposed = self.transposed(m)
-                yield m, () if transposed is None else (transposed,)
-
-        feed(layer, "fp8_transposed", copies)
 
     def cast(self, x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
         """The cast of an activation [..., K], shared with the layer before if it had the same."""
@@ -177,7 +133,7 @@ class FrozenBackend(Backend):
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         assert isinstance(module, StoredMixin)
         how = self.how._replace(tile=module.stored_tile)
-        return {"fp8_how": how, "fp8_transposed": ()}
+        return {"fp8_how": how}
 
     def as_cast(
         self, module: Any, operand: Operand, value: Tensor
@@ -198,5 +154,4 @@ class FrozenBackend(Backend):
             "high_gemms": sorted(self.how.high),
             "saved_input": self.precision.saved_input,
             "fast_accum": self.precision.fast_accum,
-            "transposed_copy": self.keeps_transposed,
         }

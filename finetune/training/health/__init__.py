@@ -1,6 +1,5 @@
-"""Training health: observations of a running training, and the origin of a NaN.
+"""Training health: observations of a running training, and an end at the first NaN.
 
 `monitor` is the callback that ties it together: `operands` observes GEMM inputs, `moments`
-gradients and updates, `speed` time. `finiteness` checks every step; when one fails, it runs again
-under `nonfinite`, which finds the first broken tensor.
+gradients and updates, and `finiteness` checks the losses and gradients of every step.
 """

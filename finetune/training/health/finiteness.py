@@ -1,36 +1,33 @@
-"""Finiteness checks: stop a run at the first loss, gradient or weight that is not finite, and
-locate it.
+"""Finiteness checks: stop a run at the first loss, gradient or weight that is not finite, and say
+which it is.
 
-Each optimizer step checks the losses of its micro-batches, and the gradients before the optimizer
-uses them: by the norm that the trainer has computed of them all, which is finite only if they are,
-else by one reduction. One number is fetched. So weights are still those before the step, and the
-step can run again to find the origin. Weights are checked before they are saved: an update itself
-may break them, and a broken checkpoint could push out the last good one.
+Each optimizer step checks the losses of its micro-batches, and the norm of each gradient before the
+optimizer uses it. One number is fetched. So weights are still those before the step. Weights are
+checked before they are saved: an update itself may break them, and a broken checkpoint could push
+out the last good one. Norms are taken before the trainer clips: a NaN in one gradient makes the
+total norm NaN, and clipping multiplies all gradients by it.
 
 FP16 loss scaling skips steps whose gradients overflow and halves its scale. It handles gradients
 until the scale is down to `LEAST_SCALE`; the loss, which is not scaled, is always judged.
 
-*Running a step again.* Kept are references to the step's micro-batches and the random states, so
-dropout repeats; weights have not moved. Delayed FP8 scales stay as in the last micro-batch: earlier
-ones may have had others, but casts saturate, so NaN does not depend on them. If nondeterministic
-kernels do not repeat the failure, the error says so and names no layer.
+*What is named*, of all processes together: a weight that was broken before the step, else the first
+micro-batch whose loss is not finite, else the gradient that backward came to first. One broken
+number makes every gradient behind it NaN, so that is the last one in the order of the model.
 
 *Advice* puts the remedy of the cause that was found first. Two common remedies do not help: E5M2
 (casts saturate in every FP8 format, so range is not missing, and E5M2 has half the digits), and a
 larger optimizer epsilon, which only hides zeros.
 
-All processes decide together: one that stopped alone would leave the others waiting. All of them
-run the step again until one finds something: sharded models and gathered metrics need all.
+All processes decide together: one that stopped alone would leave the others waiting.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,66 +38,93 @@ from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan
+from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.proof import named_trainable
 from finetune.runs.checkpoints import newest_checkpoint
-from finetune.training.health.nonfinite import KINDS, Finder, Finding, all_finite, check_parameters
-from finetune.training.patches import replaced
 
 LEAST_SCALE = 1.0
 """FP16: at this loss scale gradients are unscaled, and a nonfinite one stays so."""
 CALMER = "lower train.learning_rate, lengthen train.warmup_steps, or set train.max_grad_norm=1"
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """One call of `Trainer.training_step`, and the states of torch's generators before it."""
+Kind = Literal["parameter", "loss", "gradient"]
+KINDS: tuple[Kind, ...] = ("parameter", "loss", "gradient")
+"""In the order in which they come in a step."""
 
-    call: Callable[[], Tensor]
-    on_cpu: Tensor
-    on_gpu: Tensor | None
+
+@dataclass(frozen=True)
+class Finding:
+    """The first tensor that is not finite.
+
+    Attributes:
+        kind: its place in a step.
+        where: name of the parameter, or "the loss".
+        tensor: which tensor of it.
+        counts: number of NaN, of Inf and of all values; of a gradient its norm.
+    """
+
+    kind: Kind
+    where: str
+    tensor: str
+    counts: str
 
 
 class Finiteness:
     """Judges the steps of one trainer, of a plain model if there is no conversion."""
 
-    norm: Tensor | None = None
-
     def __init__(self, trainer: Any, model: nn.Module, conversion: Conversion | None) -> None:
         self.trainer, self.model, self.conversion = trainer, model, conversion
-        self._batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
+        self._norms: dict[Tensor, Tensor] = {}  # parameter -> norm of its gradient
 
-    def run(self, call: Callable[[], Tensor]) -> Tensor:
-        """Run a micro-batch's forward and backward; returns its loss."""
-        gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        on_gpu = torch.cuda.get_rng_state() if gpu else None
-        self._batches.append(MicroBatch(call, torch.get_rng_state(), on_gpu))
-        loss = call()
+    def note(self, loss: Tensor) -> None:
+        """Remember the loss of a micro-batch, and behind the last one the norm of each gradient."""
         self._losses.append(loss.detach())
-        return loss
+        if self.trainer.accelerator.sync_gradients and (made := self._gradients()):
+            norms = torch._foreach_norm([_own_values(gradient) for gradient in made.values()])
+            self._norms = dict(zip(made, norms, strict=True))
 
     def forget(self) -> None:
-        """Discard the micro-batches of a finished optimizer step."""
-        self._batches.clear()
+        """Discard what is known of a finished optimizer step."""
         self._losses.clear()
-        self.norm = None
+        self._norms.clear()
 
     def judge_step(self, step: int, *, gradients: bool) -> None:
         """Raise `NonFiniteError` unless losses, and `gradients` that nothing scales, are finite."""
-        if gradients and self.norm is not None and _finite_everywhere([*self._losses, self.norm]):
+        norms = self._norms if gradients else {}
+        if _finite_everywhere([*self._losses, *norms.values()]):
             return
-        trained = named_trainable(self.model).values()
-        judged = [p.grad for p in trained if gradients and p.grad is not None]
+        # The norm of large numbers may overflow.
+        judged = self._gradients().values() if gradients else ()
         if _finite_everywhere([*self._losses, *judged]):
             return
-        is_loss = not all(math.isfinite(float(loss)) for loss in self._losses)
-        what = "the loss is not finite" if is_loss else "a gradient is not finite"
-        found, at = first_found(check_parameters(self.model)), ""
-        if found is None:
-            count = len(self._batches)
-            found, index = self._run_again()
-            at = f", micro-batch {index + 1} of {count}" if count > 1 else ""
-        self._raise(found, f"{what} at step {step}", at)
+        found = first_found(
+            check_parameters(self.model) or self._broken_loss() or self._broken_gradient(norms)
+        )
+        is_gradient = found is not None and found.kind == "gradient"
+        what = "a gradient is not finite" if is_gradient else "the loss is not finite"
+        self._raise(found, f"{what} at step {step}")
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Gradient of each parameter that the optimizer has, without a walk over the model."""
+        groups = self.trainer.optimizer.param_groups
+        return {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
+
+    def _broken_loss(self) -> Finding | None:
+        count = len(self._losses)
+        for index, loss in enumerate(self._losses):
+            if _is_broken(loss):
+                at = f", micro-batch {index + 1} of {count}" if count > 1 else ""
+                return Finding("loss", "the loss", f"its value{at}", _counts(loss))
+        return None
+
+    def _broken_gradient(self, norms: dict[Tensor, Tensor]) -> Finding | None:
+        """The gradient that backward came to first: the last one in the order of the model."""
+        for name, parameter in reversed(list(self.model.named_parameters())):
+            norm = norms.get(parameter)
+            if norm is not None and _is_broken(norm):
+                return Finding("gradient", name, "its gradient", f"its norm is {float(norm)}")
+        return None
 
     def judge_weights(self, step: int) -> None:
         """Raise `NonFiniteError` unless all trainable weights are finite after optimizer `step`."""
@@ -108,49 +132,17 @@ class Finiteness:
             found = first_found(check_parameters(self.model))
             self._raise(found, f"a weight is not finite after the update of step {step}")
 
-    def _raise(self, found: Finding | None, what: str, at: str = "") -> NoReturn:
+    def _raise(self, found: Finding | None, what: str) -> NoReturn:
+        assert found is not None  # a process that is not finite has found something
         self.forget()
-        where = "could not be found"
-        why = "running the step again under hooks gave finite numbers everywhere"
-        if found is not None:
-            where = f"{found.where}: {found.tensor}{at}"
-            fed = f"; {', '.join(found.fed)}" if found.fed else ""
-            why = f"the first tensor that is not finite: {found.counts}{fed}"
         plan = self.conversion.plan if self.conversion is not None else None
         saved = newest_checkpoint(Path(str(self.trainer.args.output_dir)))
         raise NonFiniteError(
             f"{what}; stopped before anything was saved",
-            where=where,
-            why=why,
+            where=f"{found.where}: {found.tensor}",
+            why=f"the first tensor that is not finite: {found.counts}",
             fix=advise(found, plan, saved),
         )
-
-    def _run_again(self) -> tuple[Finding | None, int]:
-        """First finding of any process, and its micro-batch; training cannot go on after it."""
-        self.model.zero_grad(set_to_none=True)
-        accelerator, plain = self.trainer.accelerator, self.trainer.accelerator.backward
-
-        def backward(loss: Tensor, **kwargs: Any) -> None:
-            finder.see_loss(loss)
-            plain(loss, **kwargs)
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(replaced(accelerator, "backward", backward))
-            if self.conversion is not None and self.conversion.backend is not None:
-                # Scales stay as they are.
-                stack.enter_context(replaced(self.conversion.backend, "begin_step", lambda: None))
-            for index, batch in enumerate(self._batches):
-                torch.set_rng_state(batch.on_cpu)
-                if batch.on_gpu is not None:
-                    torch.cuda.set_rng_state(batch.on_gpu)
-                with Finder(self.model) as finder:
-                    batch.call()
-                    finder.see_gradients()
-                found = first_found(finder.found)
-                if found is not None:
-                    return found, index
-        return None, 0
 
 
 def refuse_broken_weights(model: nn.Module, name: str) -> None:
@@ -162,6 +154,53 @@ def refuse_broken_weights(model: nn.Module, name: str) -> None:
             why=f"the file has it so: {found.counts}",
             fix="download or copy the model's safetensors files again, or take another model",
         )
+
+
+def check_parameters(model: nn.Module) -> Finding | None:
+    """Return the first nonfinite parameter, if any."""
+    for name, parameter in model.named_parameters():
+        if _is_broken(parameter):
+            return Finding("parameter", name, "its values", _counts(parameter))
+    return None
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return True if every element of every tensor is finite, with one read of each.
+
+    NaN and Inf survive any sum, so a finite sum settles it. A nonfinite sum may be an overflow of
+    large numbers: only then every element is tested. Of sharded tensors, this process's part is
+    tested.
+    """
+    local = [_own_values(t) for t in tensors]
+    on_cpu = [t.sum(dtype=_SUM_IN.get(t.dtype)).float() for t in local if t.device.type == "cpu"]
+    elsewhere = [t for t in local if t.device.type != "cpu" and t.numel()]
+    sums = [torch.stack(on_cpu).sum()] if on_cpu else []
+    if elsewhere:  # one fused kernel for all
+        sums.append(torch.nn.utils.get_total_norm(elsewhere))
+    return all(math.isfinite(s) for s in sums) or not any(_is_broken(t) for t in local)
+
+
+_SUM_IN = {torch.float16: torch.float32}
+"""Accumulation types: FP16 sums would overflow often. BF16 sums accumulate in float32 anyway."""
+
+
+def _own_values(x: Tensor) -> Tensor:
+    """What this process has of a tensor, without the zeros of a sparse one."""
+    own = local_part(x).detach()
+    return own.coalesce().values() if own.is_sparse else own
+
+
+def _is_broken(x: Tensor) -> bool:
+    own = _own_values(x)
+    judged = own.is_floating_point() and own.dtype.itemsize >= 2 and own.numel() > 0
+    return judged and not bool(own.isfinite().all())
+
+
+def _counts(x: Tensor) -> str:
+    own = _own_values(x)
+    nan, inf = int(own.isnan().sum()), int(own.isinf().sum())
+    kind = str(own.dtype).removeprefix("torch.")
+    return f"{nan:,} NaN and {inf:,} Inf of {own.numel():,} values ({kind} {list(own.shape)})"
 
 
 def _finite_everywhere(tensors: list[Tensor]) -> bool:
@@ -186,32 +225,20 @@ def first_found(finding: Finding | None) -> Finding | None:
     return min(found, key=lambda one: KINDS.index(one.kind), default=None)
 
 
-def advise(finding: Finding | None, plan: PrecisionPlan | None, checkpoint: Path | None) -> str:
-    """Advice for a first failure (None: a repeated step showed none)."""
+def advise(finding: Finding, plan: PrecisionPlan | None, checkpoint: Path | None) -> str:
+    """Advice for a first failure."""
     again = "start again (no checkpoint was saved yet)"
     if checkpoint:
         again = f"go on with train.resume_from_checkpoint={checkpoint}"
-    match finding.kind if finding is not None else None:
-        case None:
-            return (
-                f"{again}; if it happens at another step, suspect kernels that are not "
-                "deterministic or a faulty GPU (nvidia-smi -q -d ECC), else lower "
-                "train.learning_rate"
-            )
-        case "parameter":
-            return (
-                "the weights were broken before this step, by the last update or already when "
-                f"loaded: {again}, and {CALMER}"
-            )
-        case "input":
-            return "look at the data: the model is handed values that are not finite"
-        case "loss":
-            return (
-                "the logits are finite and the loss is not: look at the rows of this step (one "
-                "without a token to train on?) and at the loss settings; then " + again
-            )
-    assert finding is not None
-    return "; ".join([*_by_precision(finding, plan), CALMER, again])
+    if finding.kind == "parameter":
+        return (
+            "the weights were broken before this step, by the last update or already when "
+            f"loaded: {again}, and {CALMER}"
+        )
+    remedies = [*_by_precision(finding, plan), CALMER, again]
+    if finding.kind == "loss":
+        remedies.insert(0, "look at the rows of this step (one without a token to train on?)")
+    return "; ".join(remedies)
 
 
 def _by_precision(finding: Finding, plan: PrecisionPlan | None) -> Iterator[str]:

@@ -4,9 +4,8 @@ It wraps the trainer's `training_step`, since callbacks see neither the loss nor
 micro-batch.
 
 *Every `every` steps* it observes one step: the operands of its first micro-batch (`operands`), the
-optimizer's moments and the update (`moments`) and, on a GPU of known peak, the speed since the last
-row (`speed`). The row goes through the trainer's log to `metrics.jsonl` and every tracker; a bad
-reading is a warning, once per group and kind.
+optimizer's moments and the update (`moments`). The row goes through the trainer's log to
+`metrics.jsonl` and every tracker; a bad reading is a warning, once per group and kind.
 
 *Every step* it checks losses and gradients before the optimizer uses them, and weights before they
 are saved; a nonfinite value ends the run (`finiteness`).
@@ -42,7 +41,6 @@ from finetune.training.health.operands import (
     health_row,
     merge_sums,
 )
-from finetune.training.health.speed import Speed
 from finetune.training.isolation import refuse_leaks
 from finetune.training.patches import replaced
 from finetune.training.schedule import LEAST_SHARE, reached
@@ -74,7 +72,6 @@ class HealthMonitor(TrainerCallback):
         self.trainer, self.every = trainer, every
         self._say = say or (lambda line: warnings.warn(in_words(line), stacklevel=3))
         self._undo = contextlib.ExitStack()
-        self._speed = Speed()
         self._warned: set[str] = set()
         self._period = self._skipped = 0  # steps skipped since the last row
         self._due = False  # this step is observed
@@ -99,12 +96,10 @@ class HealthMonitor(TrainerCallback):
         self._unwrapped = model
         for name, wrapper in (
             ("training_step", self._training_step),
-            ("_get_grad_norm", self._grad_norm),
             ("_save_checkpoint", self._save),
         ):
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
-        self._speed.restart()
         loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
         refuse_leaks(self.trainer)
         refuse_no_batch(loader, args)
@@ -138,17 +133,12 @@ class HealthMonitor(TrainerCallback):
     def _training_step(
         self, plain: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self._speed.begin_micro_step(inputs)
         looks, self._first = self._due and self._first, False
         call = partial(plain, model, inputs, *args, **kwargs)
         with self._watch.watching() if looks else contextlib.nullcontext():
-            return self._finiteness.run(call)
-
-    def _grad_norm(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the norm that the trainer has of all gradients: they need no second reading."""
-        norm = plain(*args, **kwargs)
-        self._finiteness.norm = norm if isinstance(norm, Tensor) else None
-        return norm
+            loss = call()
+        self._finiteness.note(loss)
+        return loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = self.trainer.accelerator.scaler
@@ -178,25 +168,14 @@ class HealthMonitor(TrainerCallback):
         self._finiteness.forget()
         if self._due:
             self._log(control)
-            self._speed.restart()
-        else:
-            self._speed.end_step()
 
     def _save(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
         self._finiteness.judge_weights(self.trainer.state.global_step)
         return plain(*args, **kwargs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._speed.resume()
-
-    on_save = on_evaluate
-
     def _log(self, control: TrainerControl) -> None:
         sums, snr, update = _of_all_processes(self._watch.sums, self._snr, self._update)
         row = health_row(sums) | ratio_row(snr, update)
-        row |= self._speed.row(
-            named_trainable(self._unwrapped).values(), self.trainer.optimizer, self._warn_once
-        )
         if self.trainer.accelerator.scaler is not None:
             row["health/skipped_steps"] = float(self._skipped)
         self._skipped, self._snr, self._update = 0, {}, {}

@@ -19,7 +19,7 @@ BENCHMARK = "python -m finetune benchmark"
 LADDER = "python -m tests.benchmarks.ladder"
 POINT = '--grid "batch=4 length=2048" --rounds 1 train.gradient_accumulation_steps=1'
 """8,192 tokens a step: ten timed steps and five before them in each of two processes."""
-SAVED = "train.gradient_checkpointing=false precision.saved_mlp=fp8"
+
 TINY = '--grid "batch=1 length=16" --rounds 1 --steps 1'
 
 
@@ -170,14 +170,6 @@ PARTS = (
         " train.gradient_checkpointing=false",
     ),
     Part(
-        "lora_r8_saved_mlp",
-        "LoRA, rank 8, without gradient checkpointing, gate and up saved in FP8",
-        f"{BENCHMARK} llama_8b_lora_fp8 {POINT} {SAVED}",
-        f"{BENCHMARK} tiny_lora_fp8 {TINY} {SAVED} precision.compile=on",
-        read_benchmark,
-        "--out {folder}",
-    ),
-    Part(
         "te",
         "Transformer Engine, full fine-tuning of a 1B",
         f'{LADDER} full llama_1b_full_fp8 --only "FP8 tensorwise, compiled" '
@@ -270,12 +262,6 @@ PROMISES = (
         "lora_r8_no_checkpointing",
         ("lora_r8_no_checkpointing", "bf16"),
         "speed",
-    ),
-    Promise(
-        "LoRA r=8, FP8 with saved_mlp over BF16, both without checkpointing, memory",
-        "lora_r8_saved_mlp",
-        ("lora_r8_no_checkpointing", "bf16"),
-        "memory",
     ),
 )
 
