@@ -117,14 +117,6 @@ def test_pictures_of_the_plots_lie_beside_the_page(reports, kind):
     assert report.verdict in report.html.read_text("utf-8")
 
 
-@pytest.mark.parametrize("kind", ["one", "comparison"])
-def test_a_page_has_words_for_previews(reports, kind):
-    page = reports[kind].html.read_text("utf-8")
-    description = page.partition('property="og:description" content="')[2].partition('"')[0]
-    for fact in ("FP8 share 80.0%", "Eval loss", "Peak memory"):
-        assert fact in description
-
-
 def test_the_top_names_model_method_data_device_and_date(reports):
     page = reports["one"].html.read_text("utf-8")
     title = page.partition("<title>")[2].partition("</title>")[0]

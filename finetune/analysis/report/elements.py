@@ -214,7 +214,6 @@ class Page:
         setting: device and date, after the title.
         verdict: headline.
         tone: color of the verdict.
-        facts: (label, value, note) of the words that stand beside a link to the page.
     """
 
     title: Line
@@ -223,7 +222,6 @@ class Page:
     tone: Tone
     template: str
     parts: dict[str, Any]
-    facts: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def plots(self) -> list[Plot]:
