@@ -40,8 +40,8 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         )
     elif pace is None:
         notes.append(
-            f"no time is predicted: {place.device.name} is not in the table of GPUs, and not "
-            "measured; python -m finetune estimate --calibrate measures it"
+            f"no time is predicted: {place.device.name} is not in the table of GPUs; --gpu "
+            "predicts for one that is"
         )
     capability = place.device.capability or (8, 0)
     in_bf16 = measured.resolution.precision.compute == "bf16"

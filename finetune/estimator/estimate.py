@@ -216,7 +216,6 @@ class Estimate(JupyterMixin):
             "step ", (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}) of "
             f"{count(pace.tokens * self.place.count)} tokens: ",
             (f"{count(speed)} tokens/s", "bold"), f", MFU {percent(pace.mfu, 0)} of the BF16 peak",
-            "" if pace.calibrated else ", not calibrated on this GPU",
         )  # fmt: skip
         waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
         parts = [
@@ -279,7 +278,6 @@ def _facts(measured: Measured) -> dict[str, Any]:
             "tokens_per_step_and_device": pace.tokens,
             "tokens_per_s_and_device": pace.tokens_per_s,
             "mfu": pace.mfu,
-            "calibrated": pace.calibrated,
             "parts": pace.classes,
             "bound": pace.bound,
         },
