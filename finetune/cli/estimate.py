@@ -129,7 +129,7 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
         return f"next{where}: {launcher_of(count)} -m finetune {shlex.join(run)}"
     again, change = f"python -m finetune estimate {shlex.join(run)}", ["--fit gpu"]
     if found.advised is not None and found.advised.together is not None:
-        change = [x for x in found.advised.together.change if not x[0].isupper()]  # no variables
+        change = [*found.advised.together.change]
         if any(x.startswith("--gpus") for x in change) and "--gpus" in place:
             place = place[: place.index("--gpus")]
         again += f" {shlex.join(place)}" if place else ""

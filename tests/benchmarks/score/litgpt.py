@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.estimator.memory.allocator import replay_events
+from finetune.estimator.memory.footprint import FRAGMENTS
 from finetune.estimator.memory.overheads import library_workspaces
 from finetune.estimator.trace.fake_cuda import fused
 from finetune.estimator.trace.trace import Recorder
@@ -335,6 +335,5 @@ def measure(job: Job, capability: tuple[int, int]) -> tuple[int, int]:
         model.loss(ids, torch.zeros_like(ids)).backward()
         torch._foreach_norm([p.grad for p in trained if p.grad is not None])
         optimizer.step()
-    trace = recorder.trace
-    events = [*trace.initial.items(), *((e.storage, e.nbytes) for e in trace.events if e.nbytes)]
-    return trace.peak()[0], replay_events(events).peak_reserved
+    allocated = recorder.trace.peak()[0]
+    return allocated, round((1 + FRAGMENTS) * allocated)
