@@ -245,7 +245,7 @@ def report(
     to: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one page about runs: HTML, Markdown, plots."""
+    """Write one page about runs: HTML, plots."""
     from finetune.analysis.report.report import write_report
 
     done = write_report(runs, to)

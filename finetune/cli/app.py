@@ -56,7 +56,7 @@ VERBS = {
     },
     "Share": {
         "generate": ("train", "Prompt a trained model."),
-        "report": ("analysis", "Write one page about runs: HTML, Markdown, plots."),
+        "report": ("analysis", "Write one page about runs: HTML, plots."),
         "export": ("runs", "Export weights, checked: adapter, merged, FP8, NVFP4."),
     },
 }

@@ -1,4 +1,4 @@
-"""The command line's `estimate`: memory and time of a recipe, searches, calibration."""
+"""The command line's `estimate`: memory and time of a recipe, searches."""
 
 from __future__ import annotations
 
@@ -52,9 +52,6 @@ def estimate(
     whole: Annotated[
         bool, typer.Option(help="Simulate all layers, also where the first ones are enough.")
     ] = False,
-    calibrate: Annotated[
-        bool, typer.Option(help="Measure this machine first (under a minute), and keep it.")
-    ] = False,
     score: Annotated[
         Path | None, typer.Option(help="Moved: python -m tests.benchmarks.score FILE.csv")
     ] = None,
@@ -75,10 +72,6 @@ def estimate(
             "--tokens": tokens is not None, "--price": price is not None,
             "--alternatives": alternatives, "--advice": advice is not None, "--whole": whole,
         })  # fmt: skip
-    if calibrate:
-        _calibrate()
-        if recipe is None:
-            return
     if recipe is None:
         raise ConfigError(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
@@ -136,7 +129,7 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
         return f"next{where}: {launcher_of(count)} -m finetune {shlex.join(run)}"
     again, change = f"python -m finetune estimate {shlex.join(run)}", ["--fit gpu"]
     if found.advised is not None and found.advised.together is not None:
-        change = [x for x in found.advised.together.change if not x[0].isupper()]  # no variables
+        change = [*found.advised.together.change]
         if any(x.startswith("--gpus") for x in change) and "--gpus" in place:
             place = place[: place.index("--gpus")]
         again += f" {shlex.join(place)}" if place else ""
@@ -147,7 +140,7 @@ def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:
     """Raise a `ConfigError` for given options that would change nothing."""
     idle = [name for name, is_given in given.items() if is_given and name not in _ACTS_ON[fit]]
     if idle:
-        takes = ", ".join(("RECIPE", "--fit", "--calibrate", *_ACTS_ON[fit]))
+        takes = ", ".join(("RECIPE", "--fit", *_ACTS_ON[fit]))
         raise ConfigError(
             f"{', '.join(idle)} would change nothing",
             where=f"--fit {fit}",
@@ -173,18 +166,3 @@ def _searched(
             fix="--gpu H100; --fit gpu looks for the GPU itself",
         )
     return fewest_gpus(config, gpu)
-
-
-def _calibrate() -> None:
-    from finetune.estimator.speed.calibration import calibrate, calibration_file, save_calibration
-    from finetune.hardware.device import this_device
-
-    device = this_device()
-    calibration_file(device.name)  # it may not be writable, which is better known before
-    found = calibrate(device)
-    kept = save_calibration(found)
-    sustained = ", ".join(f"{name} {value:.3g}" for name, value in found.tflops.items())
-    output(stderr=True).print(
-        f"{found.device}: TFLOP/s {sustained}; {found.gb_s:.3g} GB/s; a decoder layer took "
-        f"{found.layer:.2f} times what these say; measured in {found.seconds:.0f} s, kept in {kept}"
-    )

@@ -3,7 +3,7 @@
 Every applicable change (`finetune.estimator.knobs`) is measured by a rehearsal, so "frees 11 GiB"
 and "12 % slower" (time per token and device) hold for this run on this hardware, and savings that
 two changes share are counted once. Memory is extrapolated from the model's first layers
-(`measure_fast`): exact for allocated bytes, an estimate for fragmentation.
+(`measure_fast`).
 
 *A set that fits* is found greedily (`_Advisor.together`). Kinds of changes are added until the run
 fits, by rank (same training, lower precision, adapters, more GPUs) and within a rank by cost in
@@ -58,7 +58,7 @@ class Advice(Option):
     """A measured change.
 
     Attributes:
-        frees: Allocated bytes freed (reserved bytes for the allocator setting); negative: used.
+        frees: Allocated bytes freed; negative: used.
         slower: Relative increase of the time per token, negative if faster; None if unknown.
     """
 
@@ -184,19 +184,13 @@ class _Variant:
     made: tuple[Change, ...] = ()
 
     @property
-    def expandable(self) -> bool:
-        """True if the allocator uses expandable segments."""
-        return any(change.environment for change in self.made)
-
-    @property
     def gpus(self) -> int | None:
         """Number of GPUs, if changed."""
         return next((c.gpus for c in reversed(self.made) if c.gpus is not None), None)
 
     def but(self, change: Change) -> _Variant:
         """Add one change; raises ConfigError if it conflicts with the others."""
-        config = with_overrides(self.config, change.overrides) if change.overrides else self.config
-        return _Variant(config, (*self.made, change))
+        return _Variant(with_overrides(self.config, change.overrides), (*self.made, change))
 
 
 class _Advisor:
@@ -228,10 +222,7 @@ class _Advisor:
                 self._seen[key] = self._rehearsed(variant.config, self._there(variant))
             except FinetuneError:
                 self._seen[key] = None
-        found = self._seen[key]
-        if found is None or not variant.expandable:
-            return found
-        return replace(found, footprint=found.footprint.in_expandable_segments())
+        return self._seen[key]
 
     def _rehearsed(self, config: RunConfig, place: Place) -> Measured:
         """Rehearse a variant; device counts share a rehearsal if they agree on sharding."""
@@ -246,10 +237,7 @@ class _Advisor:
         found = self._measured(variant)
         if found is None:
             return None
-        after, before = found.footprint, self._asked.footprint
-        frees = before.allocated - after.allocated
-        if variant.expandable and len(variant.made) == 1:  # reduces fragmentation only
-            frees = before.reserved - after.reserved
+        frees = self._asked.footprint.allocated - found.footprint.allocated
         return Advice(typed(variant.made), found, frees, self._slower(variant), why, rank)
 
     def _alone(self, change: Change) -> Advice | None:
@@ -282,9 +270,7 @@ class _Advisor:
             advice = self._alone(change)
             if advice is not None and advice.frees > LEAST * self._asked.footprint.allocated:
                 found.append(advice)
-                if change.overrides:
-                    most = max(advice.frees, self._frees.get(change.kind, 0))
-                    self._frees[change.kind] = most
+                self._frees[change.kind] = max(advice.frees, self._frees.get(change.kind, 0))
         return sorted(found, key=lambda a: (RANKS.index(a.rank), _price(a.slower), -a.frees))
 
     def faster(self) -> list[Advice]:
@@ -329,7 +315,7 @@ class _Advisor:
         prices: dict[str, tuple[int, float]] = {}
         costs = {advice.change: advice.slower for advice in each}
         for number, change in enumerate(self._offered(self._start)):
-            cost = costs.get(change.typed) if change.overrides else 0.0
+            cost = costs.get(change.typed)
             # A change that frees nothing alone comes last in its rank: combined it may.
             price = (RANKS.index(change.rank), 1e9 + number if cost is None else _price(cost))
             prices[change.kind] = min(prices.get(change.kind, price), price)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings, padding_free
-from finetune.estimator.knobs import attends_by_mask
+from finetune.estimator.knobs import EXPANDABLE, attends_by_mask
 from finetune.estimator.measure import Measured
 from finetune.hardware.device import shown_capability
 from finetune.hardware.requirements import TAKEN
@@ -40,8 +40,8 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         )
     elif pace is None:
         notes.append(
-            f"no time is predicted: {place.device.name} is not in the table of GPUs, and not "
-            "measured; python -m finetune estimate --calibrate measures it"
+            f"no time is predicted: {place.device.name} is not in the table of GPUs; --gpu "
+            "predicts for one that is"
         )
     capability = place.device.capability or (8, 0)
     in_bf16 = measured.resolution.precision.compute == "bf16"
@@ -86,8 +86,8 @@ def caveats(measured: Measured) -> tuple[str, ...]:
         )
     if not train.get("packing") and on_gpu:
         notes.append(
-            "the longest row is taken to have train.max_length tokens: shorter ones take less "
-            "memory and time, and lengths that change from batch to batch reserve more"
+            "rows are taken to have train.max_length tokens: shorter ones take less memory and "
+            f"time, and reserve more where lengths change, without {EXPANDABLE}"
         )
     return (*notes, *_of_several(measured))
 
@@ -111,8 +111,8 @@ def _of_several(measured: Measured) -> Iterator[str]:
         return
     settings = fsdp_settings(train)
     yield (
-        "fragments of sharded training are not replayed but estimated: gathered weights are of "
-        "streams of their own; reserved memory may be some GiB off, either way"
+        "gathered weights are of streams of their own, with fragments of their own: reserved "
+        "memory may be some GiB off, either way"
     )
     if settings.version != 2:
         yield (

@@ -198,16 +198,12 @@ class Estimate(JupyterMixin):
             yield Text(f"largest temporary at the peak: {owner}, {_size(held.owned)}")
         if self.place.device.kind != "cuda":
             return
-        about = "about " if held.about else ""
         yield Text.assemble(
             "allocated ", (_size(held.allocated), "bold"),
             f" (with {_size(held.workspaces)} of library workspaces), "
-            f"reserved {about}{_size(held.reserved)}, "
-            f"shown by nvidia-smi {about}{_size(held.shown)}",
+            f"reserved about {_size(held.reserved)}, "
+            f"shown by nvidia-smi about {_size(held.shown)}",
         )  # fmt: skip
-        if held.expandable is not None and held.reserved - held.expandable > GIB // 2:
-            less = _size(held.expandable)
-            yield Text(f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves {less}", "dim")
 
     def _time(self, pace: Pace) -> Iterator[Text]:
         _, low, high = pace.interval
@@ -216,7 +212,6 @@ class Estimate(JupyterMixin):
             "step ", (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}) of "
             f"{count(pace.tokens * self.place.count)} tokens: ",
             (f"{count(speed)} tokens/s", "bold"), f", MFU {percent(pace.mfu, 0)} of the BF16 peak",
-            "" if pace.calibrated else ", not calibrated on this GPU",
         )  # fmt: skip
         waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
         parts = [
@@ -262,7 +257,6 @@ def _facts(measured: Measured) -> dict[str, Any]:
             "tensors": held.tensors,
             "allocated": held.allocated,
             "reserved": held.reserved,
-            "reserved_expandable": held.expandable,
             "shown": held.shown,
             "margin": held.margin,
             "peak_phase": held.highest,
@@ -279,7 +273,6 @@ def _facts(measured: Measured) -> dict[str, Any]:
             "tokens_per_step_and_device": pace.tokens,
             "tokens_per_s_and_device": pace.tokens_per_s,
             "mfu": pace.mfu,
-            "calibrated": pace.calibrated,
             "parts": pace.classes,
             "bound": pace.bound,
         },
@@ -315,8 +308,7 @@ def estimate(
         alternatives: Also measure other scalings, backends, optimizers and storages.
         twin: Also measure the same run in the other precision.
         advice: Measure changes that make it fit or faster; default: unless it fits with margin.
-        whole: Rehearse all layers. By default the first ones are extrapolated (exact except for
-            fragmentation), unless memory is nearly full.
+        whole: Rehearse all layers. By default the first ones are extrapolated, which is exact.
 
     Raises:
         FinetuneError: the run would fail before loading: unknown recipe, GPU or model, invalid

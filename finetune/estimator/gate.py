@@ -22,7 +22,7 @@ from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.knobs import as_typed, changes, rows_of, setting
+from finetune.estimator.knobs import EXPANDABLE, as_typed, changes, rows_of, setting
 from finetune.estimator.measure import Measured, measure
 from finetune.hardware.device import Device, available_gib, processes
 from finetune.hardware.gpus import place_here
@@ -116,7 +116,9 @@ class MemoryForecast:
         """Changes for a run that memory was too small for: first those that train the same."""
         same = (c for c in changes(run.config, run.device) if c.rank == "same")
         first = {change.kind: as_typed(change.typed) for change in reversed([*same])}
-        return "; ".join([*reversed(first.values()), advice(run.config, run.device)])
+        nvidia = run.device.kind == "cuda" and not run.device.is_rocm
+        before = [EXPANDABLE] if nvidia else []
+        return "; ".join([*before, *reversed(first.values()), advice(run.config, run.device)])
 
     def predicted(self, run: Preflight, batch: Batch | None) -> dict[str, Any]:
         """Predict the memory of the measured batch for the receipt.

@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
 """Defaults of `trl.SFTConfig`; a test compares them with the library's."""
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""Lets segments grow instead of standing idle: fewer fragments, which nothing here measures."""
 SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forward: true}")
 # Shortest row length suggested, in tokens.
 SHORTEST = 256
@@ -59,7 +60,6 @@ class Change:
         overrides: `section.key=value` arguments.
         why: Effect and drawbacks.
         rank: Effect on the training, see the module docstring.
-        environment: Variable to set before the command, or empty.
         gpus: Required number of GPUs; None leaves it unchanged.
     """
 
@@ -67,7 +67,6 @@ class Change:
     overrides: tuple[str, ...]
     why: str
     rank: Rank = "same"
-    environment: str = ""
     gpus: int | None = None
 
     @property
@@ -76,12 +75,11 @@ class Change:
 
 
 def typed(changes: Iterable[Change]) -> tuple[str, ...]:
-    """Changes for the command line: variables, `--gpus N`, overrides; the later of two wins."""
+    """Changes for the command line: `--gpus N`, overrides; the later of two wins."""
     made = list(changes)
-    before = tuple(change.environment for change in made if change.environment)
     gpus = [f"--gpus {change.gpus}" for change in made if change.gpus is not None]
     values = {item.partition("=")[0]: item for change in made for item in change.overrides}
-    return (*before, *gpus[-1:], *values.values())
+    return (*gpus[-1:], *values.values())
 
 
 def as_typed(change: Iterable[str]) -> str:
@@ -135,9 +133,6 @@ def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
     if attends_by_mask(config, device):
         why = "packed documents are kept apart without a mask of length x length"
         yield Change("attention", (UNMASKED,), why)
-    if device.kind == "cuda" and not device.is_rocm:
-        why = "frees fragments between tensors, not tensors: segments grow instead of standing idle"
-        yield Change("allocator", (), why, environment=EXPANDABLE)
 
 
 def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:

@@ -1,8 +1,7 @@
 """Memory and speed of a configuration at a place, rehearsed whole or from its first layers.
 
 Identical decoder layers cost the same, so two and three layers give the cost of thirty-two, in one
-second instead of five: exact for allocated memory, a guess for fragments. A model is rehearsed
-whole if fragments may decide whether it fits, or if its layers differ. Functions raise the
+second instead of five. A model is rehearsed whole if its layers differ. Functions raise the
 `FinetuneError` with which the run itself would fail.
 """
 
@@ -33,8 +32,6 @@ from finetune.storage.pretrained import load_shape
 
 FEW = (2, 3)
 """Layers of the smaller models."""
-NEARLY = 0.15
-"""Distance from full memory, as a share of it, within which a run is rehearsed whole."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Option:
     """A run with changed settings or on other GPUs.
 
     Attributes:
-        change: Command-line parts that produce it: environment variable, `--gpus N`, overrides.
+        change: Command-line parts that produce it: `--gpus N`, overrides.
         measured: Memory and time; None if it cannot run.
     """
 
@@ -113,17 +110,12 @@ def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Measured | Non
 
 
 def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Measured:
-    """Rehearse the first layers, or all layers if `whole` or if memory is nearly full.
+    """Rehearse the first layers, or all layers if `whole`.
 
     Gradient checkpointing is decided first where the run leaves it open.
     """
     config, found = _decided(config, place)
-    if not whole:
-        found = found or measure_fast(config, place)
-        taken = found.footprint.allocated + found.footprint.outside
-        if abs(taken / place.memory_bytes - 1) > NEARLY:
-            return found
-    return measure(config, place)
+    return measure(config, place) if whole else found or measure_fast(config, place)
 
 
 def measure(

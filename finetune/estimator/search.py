@@ -1,8 +1,7 @@
 """Searches: the largest micro-batch, the longest rows, the best GPU, the fewest GPUs.
 
-Every point is a rehearsal of the model's first layers (`measure_fast`). "Fits" includes the margin;
-fragmentation is estimated, so a full `estimate` of the result may still report "tight". Functions
-raise the `FinetuneError` with which the run itself would fail.
+Every point is a rehearsal of the model's first layers (`measure_fast`). "Fits" includes the margin.
+Functions raise the `FinetuneError` with which the run itself would fail.
 
 *Largest n.* Memory grows monotonically with n, and both the largest n that fits and n + 1 are
 measured. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
@@ -196,8 +195,8 @@ def search(
 def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
     """Predict the n at which the need reaches `memory`.
 
-    Allocated bytes follow a polynomial through the nearest points; the rest (fragmentation,
-    margin) is taken from the nearest point.
+    Allocated bytes follow a polynomial through the nearest points; the rest (fragments, margin) is
+    taken from the nearest point.
     """
     if len(seen) == 1:
         return 2 * low if low else high // 2

@@ -188,15 +188,6 @@ def installed_model(driver: Path = DRIVER) -> str | None:
     return None
 
 
-def parallel_units(device: Device) -> int:
-    """Multiprocessors of this machine's GPU; on a CPU, torch's threads."""
-    import torch
-
-    if device.kind == "cuda":
-        return torch.cuda.get_device_properties(0).multi_processor_count
-    return torch.get_num_threads()
-
-
 def generators() -> list[int]:
     """GPUs whose random states a block has to keep, for `torch.random.fork_rng`.
 

@@ -43,7 +43,7 @@ def _files() -> list[tuple[str, dict[str, Content]]]:
             b"", gzip.compress(b""), gzip.compress(b"\n\n"), gzip.compress(b"null\n" * 9),
             zipped[: len(zipped) // 2], zipped[:-4], zipped[:12], _flipped(zipped, 40), LINE,
             gzip.compress(zipped), zipped + b"trailing", zlib.compress(MANY),
-            gzip.compress(b'{"prompt": "' + b"x" * 100_000_000), gzip.compress(b"\0" * 300_000_000),
+            gzip.compress(b'{"prompt": "' + b"x" * 10_000_000), gzip.compress(b"\0" * 70_000_000),
         ],
         "r.csv.gz": [gzip.compress(b"prompt,completion\na\n"), zipped[:30], gzip.compress(b"")],
         "r.parquet.gz": [gzip.compress(table[:-8]), b""],
@@ -67,7 +67,7 @@ def _files() -> list[tuple[str, dict[str, Content]]]:
             b"prompt,completion,\na,b,\n" * 2 + b"a\n",
             b"prompt,prompt,completion\na,b,c\n", b'"prompt","completion\na,b\n',
             Repeated(b"prompt,completion\n", b"a,b\n", 300_000, b"c\n"),
-            Repeated(b"prompt,completion\na,", b"x" * 1000, 100_000),
+            Repeated(b"prompt,completion\na,", b"x" * 1000, 40_000),
         ],
         "r.jsonl": [
             LINE * 3 + b"\0\0\0\n" + LINE, LINE * 3 + b"\xef\xbb\xbf" + LINE[:-3], MANY + LINE[:-5],

@@ -173,7 +173,6 @@ def test_a_job_becomes_a_recipe(job) -> None:
         ({"seq_len": "alpaca dynamic"}, "'alpaca dynamic' is not a number"),
         ({"notes": "SUSPECT: too small"}, "its notes say SUSPECT"),
         ({"framework": "fsdp_qlora train.py (FSDP1)", "notes": "CPU offload"}, "offload"),
-        ({"framework": "litgpt", "n_gpus": "4"}, "several GPUs"),
         ({"framework": "PEFT 0.19", "notes": "some--experiment; x"}, "some--experiment"),
     ],
 )
@@ -265,17 +264,6 @@ def test_packed_weights_weigh_half_a_byte() -> None:
     assert sum(packed_bytes("nf4", 4096, 4096)) / 4096**2 == pytest.approx(0.5 + 4 / 64)
     assert sum(packed_bytes("nf4-dq", 4096, 4096)) / 4096**2 == pytest.approx(0.516, abs=1e-3)
     assert sum(packed_bytes("gptq4", 4096, 4096)) / 4096**2 == pytest.approx(0.52, abs=1e-2)
-
-
-@pytest.mark.slow
-def test_litgpt_keeps_gradients_between_batches(job) -> None:
-    """Its 8 bytes a weight and AdamW's temporary: weights, gradients, states, in bf16."""
-    from tests.benchmarks.score.memory import memory_of
-
-    full = replace(job, adapter="", adapter_options=(), loss="chunked", batch=1, length=64)
-    found = memory_of(full)
-    assert found.allocated == pytest.approx(10 * 1_100_048_384, rel=1e-2)
-    assert found.reserved >= found.allocated
 
 
 # --------------------------------------------------------------------------------------- the board

@@ -137,7 +137,7 @@ def test_the_largest_micro_batch_has_a_neighbour_that_does_not_fit(run):
     config, place = run(), place_of("4090", memory_gib=4)
     found = largest_rows(config, place)
     assert 1 <= found.value < found.next == found.value + 1
-    assert found.points <= 10  # fragments are no polynomial
+    assert found.points <= 10
     for rows, expected in ((found.value, True), (found.next, False)):
         typed = with_overrides(config, (f"train.per_device_train_batch_size={rows}",))
         held = measure_fast(typed, place).footprint

@@ -153,7 +153,7 @@ def test_words_and_json_tell_of_several(config: RunConfig) -> None:
     assert facts["devices"] == 8
     assert facts["memory"]["phases"]["backward"]["gathered"] > 0
     assert facts["time"]["parts"]["communication"] > 0
-    assert any("fragments of sharded training" in note for note in facts["notes"])
+    assert any("streams of their own" in note for note in facts["notes"])
 
 
 @pytest.mark.parametrize(

@@ -331,3 +331,15 @@ def test_the_installed_gpu_is_read_from_the_driver(tmp_path) -> None:
     found = find_gpu(Device("cuda", model, None, 0.0))
     assert found is not None
     assert found.name == "H100"
+
+
+def test_a_user_without_a_home_has_no_gpus_of_its_own(monkeypatch):
+    """As in a container started with a number for a user: each estimate was a traceback."""
+    for name in ("HOME", "XDG_CACHE_HOME", "FINETUNE_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert gpus_with_own() == gpu_table()

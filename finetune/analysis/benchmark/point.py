@@ -99,7 +99,7 @@ def forecast(job: Job, device: Device) -> dict[str, Any]:
     if device.kind == "cuda":
         values["reserved_gib"] = memory.reserved / GIB
     if pace is None:
-        values["why"] = f"the speed of {device.name} is not known (`estimate --calibrate`)"
+        values["why"] = f"the speed of {device.name} is not known"
     return values
 
 

@@ -33,7 +33,6 @@ from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.measure import measure_fast
-from finetune.estimator.speed.calibration import load_calibration
 from finetune.estimator.speed.roofline import efficiency_of, half_peak
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
@@ -90,7 +89,6 @@ class Prediction:
     parts: dict[StepPart, float]
     speed: Interval | None
     why: tuple[str, ...]
-    calibrated: bool
 
 
 def predict(
@@ -98,11 +96,8 @@ def predict(
 ) -> tuple[Prediction | None, str]:
     """Predict the step, or return None and the reason; `length` is in tokens per row."""
     place = place_here(device, processes)
-    if place.gpu is None and load_calibration(device.name) is None:
-        return None, (
-            f"nothing is predicted for {device.name}: its speed is not known "
-            "(python -m finetune estimate --calibrate measures it)"
-        )
+    if place.gpu is None:
+        return None, f"nothing is predicted for {device.name}: its speed is not known"
     try:
         if not config.train.get("packing"):
             config = with_overrides(config, [f"train.max_length={length}"])
@@ -119,7 +114,7 @@ def predict(
         part = StepPart(name).profiled(fp8=fp8)
         parts[part] = parts.get(part, 0.0) + seconds
     speed, why = (beside.speed, beside.why) if beside is not None else (None, ())
-    return Prediction(pace.seconds, parts, speed, why, pace.calibrated), ""
+    return Prediction(pace.seconds, parts, speed, why), ""
 
 
 @dataclass(frozen=True)

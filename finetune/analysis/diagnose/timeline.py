@@ -13,13 +13,11 @@ kernels count once, computation before communication; the rest of the step is ti
 waits. Profiling slows down the host but not the kernels, so the step's length is then that of steps
 without a profile. Limit: kernels in CUDA graphs have no operator each.
 
-*Parts by name.* Kernel names change with their libraries, so the launching operator decides if it
-is specific enough (`aten::_scaled_mm` multiplies FP8 whatever its kernel's name), and the kernel's
-name only if a library was called past PyTorch (Transformer Engine, NCCL, flash-attn) or the
-compiler wrote it. Names of `torch.compile` kernels list the fused operations: one that only casts
-is a cast; one that norms and casts is a norm with a free cast. cuBLASLt's `nvjet_` kernels name
-their operands by letters, A and B first: `q` is 8 bits of FP8, `o` four bits, `t` BF16, `h` FP16,
-`s` float32 (`nvjet_qqtst` multiplies FP8 to BF16).
+*Parts by name.* Kernel names change with their libraries, so the launching operator decides
+(`aten::_scaled_mm` multiplies FP8 whatever its kernel's name). Names of `torch.compile` kernels
+list the fused operations: one that only casts is a cast; one that norms and casts is a norm with a
+free cast. Where a library was called past PyTorch (Transformer Engine, NCCL) a kernel's name says
+whether it communicates or multiplies, and the receipt whether that layer multiplies in FP8.
 """
 
 from __future__ import annotations
@@ -50,23 +48,11 @@ _HOST_OPS = LAUNCH_NOTHING | words("item is_nonzero resolve_conj resolve_neg res
 
 _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.I)
 _ATTENTION = re.compile(
-    r"flash_(fwd|bwd)|flash::|fmha|scaled_dot_product|attention|sdpa|varlen_attn|_attn_|attn_(fwd|bwd)",
-    re.I,
+    r"scaled_dot_product|attention|sdpa|varlen_attn|_attn_|attn_(fwd|bwd)", re.I
 )
-_OPTIMIZER = re.compile(
-    r"multi_tensor_apply|adam|lamb\b|foreach|kOptimizer|optimizer.*8bit|linalg_vector_norm", re.I
-)
-_CASTING = re.compile(
-    r"quantize|cast_transpose|transpose_cast|fp8_cast|amax|compute_scale|update_scale|dequant|nvfp4"
-    r"|mxfp8|swizzle.*scal|cast_rows|transpose_codes",
-    re.I,
-)
-_FP8_NAME = re.compile(r"e4m3|e5m2|e2m1|f8f8|float_e\dm\d|_f8_|fp8.*gemm|gemm.*fp8", re.I)
-_GEMM_NAME = re.compile(
-    r"gemm|nvjet|cublas|splitk|gemv|triton_(mm|tem)|s\d{4,}|wmma|cutlass.*tensorop|Cijk_", re.I
-)
+_OPTIMIZER = re.compile(r"adam|lamb\b|foreach|optimizer.*8bit|linalg_vector_norm", re.I)
+_GEMM_NAME = re.compile(r"gemm|nvjet", re.I)
 _CUDA_CALL = re.compile(r"(?:cu|cuda|hip)[A-Z]")
-_NVJET = re.compile(r"nvjet_(?:sm\d+_)?([a-z])([a-z])")
 _TRITON = re.compile(r"^triton_(?:poi|red|per|for|tem)")
 _FUSED_CAST = re.compile(r"amax|_scaled_mm|float8|_to_copy.*clamp|clamp.*_to_copy|aminmax")
 _MORE_THAN_A_CAST = re.compile(
@@ -227,12 +213,16 @@ def _operator_slice(event: Any, here: _Context, low: Mapping[str, bool], batched
     is_low = here.owner in low
     part = part_of_operator(event.name, low=is_low, batched=batched)
     if part != StepPart.HOST:
-        in_fp8 = part == StepPart.GEMM and low.get(here.owner)
-        part = here.part or (StepPart.FP8_GEMM if in_fp8 else part)
+        part = here.part or _by_receipt(part, here.owner, low)
     elif "CompiledFxGraph" in event.name:  # on a CPU its kernels are not operators
         part = StepPart.CASTS if is_low else StepPart.ELEMENTWISE
     seconds = event.self_cpu_time_total * 1e-6
     return Slice(event.name, part, seconds, here.owner, here.phase, here.sizes)
+
+
+def _by_receipt(part: StepPart, owner: str, low: Mapping[str, bool]) -> StepPart:
+    """The part of a GEMM by the receipt: FP8 if all of its layer's are."""
+    return StepPart.FP8_GEMM if part == StepPart.GEMM and low.get(owner) else part
 
 
 def _kernel_slices(
@@ -247,8 +237,8 @@ def _kernel_slices(
         here = contexts[id(launcher)] if launcher is not None else _Context()
         launched_by = launcher.name if launcher is not None else ""
         part = part_of_kernel(event.name, launched_by, low=here.owner in low, batched=batched)
-        if here.part is not None and part != StepPart.COMMUNICATION:
-            part = here.part
+        if part != StepPart.COMMUNICATION:
+            part = here.part or _by_receipt(part, here.owner, low)
         found.append(Slice(event.name, part, 0.0, here.owner, here.phase, here.sizes))
     spans = [(event.time_range.start, event.time_range.end) for event in kernels]
     seconds = _alone(spans, [_RANK.get(piece.part, 0) for piece in found])
@@ -339,30 +329,12 @@ def part_of_kernel(
         return StepPart.COMMUNICATION
     if _TRITON.match(kernel):
         return _part_of_triton(kernel)
-    bare = _operator(launched_by)
-    is_gemm = _GEMM_NAME.search(kernel) is not None
-    if bare in _ALL_GEMM_OPS:
-        part = part_of_operator(launched_by, low=low, batched=batched)
-        # A GEMM of high-precision operands may be preceded by a copy that makes them contiguous.
-        return StepPart.CASTS if low and not is_gemm and part == StepPart.GEMM else part
-    if _ATTENTION.search(kernel) or _ATTENTION.search(bare):
-        return StepPart.ATTENTION
-    if _CASTING.search(kernel) and not (is_gemm and _names_fp8(kernel)):
-        return StepPart.CASTS
-    if is_gemm and "elementwise" not in kernel:
-        return StepPart.FP8_GEMM if _names_fp8(kernel) else StepPart.GEMM
-    if _OPTIMIZER.search(kernel) or _OPTIMIZER.search(bare):
-        return StepPart.OPTIMIZER
-    if kernel.startswith("Memcpy"):
-        return StepPart.CASTS if low else StepPart.ELEMENTWISE
-    return StepPart.CASTS if low or "dequant" in bare else StepPart.ELEMENTWISE
-
-
-def _names_fp8(kernel: str) -> bool:
-    """True if the name of a GEMM kernel shows FP8 (or FP4) operands."""
-    if letters := _NVJET.search(kernel):
-        return letters[1] in "qo" and letters[2] in "qo"
-    return _FP8_NAME.search(kernel) is not None
+    part = part_of_operator(launched_by, low=low, batched=batched)
+    if part != StepPart.HOST:
+        return part
+    if _GEMM_NAME.search(kernel):
+        return StepPart.GEMM
+    return StepPart.CASTS if low else StepPart.ELEMENTWISE
 
 
 def _part_of_triton(kernel: str) -> StepPart:

@@ -124,26 +124,7 @@ def comparison_page(found: Comparison, source: Source) -> Page:
         tone=tone,
         template="comparison.j2",
         parts=parts,
-        facts=_shared_facts(c),
     )
-
-
-def _shared_facts(c: Sides) -> tuple[tuple[str, str, str], ...]:
-    """(label, value, note) of the picture that represents the comparison."""
-    found, margin = c.found, f"{percent(c.found.confidence, 0)}: "
-    facts = [first.share for first in c.a[:1]]
-    key = "eval" if "eval" in found.losses else "train"
-    if (gap := found.losses.get(key)) is not None:
-        spread = gap.interval and f"{margin}{signed(gap.interval[0])} to {signed(gap.interval[1])}"
-        facts.append((f"{LOSSES[key][0]}, gap", signed(gap.gap), spread or ""))
-    if found.speed is not None:
-        facts.append(
-            ("Speed", _ratio(found.speed.ratio), "emulated, no claim" if found.emulated else "")
-        )
-    if found.memory is not None:
-        sides = (size_of_gib(gib) for gib in (found.memory.a_gib, found.memory.b_gib))
-        facts.append(("Peak memory", _ratio(found.memory.ratio), " against ".join(sides)))
-    return tuple(facts)
 
 
 def _members(found: Comparison, source: Source) -> tuple[list[RunSource], list[RunSource]]:

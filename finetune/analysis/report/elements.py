@@ -1,7 +1,7 @@
 """Elements of a page: figures with their sources, tables, and the plots to draw.
 
-A number is a `Num`, made with the file and key it was read from, which HTML and Markdown turn into
-a link. Text of models and data sets is untrusted: it is `str`, which both escape.
+A number is a `Num`, made with the file and key it was read from, which the page turns into a link.
+Text of models and data sets is untrusted: it is `str`, which templates escape.
 """
 
 from __future__ import annotations
@@ -49,11 +49,6 @@ class Num:
         )
 
     @property
-    def md(self) -> str:
-        text = escape_md(self.text)
-        return f"[{text}]({self.href})" if self.href and text else text
-
-    @property
     def capitalized(self) -> Num:
         return replace(self, text=self.text[:1].upper() + self.text[1:])
 
@@ -65,21 +60,11 @@ class Line(tuple[str | Num, ...]):
         return "".join(p.__html__() if isinstance(p, Num) else html.escape(p) for p in self)
 
     @property
-    def md(self) -> str:
-        return "".join(p.md if isinstance(p, Num) else escape_md(p) for p in self)
-
-    @property
     def text(self) -> str:
         return "".join(p.text if isinstance(p, Num) else p for p in self)
 
 
 Cell = str | Num | Line
-
-
-def escape_md(text: str) -> str:
-    text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", html.escape(text, quote=False))
-    text = re.sub(r"^(\s*\d*)([.)+-])(?=\s)", r"\1\\\2", text)  # would begin a list
-    return re.sub(r"\s*\n\s*", "<br>", text)
 
 
 @dataclass(frozen=True)
@@ -229,7 +214,6 @@ class Page:
         setting: device and date, after the title.
         verdict: headline.
         tone: color of the verdict.
-        facts: (label, value, note) of the words that stand beside a link to the page.
     """
 
     title: Line
@@ -238,7 +222,6 @@ class Page:
     tone: Tone
     template: str
     parts: dict[str, Any]
-    facts: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def plots(self) -> list[Plot]:

@@ -1,7 +1,7 @@
-"""`write_report`: write `report.html`, `report.md` and `plots/` from run folders.
+"""`write_report`: write `report.html` and `plots/` from run folders.
 
-Templates of pages (`run.j2`, `several.j2`, `comparison.j2`) are written once: `blocks.html.j2` and
-`blocks.md.j2` set their tables, plots and sections in either format.
+A template for each kind of page (`run.j2`, `several.j2`, `comparison.j2`) sets its sentences;
+`blocks.j2` has the tables, plots and sections, `page.html.j2` the frame.
 
 The HTML is one file that can fetch nothing: its content security policy allows its own style and
 script (by hash) alone, so that text of a model could not run even if it slipped past the escaping.
@@ -28,11 +28,8 @@ from finetune.analysis.compare.result import read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.elements import (
     Forest,
-    Line,
-    Num,
     Page,
     Source,
-    escape_md,
     figure,
     fixed,
 )
@@ -55,7 +52,7 @@ from finetune.units import count, percent
 SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
 """CSS pixels of plots, without scaling, so that text keeps its size."""
 PLOTS = "plots"
-"""Folder of plots and name of the summarizing picture, beside the page."""
+"""Folder of plots, beside the page."""
 PHONE = (340, 250)
 """Size of the phone version of wider plots."""
 
@@ -65,21 +62,19 @@ class Report:
     """A written report. A notebook displays it.
 
     Attributes:
-        html, markdown: the page in either format.
+        html: the page.
         pictures: plots, in `plots/`.
         verdict: headline of the page.
     """
 
     folder: Path
     html: Path
-    markdown: Path
     pictures: tuple[Path, ...]
     verdict: str
 
     def facts(self) -> dict[str, Any]:
         return {
             "html": str(self.html),
-            "markdown": str(self.markdown),
             "pictures": [str(picture) for picture in self.pictures],
             "verdict": self.verdict,
         }
@@ -171,12 +166,11 @@ def _write(page: Page, base: Path) -> Report:
     pictures = {base / PLOTS / f"{drawing.plot.name}.png": drawing for drawing in drawings}
     if pictures:
         (base / PLOTS).mkdir(exist_ok=True)
-    html, markdown = base / "report.html", base / "report.md"
+    html = base / "report.html"
     for file, drawing in pictures.items():
         drawing.save(file)
     html.write_text(as_html(page, drawings), encoding="utf-8")
-    markdown.write_text(as_markdown(page), encoding="utf-8")
-    return Report(base, html, markdown, tuple(pictures), page.verdict.text)
+    return Report(base, html, tuple(pictures), page.verdict.text)
 
 
 # --------------------------------------------------------------------------------------- rendering
@@ -191,11 +185,12 @@ def as_html(page: Page, drawings: Sequence[Drawing] = ()) -> str:
         theme: "".join(f"--{name}:{value};" for name, value in colors.items())
         for theme, colors in (("light", LIGHT), ("dark", DARK))
     }
-    environment = _environment("html")
+    environment = _environment()
     environment.globals["draw"] = lambda plot: _svgs(drawn.get(plot.name) or Drawing(plot))
+    body = environment.get_template(page.template).render(page=page, **page.parts)
     return environment.get_template("page.html.j2").render(
         page=page,
-        body=Markup(_body(environment, page)),
+        body=Markup(body),
         style=(TEMPLATES / "page.css").read_text("utf-8"),
         script=script,
         digest=digest,
@@ -205,25 +200,14 @@ def as_html(page: Page, drawings: Sequence[Drawing] = ()) -> str:
     )
 
 
-def as_markdown(page: Page) -> str:
-    lines = [line.rstrip() for line in _body(_environment("md"), page).split("\n")]
-    kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
-    return "\n".join(kept).strip() + "\n"
-
-
-def _body(environment: Environment, page: Page) -> str:
-    return environment.get_template(page.template).render(page=page, **page.parts)
-
-
-def _environment(kind: str) -> Environment:
-    """Templates of pages with the `blocks` of one format, which escapes whatever is no markup."""
+def _environment() -> Environment:
+    """Templates of pages, which escape whatever is no markup."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_as_md if kind == "md" else None,
     )
     environment.filters["line"] = lambda text: Markup(" ".join(text.split()))
     environment.filters["anchor"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
@@ -235,15 +219,8 @@ def _environment(kind: str) -> Environment:
         "fixed": fixed,
         "figure": figure,
     }
-    names = {"blocks": f"blocks.{kind}.j2", "plots": PLOTS}
-    environment.globals.update(forms, **names)
+    environment.globals.update(forms)
     return environment
-
-
-def _as_md(value: object) -> Markup:
-    if isinstance(value, Markup):
-        return value
-    return Markup(value.md if isinstance(value, Num | Line) else escape_md(str(value)))
 
 
 def _svgs(drawing: Drawing) -> list[tuple[str, str]]:

@@ -30,10 +30,7 @@ def run_page(s: RunSource) -> Page:
         "speed_plots": gradients_and_speed(s),
     }
     verdict, tone = s.verdict
-    return Page(
-        *(s.title, s.setting, verdict, tone, "run.j2", {"s": s} | parts),
-        facts=s.shared_facts,
-    )
+    return Page(s.title, s.setting, verdict, tone, "run.j2", {"s": s} | parts)
 
 
 # ------------------------------------------------------------------------------------ several runs

@@ -401,34 +401,6 @@ class RunSource(Source):
             name = key.replace("_", " ")
             yield name, without_paths(_as_words(value)), RECEIPT, f"conditions.{key}"
 
-    # ------------------------------------------------------------------------------------- picture
-
-    @property
-    def share(self) -> tuple[str, str, str]:
-        if not self.is_low:
-            return "Precision", self.executed or MISSING, ""
-        value = figure(self.facts("fp8_flop_share"), percent)
-        return f"{self.executed} share", value, "of matmul FLOPs"
-
-    @property
-    def shared_facts(self) -> tuple[tuple[str, str, str], ...]:
-        """(label, value, note) of the picture that represents the run."""
-        key, label = "eval_loss", "Eval loss"
-        if not self.course(key).values:
-            key, label = "loss", "Training loss"
-        loss = self.course(key)
-        note = self.over_bf16.text if self.over_bf16 else ""
-        if not note and len(loss.values) > 1:
-            note = f"from {loss.first.text}"
-        speed = "emulated, not the speed of FP8" if self.is_emulated else ""
-        memory = self.memory_note
-        return (
-            self.share,
-            (label, loss.last.text, note),
-            ("Tokens per second", self.speed.text, speed),
-            ("Peak memory", self.memory.text, memory.text if isinstance(memory, Num) else memory),
-        )
-
 
 def _as_words(value: Any) -> str:
     """Nested data in a line: `{"rows": 8, "betas": [0.9, 0.999]}` is `rows 8, betas 0.9 0.999`."""

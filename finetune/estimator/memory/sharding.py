@@ -37,9 +37,9 @@ Buffers (FP8 scales, rotary frequencies) are not sharded.
 *Without it* (DDP) every GPU has everything, and its gradients a second time in communication
 buckets (`reducer.cpp`; `gradient_as_bucket_view` is off in Accelerate).
 
-Both add NCCL's buffers outside the allocator. Fragments are an estimate: those of activations as on
-one GPU, plus the excess of gathered weights' own peak over their size at the total peak, since they
-are on another stream, whose memory activations cannot use.
+Both add NCCL's buffers outside the allocator. Fragments are those of one GPU, and the excess of
+gathered weights' own peak over their size at the total peak, since these are on another stream,
+whose memory activations cannot use.
 
 Sources: `_fsdp_param_group.py`, `_fsdp_collectives.py` and `_fsdp_state.py` of torch 2.13,
 `fsdp2_prepare_model` of accelerate 1.15.
@@ -60,9 +60,14 @@ import torch
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings
 from finetune.errors import ConfigError
-from finetune.estimator.memory.allocator import replay_events
-from finetune.estimator.memory.footprint import LASTING, Footprint, footprint, tensor_footprint
-from finetune.estimator.memory.overheads import context_bytes, library_workspaces, nccl_bytes
+from finetune.estimator.memory.footprint import (
+    LASTING,
+    Footprint,
+    footprint,
+    on_gpu,
+    tensor_footprint,
+)
+from finetune.estimator.memory.overheads import nccl_bytes
 from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import KINDS
@@ -298,9 +303,7 @@ def _with_buckets(alone: Footprint, rehearsal: Rehearsal, place: Place) -> Footp
         phase: kinds | {"buckets": 0 if phase == "load" else buckets}
         for phase, kinds in alone.phases.items()
     }
-    expandable = None if alone.expandable is None else alone.expandable + buckets
-    outside = alone.outside + _nccl_bytes(place)
-    return replace(alone, phases=phases, outside=outside, expandable=expandable)
+    return replace(alone, phases=phases, outside=alone.outside + _nccl_bytes(place))
 
 
 def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
@@ -317,11 +320,11 @@ def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> 
     bare = Footprint(phases, alone.owner, alone.owned)
     if place.device.kind != "cuda" or place.device.capability is None:
         return bare
+    held = on_gpu(bare, place.device.capability)
     return replace(
-        bare,
-        workspaces=sum(library_workspaces(place.device.capability)),
-        fragments=step.fragments(peaks),
-        outside=context_bytes(place.device.capability) + _nccl_bytes(place),
+        held,
+        fragments=held.fragments + _unused_by_others(peaks),
+        outside=held.outside + _nccl_bytes(place),
     )
 
 
@@ -417,17 +420,11 @@ class _ShardedStep:
             gathered=peak.gathered - peak.whole,
         )
 
-    def fragments(self, peaks: Sequence[Peak]) -> int:
-        """Approximate bytes reserved beyond those allocated."""
-        trace = self.trace
-        step = trace.events[trace.marks["step"] :]
-        rest = [event for event in step if trace.storages[event.storage].kind not in LASTING]
-        born = {event.storage for event in rest if event.nbytes > 0}
-        replay = replay_events(event for event in rest if event.storage in born)
-        highest = max(peaks, key=lambda peak: peak.total)
-        fullest = max(moment.other for moment in self.moments if moment.phase != "optimizer")
-        streams = max(p.gathered - p.whole for p in peaks) - (highest.gathered - highest.whole)
-        return max(0, replay.peak_reserved - fullest) + max(0, streams)
+
+def _unused_by_others(peaks: Sequence[Peak]) -> int:
+    """Bytes of the gathers' stream beyond what is gathered at the peak."""
+    highest = max(peaks, key=lambda peak: peak.total)
+    return max(p.gathered - p.whole for p in peaks) - (highest.gathered - highest.whole)
 
 
 def _kinds(**sizes: int) -> dict[str, int]:

@@ -6,8 +6,7 @@
 *Efficiencies* are fractions of a GPU's peak that real kernels sustain: the clock falls under load,
 tiles do not fill the chip, and operands have to arrive. The table (`assets/efficiency.yaml`) has
 one number per GPU family and precision for an arbitrarily large GEMM. The numbers are few on
-purpose, each has an origin, and none is fitted to a single published measurement. A measurement of
-the device (calibration.py) replaces them.
+purpose, each has an origin, and none is fitted to a single published measurement.
 
 *GEMM shape.* `[M, K] @ [K, N]` is computed in output tiles, one per multiprocessor at a time: T
 tiles on S multiprocessors take ceil(T / S) waves, the last of them partly idle. As libraries do,
@@ -172,8 +171,7 @@ def efficiency_of(
             f"{gpu.capability[0]}.{gpu.capability[1]})",
             where=str(TABLE),
             why=f"step times are predicted for: {known}",
-            fix="--gpu with a GPU of one of these, or on that machine: python -m finetune estimate "
-            "--calibrate",
+            fix="--gpu with a GPU of one of these",
         )
     own = next((row for row in table.devices if gpu.name in row.names), None)
     if attention is None:
@@ -233,12 +231,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Sustained rates of one device and of its host, `calibrated` if measured on this device."""
+    """Sustained rates of one device and of its host."""
 
     gpu: Gpu
     efficiency: Efficiency
     host: Host
-    calibrated: bool = False
 
     def step_time(
         self, ops: Sequence[Op], *, compiled: Callable[[Op], str | bool] | None = None

@@ -47,7 +47,6 @@ import torch
 
 from finetune.config.schema import RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
-from finetune.estimator.speed.calibration import calibrated_roofline, load_calibration
 from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart, in_layer
@@ -85,7 +84,6 @@ class Pace:
         bound: Roof that bounds most of the time of each part.
         mfu: Model FLOPs, recomputation excluded, / (`seconds` x dense BF16 peak).
         scatter: Standard deviation of ln(predicted / true).
-        calibrated: True if based on a calibration of this device.
         traffic: What several devices send each other.
     """
 
@@ -95,7 +93,6 @@ class Pace:
     bound: dict[str, Bound]
     mfu: float
     scatter: float
-    calibrated: bool = False
     traffic: Traffic | None = None
 
     @property
@@ -112,12 +109,10 @@ class Pace:
 
 
 def roofline_at(place: Place, *, compiled: bool) -> Roofline | None:
-    """Roofline of a place's devices, calibrated if possible; None if their speed is unknown."""
-    launched_by = "compiled" if compiled else "eager"
-    measured = load_calibration(place.device.name) if place.here else None
-    if measured is not None:
-        return calibrated_roofline(measured, place.gpu, launched_by)
-    return None if place.gpu is None else roofline_of(place.gpu, launched_by)
+    """Roofline of a place's devices; None if their speed is unknown."""
+    if place.gpu is None:
+        return None
+    return roofline_of(place.gpu, "compiled" if compiled else "eager")
 
 
 def pace_of_one(
@@ -158,7 +153,6 @@ def pace_of_one(
         bound=once.bound | batch.bound,
         mfu=batch.mfu * batch.seconds * batches / seconds,
         scatter=roofline.efficiency.shared.scatter_time,
-        calibrated=roofline.calibrated,
         traffic=traffic,
     )
 

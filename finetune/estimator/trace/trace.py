@@ -6,7 +6,7 @@ computed or allocated, so a model of 70 billion parameters takes seconds, in the
 would train it.
 
 Sizes and lifetimes of tensors are exact. Not in a trace: buffers inside kernels and the allocator's
-rounding (`finetune.estimator.memory.overheads`, `finetune.estimator.memory.allocator`).
+rounding (`finetune.estimator.memory.overheads`, `finetune.estimator.memory.footprint`).
 
 Kinds of storages:
 

@@ -5,11 +5,10 @@
 A row of a csv file (`rows`) becomes a `Job` (`jobs`) on a model known by its shape (`shapes`), the
 job a `RunConfig` that is rehearsed and measured by the functions behind `estimate` (`memory`), with
 the differences of the libraries of the row's time put in place (`published_stack`, `losses`,
-`foak`, `fsdp1`). litgpt, which no recipe can express, has its model here (`litgpt`). `scoreboard`
-compares, one kind of memory at a time, beside two other estimators (`baselines`). No row is dropped
-silently, and no row has a correction of its own. Speeds are in `speed` and `published`: operators
-of a step written from sizes (`workload`, `writer`, `casts`, `records`), timed by the shipped
-roofline.
+`foak`, `fsdp1`). `scoreboard` compares, one kind of memory at a time, beside another estimator
+(`baselines`). No row is dropped silently, and no row has a correction of its own. Speeds are in
+`speed` and `published`: operators of a step written from sizes (`workload`, `writer`, `casts`,
+`records`), timed by the shipped roofline.
 
 `measured_runs.csv`: 551 measurements of memory and speed that others published; figures, each with
 its `source` (repository, commit and file, or page). Columns: `gpu`, `n_gpus`, `model`, `params_b`

@@ -21,9 +21,6 @@ from finetune.hardware.gpus import Gpu, named_gpu
 from tests.benchmarks.score.rows import Row
 from tests.benchmarks.score.shapes import shape_of
 
-TRANSFORMERS = "Transformers / TRL / PEFT"
-OTHERS = "other frameworks"
-
 
 @dataclass(frozen=True)
 class Job:
@@ -89,7 +86,6 @@ class Mapped:
 
     Attributes:
         family: source of measurements.
-        path: `TRANSFORMERS` or `OTHERS`.
         dynamic: lengths vary from step to step.
     """
 
@@ -97,7 +93,6 @@ class Mapped:
     job: Job | None
     reason: str = ""
     family: str = ""
-    path: str = OTHERS
     dynamic: bool = False
 
 
@@ -112,11 +107,11 @@ def map_row(row: Row) -> Mapped:
     found = next(((f, rest) for f, *rest in _FAMILIES if re.search(f, row.framework)), None)
     if found is None:
         return Mapped(row, None, f"no mapping for the framework {row.framework!r}")
-    family, path, dynamic, make = found[1]
+    family, dynamic, make = found[1]
     try:
-        return Mapped(row, make(row, **_common(row)), "", family, path, dynamic)
+        return Mapped(row, make(row, **_common(row)), "", family, dynamic)
     except UnmappedError as reason:
-        return Mapped(row, None, str(reason), family, path, dynamic)
+        return Mapped(row, None, str(reason), family, dynamic)
 
 
 def _common(row: Row) -> dict[str, Any]:
@@ -371,41 +366,11 @@ def fsdp_qlora_job(row: Row, **common: Any) -> Job:
     )
 
 
-_LITGPT_PARTS = {
-    "q+v (litgpt default)": ("q", "v"),
-    "query+value": ("q", "v"),
-    "query+key+value+projection+mlp+head": ("q", "k", "v", "projection", "mlp", "head"),
-}
-
-
-def litgpt_job(row: Row, **common: Any) -> Job:
-    """`litgpt finetune_*` in `bf16-true`: everything, adapters and states too, in bf16."""
-    if row.n_gpus > 1:
-        raise UnmappedError("litgpt on several GPUs is not modelled")
-    method = {"qlora": "lora", "full": ""}.get(row.method, row.method)
-    options: tuple[tuple[str, Any], ...] = ()
-    if method == "lora":
-        parts = _LITGPT_PARTS.get(row.lora_targets)
-        if parts is None:
-            raise UnmappedError(f"litgpt's adapters at {row.lora_targets!r} are not known")
-        options = (("r", row.lora_rank or 8), ("parts", parts))
-    found = re.search(r"bnb\.(nf4(?:-dq)?)", row.precision)
-    return Job(
-        **common,
-        adapter=method,
-        adapter_options=options,
-        weights=found[1] if found else "bfloat16",
-        checkpoint="none",
-        loss="chunked",
-    )
-
-
-_FAMILIES: tuple[tuple[str, str, str, bool, Callable[..., Job]], ...] = (
-    ("fms plugin", "fms-acceleration", TRANSFORMERS, False, fms_job),
-    ("^PEFT ", "PEFT comparison", TRANSFORMERS, True, peft_job),
-    ("^ms-swift", "ms-swift", TRANSFORMERS, True, swift_job),
-    ("^HF Trainer", "Trainer", TRANSFORMERS, False, trainer_job),
-    ("^fsdp_qlora", "fsdp_qlora", TRANSFORMERS, False, fsdp_qlora_job),
-    ("^litgpt", "litgpt", OTHERS, False, litgpt_job),
+_FAMILIES: tuple[tuple[str, str, bool, Callable[..., Job]], ...] = (
+    ("fms plugin", "fms-acceleration", False, fms_job),
+    ("^PEFT ", "PEFT comparison", True, peft_job),
+    ("^ms-swift", "ms-swift", True, swift_job),
+    ("^HF Trainer", "Trainer", False, trainer_job),
+    ("^fsdp_qlora", "fsdp_qlora", False, fsdp_qlora_job),
 )
-"""Pattern of the framework, name, path, whether lengths vary, mapping."""
+"""Pattern of the framework, name, whether lengths vary, mapping."""

@@ -1,8 +1,7 @@
 """From a job to bytes, through the shipped estimator.
 
 A job becomes a `RunConfig` on a `Place`, is rehearsed with the libraries of its row
-(`published_stack`) and measured by the functions behind `python -m finetune estimate`. litgpt has
-a model and a loop of its own (`litgpt`).
+(`published_stack`) and measured by the functions behind `python -m finetune estimate`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from finetune.errors import FinetuneError
 from finetune.estimator.measure import measure, measure_well
 from finetune.estimator.memory.overheads import context_bytes, nccl_bytes
 from finetune.hardware.gpus import Gpu, named_gpu, place_of
-from tests.benchmarks.score import litgpt
 from tests.benchmarks.score.jobs import Job, gpu_of
 from tests.benchmarks.score.published_stack import as_published
 from tests.benchmarks.score.shapes import config_of
@@ -94,8 +92,6 @@ def memory_of(job: Job, *, whole: bool = False) -> Memory:
     place = place_of(gpu_of(job.gpu) or named_gpu("A100-80GB"))
     assert place.device.capability is not None
     outside = context_bytes(place.device.capability) + nccl_bytes(job.gpus, "nvlink")
-    if job.loss == "chunked":
-        return Memory(*litgpt.measure(job, place.device.capability), outside, "step")
     config = run_config(job)
     # Under FSDP 1 memory grows through backward, so that its peak is elsewhere in fewer layers.
     measuring = measure if whole or job.sharding == "fsdp1" else measure_well

@@ -9,8 +9,7 @@ unscored with its reason. Classes are never mixed:
 
 * *allocated, Transformers path*: bytes of tensors under the Trainer, TRL, PEFT;
 * *reserved, fixed length* and *reserved, dynamic length*: what the allocator took; with lengths
-  that vary, the longest batch rules and its length is often not published;
-* *other frameworks, allocated / reserved*: litgpt, torchtune and the like.
+  that vary, the longest batch rules and its length is often not published.
 
 Beside it stands, on the same rows, `accelerate estimate-memory`. Rows that were held out while all
 this was made (`rows.held_out`) are scored apart.
@@ -28,15 +27,13 @@ from typing import Any
 
 from finetune.errors import RunFailedError
 from finetune.logging import quiet_libraries
-from tests.benchmarks.score.jobs import TRANSFORMERS, Job, Mapped, gpu_of, map_row
+from tests.benchmarks.score.jobs import Job, Mapped, gpu_of, map_row
 from tests.benchmarks.score.rows import Row, held_out, read_rows
 
 CLASSES = (
     "allocated, Transformers path",
     "reserved, fixed length",
     "reserved, dynamic length",
-    "other frameworks, allocated",
-    "other frameworks, reserved",
 )
 UNDER = -0.02
 """Beyond this a prediction counts as under."""
@@ -290,8 +287,6 @@ def place(rows: list[Row], baselines: bool) -> list[Result]:
 
 def _group(mapped: Mapped) -> str:
     kind = mapped.row.mem_kind
-    if mapped.path != TRANSFORMERS:
-        return f"other frameworks, {kind}"
     if kind == "allocated":
         return "allocated, Transformers path"
     return "reserved, dynamic length" if mapped.dynamic else "reserved, fixed length"

@@ -52,7 +52,7 @@ def print_speeds(board: SpeedBoard, console: Console) -> None:
     """Print what was predicted of published speeds, rows held out apart."""
     from rich.table import Table
 
-    table = Table(title="Speed, uncalibrated", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="Speed", title_justify="left", box=None, pad_edge=False)
     for name in ("rows", "times", "median error", "FP8/BF16 pairs", "within 0.08", "sign right"):
         table.add_column(name, justify="left" if name == "rows" else "right")
     for title, apart in (("looked at while developing", False), ("held out", True)):
