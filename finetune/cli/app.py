@@ -287,10 +287,24 @@ def _show_error(error: FinetuneError) -> None:
 
 ALONE = ("evaluate", "export", "report")
 """Verbs that write what several processes would write over each other."""
+TRAIN = ("run", "resume", "diagnose")
+"""Verbs that `torchrun` may start several times."""
+TRAIN_ALONE = ("data", "validate", "compare", "benchmark")
+"""Verbs that read a run's settings as it does, or start the runs themselves."""
 
 
-def _refuse_several(verb: str | None) -> None:
-    """Reject a verb of one process that `torchrun` has started several times."""
+def _check_launch(verb: str | None) -> None:
+    """Reject variables of a launcher by which a verb would wait for processes that are not there.
+
+    Accelerate reads them as soon as the settings of a trainer are built.
+
+    Raises:
+        ConfigError: several processes of a verb that is one, or one of several that are missing.
+    """
+    if verb in (*TRAIN, *TRAIN_ALONE):
+        from finetune.hardware.device import refuse_lone_process
+
+        refuse_lone_process(f"-m finetune {verb} ...", several=verb in TRAIN)
     count = os.environ.get("WORLD_SIZE", "1")
     if verb in ALONE and count.isdigit() and int(count) > 1:
         raise ConfigError(
@@ -311,7 +325,7 @@ def _start(
     if version:
         print(f"finetune {__version__}")
         raise typer.Exit
-    _refuse_several(ctx.invoked_subcommand)
+    _check_launch(ctx.invoked_subcommand)
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         print("\nStart here: python -m finetune tiny_lora_fp8\nRecipes:    python -m finetune ls")

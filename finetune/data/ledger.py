@@ -13,6 +13,8 @@ stream, and of large files before a run, a sample is counted.
 from __future__ import annotations
 
 import copy
+import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -106,6 +108,11 @@ class Ledger:
     def share(self) -> float:
         """Share of these that have a part in the loss."""
         return self.trained / self.kept if self.kept else 0.0
+
+    @property
+    def never_ends(self) -> bool:
+        """True if no row ends with a trained stop token, although some are not cut."""
+        return not self.stops and self.truncated + self.dropped < self.rows
 
     @property
     def efficiency(self) -> float | None:
@@ -316,13 +323,16 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
                 why=f"columns found: {', '.join(sorted(row))}",
                 fix="~train.assistant_only_loss",
             )
+        tokenizer = self._tokenizer
+        if tokenizer.eos_token is None and not (is_conversational(row) or "input_ids" in row):
+            raise endless(tokenizer, row)  # TRL, which ends text with it, fails
         given, doubled = dataset, 0
         processes: dict[str, Any] = {"num_proc": args.dataset_num_proc} if held else {}
         pairs = "prompt" in row and bool(self.completion_only_loss)
         answers = is_conversational(row) and (self.only_answers or pairs)
         try:
             if answers:
-                mask = partial(masked, tokenizer=self._tokenizer, completion_only=pairs)
+                mask = partial(masked, tokenizer=tokenizer, completion_only=pairs)
                 processes |= {"batched": True, "remove_columns": [*row], "features": TOKENIZED}
                 dataset = dataset.map(mask, **processes)
             elif TRAINED_TURNS in row:
@@ -332,7 +342,6 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
             )
         except (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise _not_formatted(dataset_name, error) from error
-        tokenizer = self._tokenizer
         if not answers:
             tokenized, doubled = each_once(tokenized, tokenizer, **processes)
         if not held:
@@ -346,6 +355,8 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
         )  # fmt: skip
         if not found.trained:
             raise nothing_trained(found, dataset_name)
+        if answers and dataset_name == "train" and found.never_ends:
+            raise endless(tokenizer, row)
         done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
         ledgers[dataset_name] = replace(
             found,
@@ -435,6 +446,8 @@ def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
     """Tokenize and count training rows as a trainer would; of a stream its first ones."""
     trainer = object.__new__(AccountedTrainer)  # without a model: preparing rows needs none
     state: Any = trainer
+    if args.eos_token is not None:  # as TRL does when it makes a trainer
+        tokenizer.eos_token = args.eos_token
     state._tokenizer, state.chat_template = tokenizer, None
     state.only_answers = args.assistant_only_loss
     held: Any = rows.train if rows.sample is None else rows.sample
@@ -475,4 +488,26 @@ def nothing_trained(found: Ledger, name: str) -> DataError:
         where="data",
         why=f"every token of all {found.rows:,} rows is masked",
         fix="look at the rows: python -m finetune data RECIPE --show 5",
+    )
+
+
+def endless(tokenizer: Any, row: Any) -> DataError:
+    """The error for rows of which none ends: a model that learned them writes on and on.
+
+    An answer ends as the chat template prints it, or with the tokenizer's end token, as text does.
+    """
+    loss = "train.completion_only_loss" if "prompt" in row else "train.assistant_only_loss"
+    why = "the {% generation %} markers of the chat template leave the end of an answer out"
+    fix = f"put {{% endgeneration %}} behind it in chat_template.jinja, or {loss}=false"
+    if tokenizer.eos_token is None:
+        own = sorted(map(str, tokenizer.added_tokens_decoder.values()))
+        known = own or sorted(tokenizer.get_vocab())
+        close = [token for token in known if re.search(r"end|eo[st]|/s", token.lower())] or known
+        why = "the tokenizer has no end token, and the chat template prints none behind an answer"
+        fix = f"train.eos_token={shlex.quote(close[0])}, a token of its vocabulary"
+    return DataError(
+        "no row ends with a trained stop token: a model that learns these rows never stops",
+        where="the model's tokenizer and chat template",
+        why=why,
+        fix=fix,
     )

@@ -126,6 +126,50 @@ def rank() -> int:
     return launched("RANK", 0)
 
 
+_WORLD = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables that give a process the number of those started with it, by torchrun and by MPI."""
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets, all of them, and Accelerate reads, each by itself."""
+
+
+def refuse_lone_process(program: str, *, several: bool = True) -> None:
+    """Reject one process that was meant, or would take itself, for one of several.
+
+    Where it sees no second GPU, Accelerate 1.15 starts one process whatever `--num_processes` is
+    (`commands.launch.simple_launcher`), and leaves the address at which several would have met.
+
+    Args:
+        program: what `python` or `torchrun` is to start instead.
+        several: True if `torchrun` may start the program.
+
+    Raises:
+        ConfigError: there are signs of it in the environment.
+    """
+    told = [name for name in _RENDEZVOUS if name in os.environ]
+    joins = "LOCAL_RANK" in told or processes() > 1 or rank() > 0
+    by_mpi = any(name in os.environ for name in _WORLD[1:])
+    if joins and not by_mpi and len(told) < len(_RENDEZVOUS):
+        missing = ", ".join(name for name in _RENDEZVOUS if name not in told)
+        one = f"{' '.join(f'env -u {name}' for name in told)} python {program}"
+        two = f"torchrun --standalone --nproc_per_node=2 {program}"
+        raise ConfigError(
+            "this process would take itself for one of several, and cannot find the others",
+            where=f"the environment has {', '.join(told)}, and no {missing}",
+            why="schedulers and earlier jobs leave such variables; a launcher sets all of them",
+            fix=f"{one} for one process; {two} for two" if several else one,
+        )
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if by_accelerate and "MASTER_ADDR" in os.environ and not any(n in os.environ for n in _WORLD):
+        raise ConfigError(
+            "accelerate launch was to start several processes, and started one",
+            where="accelerate launch --num_processes, or num_processes of its configuration",
+            why="it starts several on GPUs alone: with --cpu, and where it sees one GPU, it starts "
+            "one without a word",
+            fix=f"torchrun --standalone --nproc_per_node=2 {program}, also on CPUs; or "
+            "--num_processes 1, and no MASTER_ADDR in the environment",
+        )
+
+
 def _together() -> int:
     """Number of processes of this run on this machine."""
     return launched("LOCAL_WORLD_SIZE", 1)

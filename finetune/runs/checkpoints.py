@@ -42,6 +42,8 @@ LATEST, BEST = (LAST, "latest"), "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _NEEDED = (("optimizer.pt",), ("scheduler.pt",), ("*.safetensors", "*.bin"))
 """Files of a checkpoint without a manifest: one of each group, none of them empty."""
+STRAY = "was not saved with it: take it out"
+"""The problem with a file that the trainer would read, and the manifest does not have."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,8 @@ class Checkpoint:
                 return f"{name} is missing"
             if (found := file.stat().st_size) != facts["bytes"]:
                 return f"{name} has {found:,} bytes, not {facts['bytes']:,}"
-        for file in self.folder.iterdir():  # which the trainer would read, such as scaler.pt
-            if file.suffix in (".pt", ".bin", ".safetensors") and file.name not in files:
-                return f"{file.name} was not saved with it: take it out"
+        if stray := self.stray():
+            return f"{stray[0].name} {STRAY}"
         if self.manifest.get("only_model"):
             return "it holds the model alone (train.save_only_model)"
         if contents:
@@ -123,6 +124,14 @@ class Checkpoint:
                 if value != facts["sha256"]:
                     return f"{name} has changed since it was saved (SHA-256)"
         return ""
+
+    def stray(self) -> list[Path]:
+        """Files that the trainer would read, such as scaler.pt, and that the manifest has not."""
+        files, read = self.manifest.get("files"), (".pt", ".bin", ".safetensors")
+        if not isinstance(files, dict):
+            return []
+        found = sorted(file for file in self.folder.iterdir() if file.suffix in read)
+        return [file for file in found if file.name not in files]
 
     def _lacks(self) -> Iterator[str]:
         """What is missing in a folder that has no manifest."""
@@ -261,14 +270,15 @@ def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, di
             return checkpoint, broken
         broken[checkpoint.folder] = problem
     run = folder.parent if folder.name == CHECKPOINTS else folder
-    if not broken and (run / "config.yaml").is_file():
-        again = shlex.quote(str(run / "config.yaml"))
+    recipe = run / "config.yaml"
+    again = f": python -m finetune run {shlex.quote(str(recipe))}" if recipe.is_file() else ""
+    if not broken and again:
         raise ConfigError(
             f"the run {str(run)!r} has saved no checkpoint",
             where=where,
             why="train.save_strategy was no, or it ended before its first one",
-            fix=f"start again: python -m finetune run {again} train.save_strategy=steps "
-            "train.save_steps=100; `python -m finetune ls --runs` shows other runs",
+            fix=f"start again{again} train.save_strategy=steps train.save_steps=100; "
+            "`python -m finetune ls --runs` shows other runs",
         )
     if not broken:
         raise ConfigError(
@@ -282,12 +292,18 @@ def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, di
         )
     others = reversed(checkpoints_in(folder.parent).values()) if folder in broken else ()
     whole = (p for p in others if p != folder and not Checkpoint(p).problem(contents=True))
-    beside = next(whole, None)
+    strays = (Checkpoint(path).stray() for path, why in broken.items() if why.endswith(STRAY))
+    if beside := next(whole, None):
+        fix = f"{where}={beside}"
+    elif stray := next(strays, None):
+        fix = f"{shlex.join(['mv', *map(str, stray), '.'])}, and resume again"
+    else:
+        fix = f"no earlier state of this run is left: start again{again}"
     raise ConfigError(
-        f"no checkpoint in {name!r} is whole",
+        f"no checkpoint in {str(folder)!r} is complete",
         where=where,
         why="; ".join(f"{path.name}: {problem}" for path, problem in broken.items()),
-        fix=f"{where}={beside}" if beside else "start anew: no earlier state of this run is left",
+        fix=fix,
     )
 
 

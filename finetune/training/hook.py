@@ -15,7 +15,7 @@ from finetune.config.aliases import as_arguments, in_python, in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.config.section import RefusedError
 from finetune.errors import ConfigError, OrderError, UnknownArgumentError, did_you_mean, speaking
-from finetune.hardware.device import processes
+from finetune.hardware.device import processes, refuse_lone_process
 from finetune.runs.receipt import Receipt
 from finetune.training import session
 
@@ -92,8 +92,6 @@ def setup_fp8_mixed_precision_training(
     """
     from accelerate import Accelerator
     from pydantic import ValidationError
-
-    from finetune.training.preflight import refuse_lone_process
 
     refuse_lone_process("SCRIPT")
     name = str(backend).lower()

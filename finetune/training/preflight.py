@@ -20,7 +20,7 @@ from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import fsdp_settings
 from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
-from finetune.hardware.device import Device, processes, rank
+from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
@@ -152,50 +152,6 @@ def _refuse_deepspeed(config: RunConfig) -> None:
         fix=f"{start}FSDP2, which shards as ZeRO-3 does: train.fsdp=true "
         "'train.fsdp_config={version: 2, reshard_after_forward: true}'; or DDP, without them",
     )
-
-
-_WORLD = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables that give a process the number of those started with it, by torchrun and by MPI."""
-
-
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets, all of them, and Accelerate reads, each by itself."""
-
-
-def refuse_lone_process(program: str) -> None:
-    """Reject one process that was meant, or would take itself, for one of several.
-
-    Where it sees no second GPU, Accelerate 1.15 starts one process whatever `--num_processes` is
-    (`commands.launch.simple_launcher`), and leaves the address at which several would have met.
-
-    Args:
-        program: what `torchrun` is to start instead.
-
-    Raises:
-        ConfigError: there are signs of it in the environment.
-    """
-    told = [name for name in _RENDEZVOUS if name in os.environ]
-    joins = "LOCAL_RANK" in told or processes() > 1 or rank() > 0
-    by_mpi = any(name in os.environ for name in _WORLD[1:])
-    if joins and not by_mpi and len(told) < len(_RENDEZVOUS):
-        missing = ", ".join(name for name in _RENDEZVOUS if name not in told)
-        raise ConfigError(
-            "this process would take itself for one of several, and cannot find the others",
-            where=f"the environment has {', '.join(told)}, and no {missing}",
-            why="schedulers and earlier jobs leave such variables; a launcher sets all of them",
-            fix=f"{' '.join(f'env -u {name}' for name in told)} python {program} for one process; "
-            f"torchrun --standalone --nproc_per_node=2 {program} for two",
-        )
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if by_accelerate and "MASTER_ADDR" in os.environ and not any(n in os.environ for n in _WORLD):
-        raise ConfigError(
-            "accelerate launch was to start several processes, and started one",
-            where="accelerate launch --num_processes, or num_processes of its configuration",
-            why="it starts several on GPUs alone: with --cpu, and where it sees one GPU, it starts "
-            "one without a word",
-            fix=f"torchrun --standalone --nproc_per_node=2 {program}, also on CPUs; or "
-            "--num_processes 1, and no MASTER_ADDR in the environment",
-        )
 
 
 def _refuse_launch(config: RunConfig) -> None:

@@ -21,12 +21,16 @@ from finetune.logging import safe_console
         ("RANK", "3", "would take itself for one of several"),
     ],
 )
-def test_a_lone_variable_of_a_launcher_is_refused(variable, value, said, cli, monkeypatch) -> None:
+@pytest.mark.parametrize("verb", ["run", "data", "validate", "compare", "benchmark"])
+def test_a_lone_variable_of_a_launcher_is_refused(
+    verb, variable, value, said, cli, monkeypatch
+) -> None:
     monkeypatch.setenv(variable, value)
-    found = cli("tiny_full_bf16", "train.max_steps=1")
+    found = cli(verb, "tiny_full_bf16", "train.max_steps=1")
     assert found.code == 2
     assert said in found.err
     assert f"env -u {variable} python" in found.err
+    assert ("torchrun" in found.err.partition("fix:")[2]) == (verb == "run" or value == "abc")
 
 
 def test_what_says_that_there_is_one_process_is_none_of_several(cli, monkeypatch) -> None:

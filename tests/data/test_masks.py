@@ -157,6 +157,47 @@ def test_only_conversations_have_answers_to_train_on(cli, tmp_path) -> None:
     assert (refused.code, "needs rows of messages" in refused.err) == (2, True)
 
 
+MARKED = (
+    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "fix"),
+    [
+        (MARKED.replace("<|im_end|>", ""), {"messages": TURNS}, "train.eos_token=<|im_end|>"),
+        (None, {"text": "Once."}, "train.eos_token=<|im_end|>"),
+        (MARKED, {"messages": TURNS}, "train.assistant_only_loss=false"),
+    ],
+)
+def test_rows_that_never_end_are_refused_with_a_fix_that_works(
+    template, row, fix, cli, tmp_path
+) -> None:
+    model = shutil.copytree(TINY_LLAMA, tmp_path / "model")
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    if "eos_token" in fix:
+        kept = json.loads((model / "tokenizer_config.json").read_text())
+        (model / "tokenizer_config.json").write_text(json.dumps(kept | {"eos_token": None}))
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    words = ("tiny_full_bf16", f"model.name={model}", "data.path=rows.jsonl")
+    for verb in ("run", "data"):
+        refused = cli(verb, *words)
+        assert refused.code == 2
+        assert "a model that learns these rows never stops" in refused.err
+        assert fix in refused.err.replace("'", "")
+    found = cli("data", *words, fix)
+    assert (found.code, "stop token" in found.out) == (0, False)
+
+
+def test_answers_that_are_all_cut_before_their_end_are_a_warning(cli, tmp_path) -> None:
+    row = {"prompt": "Tide?", "completion": "High, " * 50}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    found = cli("data", "tiny_full_bf16", "data.path=rows.jsonl", "train.max_length=32")
+    assert (found.code, "! no row ends with a trained stop token" in found.out) == (0, True)
+
+
 # ------------------------------------------------------------------------------ every template
 
 THINKS = "<think>\n\n</think>\n\n"

@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, name, tmp_path) -> None:
     found, broken = find_checkpoint(str(tmp_path))
     assert found.step == 10
     assert name in broken[newest]
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole\n[\s\S]*checkpoint-10"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is complete\n[\s\S]*checkpoint-10"):
         find_checkpoint(str(newest))
 
 
@@ -139,6 +139,9 @@ def test_a_file_that_was_not_saved_with_it_is_not_loaded(name, tmp_path) -> None
     assert not Checkpoint(at).problem(contents=True)
     (at / name).touch()
     assert Checkpoint(at).problem() == f"{name} was not saved with it: take it out"
+    with pytest.raises(ConfigError, match="is complete") as found:
+        find_checkpoint(str(tmp_path))
+    assert found.value.fix == f"mv {at / name} ., and resume again"
 
 
 def test_a_model_alone_is_no_state_of_training(tmp_path) -> None:
