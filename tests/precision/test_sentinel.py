@@ -12,7 +12,6 @@ from torch import nn
 from finetune import get_receipt
 from finetune.errors import OrderError, ProofError
 from finetune.precision import convert
-from finetune.precision.proof import owners, rests
 from tests.conftest import batch, slow_but
 
 LATE = 4
@@ -257,28 +256,9 @@ def test_adapters_merged_between_steps_are_no_damage(make_llama, setup_backend) 
     assert get_receipt().status == "proven"
 
 
-def assign(model) -> None:
-    name = "model.layers.0.mlp.down_proj.weight"
-    state = {name: model.state_dict()[name].clone()}
-    model.load_state_dict(state, strict=False, assign=True)
-
-
 def put_in_place(model) -> None:
     layer = block(model).mlp.down_proj
     layer.weight = nn.Parameter(layer.weight.detach().clone())
-
-
-@pytest.mark.parametrize("damage", [assign, put_in_place])
-def test_a_weight_that_the_optimizer_does_not_have(make_llama, setup_backend, damage) -> None:
-    """The model uses one, the optimizer updates another: it would stand still, proven."""
-    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
-    for seed in range(3):
-        step(accelerator, model, optimizer, seed)
-    damage(model)
-    step(accelerator, model, optimizer)  # another optimizer might have it
-    with pytest.raises(ProofError, match=r"put in place[\s\S]*0.mlp.down_proj.weight"):
-        step(accelerator, model, optimizer)
-    assert get_receipt().status.startswith("stopped")
 
 
 def test_a_weight_that_is_put_in_place_with_its_optimizer(make_llama, setup_backend) -> None:
@@ -294,68 +274,6 @@ def test_a_weight_that_is_put_in_place_with_its_optimizer(make_llama, setup_back
     multiply_past(model)
     with pytest.raises(ProofError, match=r"BF16 entered at optimizer step 7: 1 layers"):
         step(accelerator, model, optimizer)
-
-
-def test_parameters_left_behind_by_a_later_optimizer_are_said(
-    make_llama, setup_backend, monkeypatch
-) -> None:
-    monkeypatch.setattr(owners, "TURNS", 4)
-    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
-    for seed in range(4):
-        step(accelerator, model, optimizer, seed)
-    fewer = torch.optim.AdamW(model.model.layers[0].parameters(), lr=1e-3)
-    for seed in range(3):
-        step(accelerator, model, fewer, seed)
-    with pytest.warns(UserWarning, match=r"! 12 trainable parameters[\s\S]*they train no more"):
-        step(accelerator, model, fewer)
-
-
-class Beside(nn.Module):
-    """Layers beside one another, tied or not, the last of which can be gone past or cut off."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = (nn.Linear(64, 64, bias=False) for _ in range(3))
-        if tied:
-            self.b.weight = self.a.weight
-        self.past = self.cut = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x).relu()
-        x = nn.functional.linear(x, self.b.weight) if self.past else self.b(x)
-        return self.c(x.detach() if self.cut else x).square().mean()
-
-
-def test_a_tied_layer_that_something_goes_past_is_said(setup_backend) -> None:
-    """Its weight has gradients of the other: nothing but its rest tells."""
-    accelerator, model, optimizer = prepared(Beside(tied=True), setup_backend)
-    for seed in range(4):
-        model.past = seed == 3
-        accelerator.backward(model(torch.randn(32, 64)))
-        with (
-            pytest.warns(UserWarning, match=r"! 1 layers rest while those beside them run.*\(b\)")
-            if model.past
-            else nullcontext()
-        ):
-            optimizer.step()
-        optimizer.zero_grad()
-    assert get_receipt().held["resting"] == {"b": 1}
-
-
-def test_layers_that_are_cut_off_are_said(setup_backend, monkeypatch) -> None:
-    monkeypatch.setattr(rests, "TURNS", 3)
-    accelerator, model, optimizer = prepared(Beside(tied=False), setup_backend)
-    for seed in range(6):
-        model.cut = seed > 2
-        accelerator.backward(model(torch.randn(32, 64)))
-        with (
-            pytest.warns(UserWarning, match=r"! 2 layers were called in the last 3 steps .*a, b")
-            if seed == 5
-            else nullcontext()
-        ):
-            optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_prepared_again_after_a_change(make_llama, setup_backend) -> None:

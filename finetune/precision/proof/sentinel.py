@@ -1,13 +1,12 @@
 """The sentinel: holds a proven run to its plan, at each optimizer step until the last.
 
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
-the optimizer uses the gradients, eight things are compared, none of which needs the witness:
+the optimizer uses the gradients, seven things are compared, none of which needs the witness:
 
     tree       every linear layer is the object that was prepared, and there is no other; adapters
                that do not train may come and go (a reference's, a teacher's)
     classes    every planned layer is still a converted one
     trainable  the parameters that train are those that trained at preparation
-    owners     what is put in place of one of them is in an optimizer, too (`owners`)
     types      they are of the type that they had in the witnessed micro-step
     adapters   none that trains is merged into its base: the base would run alone (at each call)
     compiled   the script compiles nothing by itself
@@ -18,9 +17,9 @@ A layer that is not called at all rests, which is allowed at any step and counte
 forward of a module around it was replaced since, which multiplies past it. Prepare a model again to
 change its layers, their forwards or what trains.
 
-The cost is a comparison of lists of objects, about 0.1 microseconds for each module and parameter,
-and as much for each call of a converted layer. What differs is looked at again slowly, since
-sharding and wrapping change the same lists in harmless ways.
+The cost is one walk over the modules, about a microsecond for each, and a tenth of that for each
+call of a converted layer. What differs is looked at again, since sharding and wrapping change the
+same things in harmless ways.
 
 *The share of the run.* Calls count their rows, so the FLOPs of the witnessed micro-step are
 weighted with the rows of each layer over the run, other matmuls with those of the busiest layer.
@@ -50,9 +49,7 @@ from finetune.precision.layers import is_low_rank, iter_linears
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
 from finetune.precision.proof.movement import is_nonzero
-from finetune.precision.proof.owners import Owners
 from finetune.precision.proof.remedy import remedy
-from finetune.precision.proof.rests import Rests
 
 Flops = dict[tuple[str, str], int]
 """(Layer, precision) -> FLOPs of the witnessed micro-step."""
@@ -84,7 +81,7 @@ class Sentinel:
 
     Attributes:
         steps: optimizer steps compared.
-        rests: layers that were not called in some step.
+        rests: layer -> steps in which it was not called.
         idle: ids of trainable parameters whose layers rested in the step compared last.
         entered: layer -> steps in which gradients passed it in high precision.
     """
@@ -106,7 +103,7 @@ class Sentinel:
         """
         self.conversion, self.model, self._fail = conversion, conversion.model, fail
         self._leave = leave
-        self.steps, self.rests, self.entered = 0, Rests(self.model), Counter[str]()
+        self.steps, self.rests, self.entered = 0, Counter[str](), Counter[str]()
         self.idle: set[int] = set()
         self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
         self._names = {name for name, _ in self.model.named_parameters()}
@@ -116,9 +113,8 @@ class Sentinel:
         self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
         self._adapters = self._trained_adapters()
         self._types: dict[str, torch.dtype] = {}
-        self._parameters: list[tuple[Any, str, nn.Parameter, bool, torch.dtype]] = []
-        self._is_begun = self._is_noted = False
-        self._owners = Owners(self.model, fail)
+        self._noted: list[Any] = []
+        self._is_begun = False
         self._task = -1
 
     def begin(self) -> None:
@@ -163,20 +159,17 @@ class Sentinel:
                 evidence = own
             yield Held(layer, module, tally, evidence, {id(p) for p in own})
 
-    def _note(self) -> None:
-        """Note the tree, the classes and the parameters, to compare lists of objects."""
+    def _as_it_is(self) -> list[Any]:
+        """Objects, classes and own forwards of modules; objects, types and flags of parameters."""
         modules = list(self.model.modules())
-        self._tree = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
-        self._classes = [(held.module, type(held.module)) for held in self._held]
-        self._calls = [(m, m._compiled_call_impl, vars(m).get("forward")) for m in modules]
-        self._adapters = self._trained_adapters()
-        self._parameters = [
-            (m._parameters, name, p, p.requires_grad, p.dtype)
+        calls = [(m, type(m), m._compiled_call_impl, vars(m).get("forward")) for m in modules]
+        trained = [
+            (id(p), p.requires_grad, p.dtype)
             for m in modules
-            for name, p in m._parameters.items()
+            for p in m._parameters.values()
             if p is not None
         ]
-        self._is_noted = True
+        return [*calls, *trained]
 
     def _trained_adapters(self) -> list[Any]:
         """PEFT's layers with adapters that train."""
@@ -202,14 +195,14 @@ class Sentinel:
         if task == -1 or task != self._task:
             self._task = task
             self.steps += 1
-            self._owners.before_step(optimizer, self.steps)
             self._check_structure()
             self._check_merged()
         if self._is_begun:
             self._check_calls(self._concerned(optimizer))
 
     def _check_structure(self) -> None:
-        if self._is_noted and self._is_same():
+        now = self._as_it_is()
+        if now == self._noted:
             return
         self.check_layers()
         self.check_trainable()
@@ -217,24 +210,9 @@ class Sentinel:
             self._check_types()
             self._check_classes()
             refuse_compiled(self.model, compiled_later)
-            known = {id(row[2]) for row in self._parameters}
-            if self._is_noted and self._owners.replaced(known):
-                self._find_evidence()
-            self._note()
-
-    def _is_same(self) -> bool:
-        return (
-            all(list(now.values()) == then for now, then in self._tree)
-            and all(type(module) is cls for module, cls in self._classes)
-            and all(
-                module._compiled_call_impl in (call, None) and vars(module).get("forward") is own
-                for module, call, own in self._calls
-            )
-            and all(
-                now.get(name) is p and p.requires_grad is trains and p.dtype is dtype
-                for now, name, p, trains, dtype in self._parameters
-            )
-        )
+            self._find_evidence()  # weights may have been put in the place of others
+            self._adapters = self._trained_adapters()
+            self._noted = now
 
     def check_layers(self) -> None:
         """Raise unless the linear layers are those that were prepared."""
@@ -352,7 +330,7 @@ class Sentinel:
                 around.append(held.layer.name)
             else:
                 resting.append(held)
-        self.rests.note(ran, resting)
+        self.rests.update(held.layer.name for held in resting)
         # A weight of two layers is not idle.
         self.idle = set[int]().union(*(h.own for h in resting)) - set().union(*(h.own for h in ran))
         left = high + past + around
@@ -430,7 +408,7 @@ class Sentinel:
         """Facts for the receipt."""
         return {
             "steps": self.steps,
-            "resting": dict(self.rests.steps),
+            "resting": dict(self.rests),
             "entered": dict(self.entered),
         }
 
