@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -52,20 +51,9 @@ def estimate(
     whole: Annotated[
         bool, typer.Option(help="Simulate all layers, also where the first ones are enough.")
     ] = False,
-    score: Annotated[
-        Path | None, typer.Option(help="Moved: python -m tests.benchmarks.score FILE.csv")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and speed, on a GPU that need not be here."""
-    if score is not None:
-        raise ConfigError(
-            "estimate has no scoreboard",
-            where=f"--score {score}",
-            why="it judges the estimator by published measurements, which only its makers do: it "
-            "is part of the tests, which are not installed",
-            fix=f"python -m tests.benchmarks.score {score} in a checkout of the repository",
-        )
     if fit is not None:
         _refuse_idle(fit, {
             "--gpu": gpu is not None, "--memory": memory is not None, "--gpus": gpus != 1,
