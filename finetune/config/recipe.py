@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.aliases import plain_dtype
+from finetune.config.aliases import in_recipe, plain_dtype
 from finetune.config.paths import find_recipe, recipe_of
 from finetune.config.schema import (
     DELAYED_ONLY,
@@ -332,7 +332,7 @@ def _first_problem(error: ValidationError, where: Any) -> ConfigError:
         return ConfigError(
             f"{at[0]} is a section, and has no value of its own (given: {first['input']!r})",
             where=where(at),
-            fix=_usual(at, first),
+            fix=in_recipe(at[0]) or _usual(at, first),
         )
     refusal = first.get("ctx", {}).get("error")
     if isinstance(refusal, RefusedError):

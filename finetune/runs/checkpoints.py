@@ -298,7 +298,7 @@ def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, di
     elif stray := next(strays, None):
         fix = f"{shlex.join(['mv', *map(str, stray), '.'])}, and resume again"
     else:
-        fix = f"no earlier state of this run is left: start again{again}"
+        fix = f"no earlier state of this run is left; start again{again}"
     raise ConfigError(
         f"no checkpoint in {str(folder)!r} is complete",
         where=where,

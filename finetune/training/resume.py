@@ -193,6 +193,12 @@ def check_resume(
         typed = "".join(f" {key}={value}" for key, value in kept.items())
         start = launcher_of(began["processes"]) if began.get("processes") else ""
         again = f" ({start} -m finetune)" if start and "processes" in refused else ""
+        on_disk = {"model.weights", *began.get("model_files", ()), *model_files(config)}
+        if not any(key.startswith("data.") for key in differing.keys() - {"data.rows"}):
+            on_disk.add("data.rows")
+        back = "leave these overrides out"
+        if {*shown} <= on_disk:
+            back = "put the files of model and rows back as they were"
         raise ConfigError(
             f"resuming would change {', '.join(shown)}",
             where=f"train.resume_from_checkpoint: {checkpoint.folder}",
@@ -200,7 +206,7 @@ def check_resume(
             fix="the checkpoint's tensors do not fit: leave these overrides out, or start again "
             "without train.resume_from_checkpoint"
             if fixed
-            else f"leave these overrides out{again}, or 'resume.allow=[{named}]'{typed}",
+            else f"{back}{again}, or 'resume.allow=[{named}]'{typed}",
         )
     own = RULES["resuming itself"]
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}

@@ -114,6 +114,7 @@ def test_what_is_said_in_words_names_settings_that_there_are(name) -> None:
         ("tiny_full_fp8 FP8_FORMAT=hybrid", "write precision.format=hybrid"),
         ("tiny_full_fp8 transformer_engine=True", "write precision.backend=te"),
         ("tiny_full_fp8 --resume latest", "python -m finetune resume last"),
+        ("tiny_full_fp8 resume=latest", "python -m finetune resume last"),
         ("tiny_full_fp8 --list_checkpoints", "python -m finetune checkpoints"),
         ("tiny_full_fp8 --checkpoint_dir out", "--out FOLDER"),
         ("tiny_full_fp8 --use_tensorboard", "write train.report_to=tensorboard"),
