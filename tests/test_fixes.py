@@ -277,7 +277,7 @@ FILES: list[tuple[str, bytes, str, str, bytes]] = [
     ("a.jsonl", b"", "add rows, such as", "a.jsonl", ROW),
     ("a.jsonl", b"\n \n", "add rows, such as", "a.jsonl", ROW),
     ("a.doc", ROW, "use .jsonl", "a.jsonl", ROW),
-    ("a.jsonl", ROW + b"{no\n", "fix that line", "a.jsonl", ROW),
+    ("a.jsonl", ROW + b"{no\n", "fix or remove that line", "a.jsonl", ROW),
     (
         "a.jsonl",
         b'{"text": "caf\xe9"}\n',

@@ -837,7 +837,9 @@ run()
 @pytest.mark.parametrize(("process_number", "document"), [("0", "{}\n"), ("1", "")])
 def test_json_of_a_run_is_alone_on_the_output(process_number, document):
     """wandb and trackio print, and each process of torchrun printed a report."""
-    done = process("-c", CHATTY, env=os.environ | {"RANK": process_number})
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    launched |= dict.fromkeys(("RANK", "LOCAL_RANK"), process_number)
+    done = process("-c", CHATTY, env=os.environ | launched)
     assert done.stdout == document
     assert "a tracker begins\n" in done.stderr
     assert done.stderr.endswith("a tracker ends\nits process ends\n")
