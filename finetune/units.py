@@ -91,4 +91,4 @@ def shortened(text: str, most: int) -> str:
 
 def plural(number: int, noun: str) -> str:
     """`1 seed`, `3 seeds`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -109,7 +109,7 @@ def _receipt(recipe: str, *, fp8: bool) -> dict[str, Any]:
         {"name": f"model.layers.{i}.{part}_proj", "shape": [128, 128], "role": "base",
          "fprop": ran, "dgrad": ran, "wgrad": ran,
          "calls": {"fprop": 1, "dgrad": 1, "wgrad": 1}, "flops": 60_000_000,
-         "reason": "linear layer, aligned"}
+         "reason": ""}
         for i in range(4) for part in ("q", "k", "v", "o")
     ]  # fmt: skip
     head = {"name": "lm_head", "shape": [512, 128], "role": "head", "fprop": "bf16",

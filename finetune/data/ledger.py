@@ -42,6 +42,7 @@ from finetune.data.rows import workers
 from finetune.errors import ConfigError, DataError, FinetuneError, first_line
 from finetune.storage.ends import save_ends
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
+from finetune.units import plural
 
 TOKENIZED = Features(input_ids=List(Value("int64")), labels=List(Value("int64")))
 
@@ -152,11 +153,10 @@ class Ledger:
                 f"token lies within train.max_length={self.max_length}",
             )
         if self.truncated:
-            yield (
-                True,
-                f"{self.truncated:,} rows are longer than train.max_length={self.max_length} and "
-                f"are cut: {self.cut / self.tokens:.1%} of all tokens are not trained on",
-            )
+            share = self.cut / self.tokens
+            few = f"; {share:.1%} of all tokens are not trained on" if share >= 0.001 else ""
+            rows = f"{plural(self.truncated, 'row')} longer than train.max_length={self.max_length}"
+            yield bool(few), f"{rows} (cut){few}"
         if self.chat and self.trained == self.kept:
             yield True, "100% of the tokens of chat rows are trained on: the user's turns too"
         if self.doubled:

@@ -299,12 +299,23 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     if "text" in columns:
         return "text", lambda row: {"text": _text(row, "text")}
     raise DataError(
-        f"the columns of {source} are not a format that can be trained on",
+        f"no prompt and answer columns found in {source}",
         where=source,
         why=f"columns found: {', '.join(sorted(columns))}",
-        fix=f"rename them to one of: {FORMATS}; or name them: "
-        "'data.columns={prompt: NAME, completion: NAME}'",
+        fix=f"{_likely_columns(rows)}; or rename them to one of: {FORMATS}",
     )
+
+
+def _likely_columns(rows: Any) -> str:
+    """The setting that names prompt and answer: the two longest texts, in their order."""
+    first = list(itertools.islice(rows, 100))
+    size = {
+        name: sum(len(row[name]) for row in first if isinstance(row[name], str))
+        for name in rows.column_names
+    }
+    longest = sorted(filter(size.get, size), key=lambda name: -size[name])[:2]
+    ask, answer = sorted(longest, key=rows.column_names.index) if longest[1:] else ("NAME", "NAME")
+    return f"'data.columns={{prompt: {ask}, completion: {answer}}}'"
 
 
 def _note_folded(rows: Any, convert: Converter, form: Form, source: str) -> None:

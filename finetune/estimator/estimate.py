@@ -199,19 +199,18 @@ class Estimate(JupyterMixin):
         if self.place.device.kind != "cuda":
             return
         yield Text.assemble(
-            "allocated ", (_size(held.allocated), "bold"),
-            f" (with {_size(held.workspaces)} of library workspaces), "
-            f"reserved about {_size(held.reserved)}, "
-            f"shown by nvidia-smi about {_size(held.shown)}",
+            "needs ", (_size(held.shown), "bold"), " as nvidia-smi shows it: "
+            f"{_size(held.allocated)} allocated, {_size(held.reserved)} reserved",
         )  # fmt: skip
 
     def _time(self, pace: Pace) -> Iterator[Text]:
         _, low, high = pace.interval
         speed = pace.tokens_per_s * self.place.count
         yield Text.assemble(
-            "step ", (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}) of "
-            f"{count(pace.tokens * self.place.count)} tokens: ",
-            (f"{count(speed)} tokens/s", "bold"), f", MFU {percent(pace.mfu, 0)} of the BF16 peak",
+            f"step of {count(pace.tokens * self.place.count)} tokens: ",
+            (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}), ",
+            (f"{count(speed)} tokens/s", "bold"),
+            f" ({_rough(speed * pace.seconds / high)} to {_rough(speed * pace.seconds / low)})",
         )  # fmt: skip
         waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
         parts = [
@@ -243,6 +242,11 @@ class Estimate(JupyterMixin):
         yield Text(pays if gain > 1.02 else lost, "bold")
         for reason in self.twin.why:
             yield Text(f"  {reason}")
+
+
+def _rough(number: float) -> str:
+    """A figure that is known to a third: `12,000`."""
+    return count(float(f"{number:.2g}"))
 
 
 def _facts(measured: Measured) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from finetune.hardware.device import (
 )
 from finetune.hardware.gpus import Place
 from finetune.hardware.versions import version
+from finetune.runs.receipt import SCALES
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
@@ -165,6 +166,15 @@ class Resolution:
             return p.compute.upper()
         engine = "frozen" if p.frozen == "fp8" else p.backend
         return f"{p.low.upper()} {engine}/{p.scaling}"
+
+    @property
+    def described(self) -> str:
+        """For a person to read: `FP8 (frozen base, row-wise scales)`, `BF16`."""
+        p = self.precision
+        if p.compute != "fp8":
+            return p.compute.upper()
+        engine = "frozen base" if p.frozen == "fp8" else p.backend
+        return f"{p.low.upper()} ({engine}, {SCALES.get(p.scaling, f'{p.scaling} scaling')})"
 
 
 def emulates(precision: PrecisionConfig, device: Device) -> bool:

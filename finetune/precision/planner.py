@@ -55,10 +55,8 @@ from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.weights import Fp8Bits, Granularity
 
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
-ALIGNED = "linear layer, aligned"
 OF_ENGINE = "Transformer Engine's layers own their weights; precision.backend=torchao takes it"
 AS_CONFIGURED = "as configured"
-"""Reason of a layer that runs in FP8 without anybody having named it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class LayerPlan:
         shape: (N, K), outputs and inputs; for a parameter its last two dimensions as stored.
         frozen: True if the weight does not train, so there is no wgrad.
         compute: precision of its GEMMs; `fp8` if the layer is converted.
-        reason: reason for this precision.
+        reason: reason for this precision; empty in FP8 that nobody has chosen for this layer.
         gemm_precision: GEMM -> precision of a converted layer that is not all FP8.
         override: True if the user chose a type that overrides autocast.
         kind: `linear` for a linear layer, `parameter` for a declared parameter.
@@ -180,7 +178,8 @@ def _shown(layer: LayerPlan) -> tuple[str, str]:
     ran = {gemm: layer.precision_of(gemm) for gemm in layer.gemms}
     kept = [gemm for gemm, kind in ran.items() if kind not in ("fp8", "fp4")]
     low = next((kind for kind in ran.values() if kind in ("fp8", "fp4")), layer.compute)
-    return low, layer.reason + (f"; {', '.join(kept)} high" if kept else "")
+    high = f"{', '.join(kept)} high" if kept else ""
+    return low, "; ".join(filter(None, (layer.reason, high)))
 
 
 def place_in_block(name: str) -> str:
@@ -355,12 +354,12 @@ class _Storing:
             return row
         if id(module) in self._typed:
             why = "weight kept: its module casts activations to the weight's type"
-            return replace(row, reason=f"{row.reason}; {why}")
+            return replace(row, reason="; ".join(filter(None, (row.reason, why))))
         self._check_method(row, module)
         reason = f"frozen, stored in FP8 (per-{self._granularity} scale)"
         if isinstance(module, StoredMixin) and self._granularity not in module.granularities:
             reason += ", cast again from what the checkpoint holds"
-        requested = "" if row.reason == ALIGNED else f"{row.reason}; "
+        requested = f"{row.reason}; " if row.reason else ""
         return replace(row, stored=self._granularity, reason=requested + reason)
 
     def _check_method(self, row: LayerPlan, module: Any) -> None:
@@ -409,7 +408,7 @@ def _plan_layer(
         return LayerPlan(name, shape, role, frozen, "bf16", high)
     kept = precision.gemms_kept_high
     gemms: dict[Gemm, str] = {gemm: "bf16" if gemm in kept else precision.low for gemm in GEMMS}
-    return LayerPlan(name, shape, role, frozen, "fp8", reason or ALIGNED, tuple(gemms.items()))
+    return LayerPlan(name, shape, role, frozen, "fp8", reason, tuple(gemms.items()))
 
 
 def _check_override(row: LayerPlan, cannot: str) -> None:
@@ -427,7 +426,7 @@ def _as_parameter(row: LayerPlan) -> LayerPlan:
     """The row of a parameter, planned by the rules of a linear layer."""
     reason = row.reason
     if row.compute == "fp8":
-        reason = reason.replace(ALIGNED, "parameter that multiplies, aligned")
+        reason = reason or "parameter that multiplies"
     elif reason == AS_CONFIGURED:
         reason = "multiplied as its module does it"
     return replace(row, reason=reason, kind="parameter")

@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 
 from finetune.hardware.device import synchronize
 from finetune.training.compute_types import refuse_vanished_scale
-from finetune.units import elapsed
+from finetune.units import elapsed, plural
 
 
 class MetricsWriter(TrainerCallback):
@@ -89,10 +89,11 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
     batches, each = len(loader), args.gradient_accumulation_steps
     whole, rest = divmod(state.max_steps, math.ceil(batches / each))
     epochs = whole + rest * each / batches
-    line = f"steps: {state.max_steps:,}, {epochs:.2f} epochs"
+    line = f"{plural(state.max_steps, 'step')} = {epochs:.2g} epochs"
     if args.max_steps <= 0 or epochs >= 0.995:
         return line
-    return f"{line}: {1 - epochs:.0%} of the rows are not read (train.num_train_epochs=1: all)"
+    unread = f"{1 - epochs:.0%} of your rows are never read"
+    return f"{line}; {unread}. To read all: train.num_train_epochs=1"
 
 
 class ProgressBar(TrainerCallback):

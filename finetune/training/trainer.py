@@ -218,10 +218,12 @@ class _Run:
     def _introduce(self, ahead: Preflight) -> None:
         """Print model, method, precision, engine and device."""
         config, p = self.config, ahead.resolution.precision
-        method = "full fine-tuning" if config.lora is None else f"LoRA r={config.lora.r}"
+        lora, stored = config.lora, config.model.storage
+        method = "full fine-tuning" if lora is None else f"{'Q' * bool(stored)}LoRA r={lora.r}"
+        held = f", {stored.upper()} base" if stored else ""
         emulated = emulates(p, ahead.device)
-        facts = f": {config.model.name}, {method}, {ahead.resolution.label} on {ahead.device.name}"
-        facts += ", emulated" * emulated
+        facts = f": {config.model.name}, {method}{held}, {ahead.resolution.described}"
+        facts += f"{', emulated' * emulated} on {ahead.device.name}"
         self.console.print(Text.assemble((self.recipe.name, "bold"), facts))
         if emulated and ahead.device.has_fp8:
             self._warn(ahead.resolution.reason)

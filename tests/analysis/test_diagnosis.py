@@ -261,7 +261,7 @@ def test_overlapping_kernels_are_charged_once(drawn) -> None:
 
 
 def layer(name: str, shape=(128, 64), role="base", **more) -> LayerReceipt:
-    values = {"fprop": "fp8", "dgrad": "fp8", "wgrad": "none", "reason": "linear layer, aligned"}
+    values = {"fprop": "fp8", "dgrad": "fp8", "wgrad": "none", "reason": ""}
     values |= {"calls": {"fprop": 1, "dgrad": 1, "wgrad": 0}} | more
     calls = sum(values["calls"].values())
     return LayerReceipt(name, shape, role, flops=2 * 256 * shape[0] * shape[1] * calls, **values)
@@ -352,7 +352,7 @@ def config(name: str = "llama_8b_lora_fp8", *overrides: str) -> RunConfig:
 
 
 def group(kind="q_proj", shape=(4096, 4096), role="base", *, tokens=8192, **more) -> LayerGroup:
-    values = {"fprop": "fp8", "dgrad": "fp8", "wgrad": "none", "reason": "linear layer, aligned"}
+    values = {"fprop": "fp8", "dgrad": "fp8", "wgrad": "none", "reason": ""}
     values |= {"calls": {"fprop": 1, "dgrad": 1, "wgrad": 0}, "flops": 1, "share": 0.1} | more
     return LayerGroup(kind, role, (f"l.0.{kind}",), shape, tokens=tokens, **values)
 

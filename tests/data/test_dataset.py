@@ -565,13 +565,13 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
         pytest.param(
             "a.jsonl",
             '{"foo": "a", "bar": "b"}\n',
-            ["columns of a.jsonl are not a format", "found: bar, foo", "messages; prompt and"],
+            ["no prompt and answer columns found in a.jsonl", "found: bar, foo", "messages; prompt and"],
             id="unknown-columns",
         ),
         pytest.param(
             "a.jsonl",
             '{"instruction": "a", "completion": "b"}\n',
-            ["columns of a.jsonl are not a format", "found: completion, instruction"],
+            ["no prompt and answer columns found in a.jsonl", "found: completion, instruction"],
             id="half-of-two-formats",
         ),
     ],

@@ -281,7 +281,7 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
     ("max_steps", "rows", "said"),
     [
         (50, 400, "steps: 50, 1.00 epochs"),
-        (50, 1600, "steps: 50, 0.25 epochs: 75% of the rows are not read"),
+        (50, 1600, "50 steps = 0.25 epochs; 75% of your rows are never read"),
         (-1, 1600, "steps: 50, 0.25 epochs"),
         (50, 36, "steps: 50, 10.00 epochs"),
     ],

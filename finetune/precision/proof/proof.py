@@ -283,7 +283,8 @@ class Proof:
         rows = []
         for layer in self.conversion.plan.layers:
             seen = by_layer.pop(layer.name, [])
-            reason = layer.reason if seen else f"did not run in the observed step ({layer.reason})"
+            rested = "did not run in the first step"
+            reason = layer.reason if seen else "; ".join(filter(None, (rested, layer.reason)))
             rows.append(_row(layer.name, layer.shape, layer.role, seen, reason))
         for name, seen in by_layer.items():
             which = f" ({', '.join(sorted(witness.unknown))})" if name == UNKNOWN else ""
