@@ -30,10 +30,6 @@ COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
     *(("te", "delayed"), ("te", "tensorwise"), ("torchao", "tensorwise"), ("torchao", "rowwise")),
     *(("emulated", "delayed"), ("emulated", "tensorwise"), ("emulated", "rowwise")),
 )
-NO_UNIT = (
-    "no FP8 unit here. FP8 is emulated (exact, slow) in the tiny_* recipes, or with "
-    "precision.emulation=allow"
-)
 GEMM_TOLERANCE = 0.06
 """Relative Frobenius error allowed in an FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
 
@@ -106,7 +102,10 @@ def examine(device: Device | None = None) -> Findings:
         resolution = resolve(PrecisionConfig(compute="fp8"), device)
         auto = f"{resolution.label} ({resolution.reason})"
     except FinetuneError as error:
-        auto = f"no FP8 ({error.why})" if device.has_fp8 else NO_UNIT
+        auto = f"no FP8: {error.why}"
+        if not device.has_fp8:
+            auto = f"no FP8: {device.has_fp8.reason}. It is emulated (exact, slow) in the tiny_* "
+            auto += "recipes, or with precision.emulation=allow"
     versions = installed()
     return Findings(
         device=device,
