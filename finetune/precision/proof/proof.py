@@ -248,6 +248,13 @@ class Proof:
             if row.fprop != "none" and row.dgrad == row.wgrad == "none"
             if has_new_gradient(self.model, planned[row.name], self._graded or set())
         ]
+        high = {layer.name for layer in plan.layers if layer.compute != "fp8"} - planned.keys()
+        other += [
+            f"{row.name} ran in {plan.precision.low.upper()}, planned in high precision"
+            for row in self.layers
+            if row.name in high
+            and any(plan.precision.low in getattr(row, gemm).split("+") for gemm in GEMMS)
+        ]
         wrong: list[LayerReceipt] = []
         for row in rows:
             for gemm in GEMMS:
