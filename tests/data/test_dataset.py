@@ -565,7 +565,7 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
         pytest.param(
             "a.jsonl",
             '{"foo": "a", "bar": "b"}\n',
-            ["no prompt and answer columns found in a.jsonl", "found: bar, foo", "messages; prompt and"],
+            ["no prompt and answer columns found in a.jsonl", "found: bar", "messages; prompt and"],
             id="unknown-columns",
         ),
         pytest.param(
