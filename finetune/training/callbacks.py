@@ -89,7 +89,8 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
     batches, each = len(loader), args.gradient_accumulation_steps
     whole, rest = divmod(state.max_steps, math.ceil(batches / each))
     epochs = whole + rest * each / batches
-    line = f"{plural(state.max_steps, 'step')} = {epochs:.2g} epochs"
+    shown = f"{epochs:.2g}"
+    line = f"{plural(state.max_steps, 'step')} = {shown} epoch{'s' * (shown != '1')}"
     if args.max_steps <= 0 or epochs >= 0.995:
         return line
     unread = f"{1 - epochs:.0%} of your rows are never read"

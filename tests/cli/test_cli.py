@@ -539,7 +539,11 @@ def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
         ("data.path=rows.jsnl", "", ["no data file 'rows.jsnl'", "did you mean 'rows.jsonl'?"]),
         ("data.path=rows.jsonl", "", ["rows.jsonl is empty"]),
         ("data.path=rows.jsonl", '{"text": "a"}\n{"text"\n', ["rows.jsonl:2", "not JSON"]),
-        ("data.path=rows.jsonl", '{"foo": 1}\n', ["not a format", "columns found: foo"]),
+        (
+            "data.path=rows.jsonl",
+            '{"foo": 1}\n',
+            ["no prompt and answer columns", "columns found: foo"],
+        ),
         ("data.path=rows.doc", "Once.", ["files of type '.doc' cannot be read"]),
         ("data.path=rows.jsonl", '{"text": null}\n', ["row 1 of rows.jsonl", "'text' is empty"]),
         ("data.path=rows.jsonl", '{"messages": "hello"}\n', ["row 1 of rows.jsonl"]),

@@ -262,7 +262,7 @@ def test_rows_of_parameters() -> None:
         ("inner", "parameter", "", (32, 32), "fp8"),
         ("experts", "parameter", "", (32, 32), "fp8"),
     }
-    assert found["inner"].reason == "parameter that multiplies, aligned"
+    assert found["inner"].reason == "parameter that multiplies"
     frozen = Block()
     frozen.experts.requires_grad_(False)
     row = plan(frozen, precision()).layers[-1]

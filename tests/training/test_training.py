@@ -280,10 +280,10 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("max_steps", "rows", "said"),
     [
-        (50, 400, "steps: 50, 1.00 epochs"),
+        (50, 400, "50 steps = 1 epoch"),
         (50, 1600, "50 steps = 0.25 epochs; 75% of your rows are never read"),
-        (-1, 1600, "steps: 50, 0.25 epochs"),
-        (50, 36, "steps: 50, 10.00 epochs"),
+        (-1, 1600, "50 steps = 0.25 epochs"),
+        (50, 36, "50 steps = 10 epochs"),
     ],
 )
 def test_a_run_says_how_many_of_its_rows_its_steps_read(max_steps, rows, said) -> None:
@@ -294,8 +294,8 @@ def test_a_run_says_how_many_of_its_rows_its_steps_read(max_steps, rows, said) -
     args: Any = SimpleNamespace(max_steps=max_steps, gradient_accumulation_steps=2)
     state: Any = SimpleNamespace(max_steps=50)
     line = extent(args, state, loader)
-    assert line.partition(" (")[0] == said
-    assert ("train.num_train_epochs=1" in line) == (": 75%" in said)
+    assert line.partition(". To read all: train.num_train_epochs=1")[0] == said
+    assert ("train.num_train_epochs=1" in line) == ("; 75%" in said)
 
 
 def test_a_stream_has_no_epochs_also_as_the_share_of_a_process() -> None:
