@@ -34,6 +34,14 @@ BackendName = Literal["te", "torchao", "emulated"]
 Scaling = Literal[
     "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
 ]
+SCALES = {
+    "rowwise": "row-wise scales",
+    "rowwise_with_gw_hp": "row-wise scales, wgrad high",
+    "tensorwise": "tensor-wise scales",
+    "delayed": "delayed scaling",
+    "blockwise": "block scales",
+}
+"""Setting of `precision.scaling` -> what a person reads."""
 Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Storage = Literal["nf4", "fp8"]

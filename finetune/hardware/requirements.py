@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.optimizers import cannot_have, chosen
-from finetune.config.schema import FP8_ONLY, PrecisionConfig, RunConfig
+from finetune.config.schema import FP8_ONLY, SCALES, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
@@ -30,7 +30,6 @@ from finetune.hardware.device import (
 )
 from finetune.hardware.gpus import Place
 from finetune.hardware.versions import version
-from finetune.runs.receipt import SCALES
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
@@ -172,7 +171,7 @@ class Resolution:
         """For a person to read: `FP8 (frozen base, row-wise scales)`, `BF16`."""
         p = self.precision
         if p.compute != "fp8":
-            return p.compute.upper()
+            return self.label
         engine = "frozen base" if p.frozen == "fp8" else p.backend
         return f"{p.low.upper()} ({engine}, {SCALES.get(p.scaling, f'{p.scaling} scaling')})"
 

@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
+from finetune.config.schema import SCALES
 from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
 from finetune.runs.folder import finite, write_whole
@@ -308,16 +309,6 @@ class Receipt(JupyterMixin):
             yield Text(f"! {line}", style="yellow")
         if line := memory_line(self.memory):
             yield Text(line)
-
-
-SCALES = {
-    "rowwise": "row-wise scales",
-    "rowwise_with_gw_hp": "row-wise scales, wgrad high",
-    "tensorwise": "tensor-wise scales",
-    "delayed": "delayed scaling",
-    "blockwise": "block scales",
-}
-"""Setting of `precision.scaling` -> its name in the headline."""
 
 
 def changed_numbers(movement: dict[str, Any]) -> tuple[int, int]:
