@@ -170,7 +170,9 @@ def check_resume(
     differing = dict(_changed_keys(began["config"], now))
     if began.get("rows") != rows:
         differing["data.rows"] = ("the rows it was trained on", "other rows, or another order")
-    if (files := began.get("model_files")) and (named := model_files(config)):
+    files = began.get("model_files") or {}
+    named = model_files(config) if files else {}
+    if named:
         keys = sorted({*files, *named})
         pairs = {key: (files.get(key), named.get(key)) for key in keys}
         differing |= {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -189,11 +191,11 @@ def check_resume(
         if {*refused} & {*BATCH}:
             why += moved_rows(checkpoint, config, processes)
         kept = _keeping_batch(began, config, processes) if "processes" in refused else {}
-        named = ", ".join(dict.fromkeys((*allowed, *refused, *kept)))
+        listed = ", ".join(dict.fromkeys((*allowed, *refused, *kept)))
         typed = "".join(f" {key}={value}" for key, value in kept.items())
         start = launcher_of(began["processes"]) if began.get("processes") else ""
         again = f" ({start} -m finetune)" if start and "processes" in refused else ""
-        on_disk = {"model.weights", *began.get("model_files", ()), *model_files(config)}
+        on_disk = {"model.weights", *files, *named}
         if not any(key.startswith("data.") for key in differing.keys() - {"data.rows"}):
             on_disk.add("data.rows")
         back = "leave these overrides out"
@@ -206,7 +208,7 @@ def check_resume(
             fix="the checkpoint's tensors do not fit: leave these overrides out, or start again "
             "without train.resume_from_checkpoint"
             if fixed
-            else f"{back}{again}, or 'resume.allow=[{named}]'{typed}",
+            else f"{back}{again}, or 'resume.allow=[{listed}]'{typed}",
         )
     own = RULES["resuming itself"]
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
