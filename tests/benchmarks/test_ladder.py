@@ -1,4 +1,4 @@
-"""The benchmarks of FP8 LoRA run, and the figures that do not depend on a machine hold."""
+"""The ladders run end to end, and each step is what its name says."""
 
 from __future__ import annotations
 
@@ -11,54 +11,7 @@ from finetune import load_recipe
 from finetune.analysis.benchmark.result import Benchmark, Row
 from finetune.config.paths import TINY_LLAMA
 from tests.analysis.test_benchmark import in_this_process
-from tests.benchmarks import convergence, dx_error, lora_loss
-from tests.benchmarks.convergence import once
-from tests.benchmarks.frozen_layer import TORCHAO, contenders
-from tests.benchmarks.frozen_layer import table as layer_table
 from tests.benchmarks.ladder import STEPS, StepJob, climb, main, measure_step, steps_of
-
-
-@pytest.mark.parametrize("kind", dx_error.SYNTHETIC)
-def test_folded_scales_are_as_exact_as_a_second_copy(kind) -> None:
-    operands = dx_error.synthetic(kind, seed=0)
-    found = {name: dx_error.error(way, *operands) for name, way in dx_error.WAYS.items()}
-    assert 0.033 < found["folded"] < 0.038
-    assert found["folded"] < 1.01 * found["second copy"]
-    assert found["folded"] < 1.02 * found["torchao rows"]
-    assert 0.023 < found["BF16 dgrad"] < 0.027
-    assert found["per tensor"] < 0.038
-    assert found["torchao e5m2"] > 1.5 * found["folded"]
-
-
-def test_the_real_operator_is_measured_too() -> None:
-    text = layer_table("title", contenders("rowwise", emulate=False), 32, 32, 32, rounds=2)
-    names = [line.split(" | ")[0].strip("| ") for line in text.splitlines()[4:]]
-    assert names == [TORCHAO, "ours", "ours, bf16 kept", "BF16"]
-
-
-@pytest.mark.long
-def test_adapters_learn_over_both_bases(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(convergence, "HELD_OUT_ROWS", 16)
-    monkeypatch.setattr(lora_loss, "BYTES", 100_000)
-    lora_loss.tokens.cache_clear()
-    results = []
-    for base in ("bf16", "fp8"):
-        settings = lora_loss.settings_of(4, base, 0, 8)
-        result = once(tmp_path / f"{base}.json", settings, lora_loss.train)
-        assert once(tmp_path / f"{base}.json", settings, lambda _: {}) == result
-        assert result["held_out"] < 0.95 * result["before"]
-        results.append(result)
-    lora_loss.tokens.cache_clear()
-    high, low = results
-    assert high["over_bf16"] == pytest.approx(high["held_out"], rel=1e-3)
-    assert low["losses"] != high["losses"]
-    assert low["held_out"] == pytest.approx(high["held_out"], rel=0.02)
-    rows = lora_loss.table_of(results).splitlines()[4:]
-    assert next(row.split(" | ")[3] for row in rows) == "+0.00%"
-    assert len(rows) == 2
-
-
-# ---------------------------------------------------------------------------------------- ladders
 
 
 def run_here(job: StepJob, log) -> list[dict]:
