@@ -88,7 +88,7 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
             why=f"besides a question itself, its rows are {most:,}"
             if most
             else "it is defined without examples",
-            fix=f"eval.shots={most} (--shots {most}) or fewer",
+            fix=f"eval.shots={most} (--shots {most}) or fewer" if most else "~eval.shots",
         )
     task.set_config(key="num_fewshot", value=(own or 0) if shots is None else shots)
     task.set_fewshot_seed(seed=SEED)
@@ -133,7 +133,7 @@ def _members(manager: TaskManager, asked: str) -> list[str]:
 
 def _read_locally(entry: Any, rows: Path, folder: Path) -> None:
     """Let the entry of a task read a folder of rows, by a definition in a folder of ours."""
-    stock, task = entry.cfg, entry.name
+    stock, task = entry.cfg or {}, entry.name
     splits = {key: str(stock[key]) for key in SPLITS if stock.get(key)}
     wanted = splits.get("test_split") or splits.get("validation_split")
     published = [split for split in (wanted, splits.get("validation_split")) if split]

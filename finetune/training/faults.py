@@ -76,7 +76,7 @@ def others_alive(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lost = error.__cause__ if isinstance(error, FinetuneError) else error
+        lost = error.__cause__ or error if isinstance(error, FinetuneError) else error
         if processes() == 1 or not _is_of_a_connection(lost):
             raise
         raise RunFailedError(
@@ -156,7 +156,7 @@ def _concerns(error: BaseException, folder: Path) -> bool:
     return str(folder.resolve()) in str(Path(str(error.filename or "")).resolve())
 
 
-def _is_of_a_connection(error: BaseException | None) -> bool:
+def _is_of_a_connection(error: BaseException) -> bool:
     """True for what a collective raises when a process that takes part in it is gone."""
     from torch.distributed import DistError
 

@@ -21,6 +21,8 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl
 
+from finetune.hardware.device import processes
+
 
 class GracefulStop(TrainerCallback):
     """Context manager around training that Ctrl-C ends; also a callback of the trainer.
@@ -53,6 +55,8 @@ class GracefulStop(TrainerCallback):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
         self._restore()
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if kind is not None and not interrupted:
+            self._outlast_launcher()
         self.is_cut_short = interrupted
         self.asked = self.asked or interrupted
         return interrupted
@@ -62,6 +66,16 @@ class GracefulStop(TrainerCallback):
             signal.signal(number, handler)
         self._previous.clear()
         vars(self.console).pop("on_broken_pipe", None)
+
+    def _outlast_launcher(self) -> None:
+        """Let one SIGTERM pass by a process of several that has failed.
+
+        `torchrun` sends it to all others at once when one is gone: before they have left a receipt
+        and said why they end and how to go on.
+        """
+        if processes() > 1 and threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, before))
 
     def _on_closed_output(self) -> None:
         """Save and stop; rich would end the process where it stands."""

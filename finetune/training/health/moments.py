@@ -66,7 +66,7 @@ def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float
         stored = [_parts(local_part(state[name])) for name in ("exp_avg", "exp_avg_sq")]
     elif "state1" in state and "state2" in state:  # bitsandbytes; small tensors have no codes
         stored = [
-            (state[f"state{i}"], state.get(f"qmap{i}"), state.get(f"absmax{i}")) for i in "12"
+            (state[f"state{i}"], state.get(f"qmap{i}"), state.get(f"absmax{i}")) for i in (1, 2)
         ]
     else:
         return None
