@@ -108,7 +108,7 @@ class Finiteness:
     def _broken_loss(self) -> Finding | None:
         count = len(self._losses)
         for index, loss in enumerate(self._losses):
-            if _is_broken(loss):
+            if is_broken(loss):
                 at = f", micro-batch {index + 1} of {count}" if count > 1 else ""
                 return Finding("loss", "the loss", f"its value{at}", _counts(loss))
         return None
@@ -117,7 +117,7 @@ class Finiteness:
         """The gradient that backward came to first: the last one in the order of the model."""
         for name, parameter in reversed(list(self.model.named_parameters())):
             norm = norms.get(parameter)
-            if norm is not None and _is_broken(norm):
+            if norm is not None and is_broken(norm):
                 return Finding("gradient", name, "its gradient", f"its norm is {float(norm)}")
         return None
 
@@ -154,7 +154,7 @@ def refuse_broken_weights(model: nn.Module, name: str) -> None:
 def check_parameters(model: nn.Module) -> Finding | None:
     """Return the first nonfinite parameter, if any."""
     for name, parameter in model.named_parameters():
-        if _is_broken(parameter):
+        if is_broken(parameter):
             return Finding("parameter", name, "its values", _counts(parameter))
     return None
 
@@ -167,7 +167,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """
     local = [_own_values(t) for t in tensors]
     norm = torch.nn.utils.get_total_norm(local)
-    return math.isfinite(norm) or not any(_is_broken(t) for t in local)
+    return math.isfinite(norm) or not any(is_broken(t) for t in local)
 
 
 def _own_values(x: Tensor) -> Tensor:
@@ -175,10 +175,13 @@ def _own_values(x: Tensor) -> Tensor:
     return local_part(x).detach()
 
 
-def _is_broken(x: Tensor) -> bool:
+@torch.no_grad()
+def is_broken(x: Tensor) -> bool:
+    """True if this process's part of a tensor has NaN or infinity; codes in 8 bits have neither."""
     own = _own_values(x)
     judged = own.is_floating_point() and own.dtype.itemsize >= 2 and own.numel() > 0
-    return judged and not bool(own.isfinite().all())
+    # NaN is the least and the greatest of any values; no mask as large as the tensor is made.
+    return judged and not bool(torch.stack(torch.aminmax(own)).isfinite().all())
 
 
 def _counts(x: Tensor) -> str:
