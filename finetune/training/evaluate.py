@@ -62,169 +62,129 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
     """
     if not eval.tasks:
         return []
-    if eval.data is not None and all(name.startswith(BUILTIN) for name in eval.tasks):
-        raise ConfigError(
-            "eval.data would change nothing",
-            where=f"eval.data: {eval.data}",
-            why=f"{', '.join(eval.tasks)} has its rows in the package",
-            fix="leave it out, or name a task whose rows are in that folder",
-        )
     require("eval.tasks", "lm_eval", install_hint("eval"))
-    names = [name.removeprefix(BUILTIN) for name in eval.tasks]
+    manager, tasks, local = manager_of(eval.tasks), [], set[str]()
     with tempfile.TemporaryDirectory() as folder:
-        manager = manager_of(eval.tasks)
-        local = _local_definitions(eval, manager, names)
-        for task, definition in local.items():
-            (Path(folder) / f"{task}.yaml").write_text(yaml.safe_dump(definition), encoding="utf-8")
-        if local:
-            manager = manager_of(eval.tasks, [Path(folder)])
-        tasks = [task for name in names for task in _built(manager, name, local, eval)]
-    for name, task in manager_of(()).load(tasks)["tasks"].items():
-        own = task.get_config("num_fewshot")
-        if eval.shots and own == 0:
-            raise ConfigError(
-                f"{name} is defined without examples",
-                where=f"eval.shots={eval.shots}",
-                why="its prompt has no place for them",
-                fix="~eval.shots",
-            )
-        most = len(list(task.fewshot_docs())) - 1 if eval.shots else 0  # besides the question
-        if eval.shots and eval.shots > most:
-            raise ConfigError(
-                f"{name} has no {eval.shots:,} examples",
-                where=f"eval.shots={eval.shots}",
-                why=f"besides a question itself, its rows are {most:,}",
-                fix=f"eval.shots={most} (--shots {most}) or fewer",
-            )
-        task.set_config(key="num_fewshot", value=(own or 0) if eval.shots is None else eval.shots)
-        task.set_fewshot_seed(seed=SEED)
+        for asked in eval.tasks:
+            rows = PACKAGED if asked.startswith(BUILTIN) else eval.data
+            for task in _members(manager, asked):
+                if rows is not None and task not in local:
+                    _read_locally(manager.task_index[task], user_path(rows) / task, Path(folder))
+                    local.add(task)
+            tasks += _built(manager, asked.removeprefix(BUILTIN), eval, is_local=rows is not None)
+    for name, task in manager.load(tasks)["tasks"].items():
+        _set_shots(name, task, eval.shots)
     return tasks
+
+
+def _set_shots(name: str, task: Any, shots: int | None) -> None:
+    own = task.get_config("num_fewshot")
+    # 0 in a definition: its prompt has no place for examples. One row is the question itself.
+    most = 0 if not shots or own == 0 else len(list(task.fewshot_docs())) - 1
+    if shots and shots > most:
+        raise ConfigError(
+            f"{name} has no {shots:,} examples",
+            where=f"eval.shots={shots}",
+            why=f"besides a question itself, its rows are {most:,}"
+            if most
+            else "it is defined without examples",
+            fix=f"eval.shots={most} (--shots {most}) or fewer" if most else "~eval.shots",
+        )
+    task.set_config(key="num_fewshot", value=(own or 0) if shots is None else shots)
+    task.set_fewshot_seed(seed=SEED)
 
 
 # ------------------------------------------------------------------------------------- definitions
 
 
-def manager_of(names: Iterable[str], more: Iterable[Path] = ()) -> TaskManager:
+def manager_of(names: Iterable[str]) -> TaskManager:
     """Index of these names: of packaged tasks, of one of lm-eval's folders, or of all."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
     stock = Path(lm_eval.tasks.__file__).parent
-    packaged, folders = {path.name for path in PACKAGED.iterdir()}, [PACKAGED]
-    for name in names:
-        if name.startswith(BUILTIN):
-            if name.removeprefix(BUILTIN) not in packaged:
-                known = sorted(BUILTIN + task for task in packaged)
-                raise ConfigError(
-                    f"there is no packaged task {name!r}{did_you_mean(name, known)}",
-                    where="eval.tasks",
-                    fix=f"packaged tasks: {', '.join(known)}; others by lm-eval's name",
-                )
-        elif (stock / name / f"{name}.yaml").is_file():
-            folders.append(stock / name)
-        else:
-            return TaskManager(include_path=[PACKAGED, *more])
-    return TaskManager(include_defaults=False, include_path=[*folders, *more])
+    folders = [stock / name for name in names if not name.startswith(BUILTIN)]
+    if all((folder / f"{folder.name}.yaml").is_file() for folder in folders):
+        return TaskManager(include_defaults=False, include_path=[PACKAGED, *folders])
+    return TaskManager(include_path=PACKAGED)
 
 
-def _leaves(manager: TaskManager, name: str) -> list[str]:
+def _members(manager: TaskManager, asked: str) -> list[str]:
     """Tasks of a name: itself, or those of a group or a tag."""
-    entry = manager.task_index.get(name)
+    entry = manager.task_index.get(asked.removeprefix(BUILTIN))
     if entry is None:
+        packaged = f"{BUILTIN}harbour_choice"
         raise ConfigError(
-            f"lm-eval has no task {name!r}{did_you_mean(name, manager.all_tasks)}",
+            f"there is no task {asked!r}{did_you_mean(asked, [packaged, *manager.all_tasks])}",
             where="eval.tasks",
-            fix=f"`lm-eval ls tasks` lists them; {BUILTIN}harbour_choice is packaged",
+            fix=f"`lm-eval ls tasks` lists them; {packaged} is packaged",
         )
-    if entry.kind.name == "TAG":
-        return [leaf for tag in sorted(entry.tags) for leaf in _leaves(manager, tag)]
-    if entry.kind.name != "GROUP":
-        return [name]
-    found: list[str] = []
-    for member in (entry.cfg or {}).get("task", ()):
-        inner = member if isinstance(member, str) else member.get("task") or member.get("group")
-        if isinstance(inner, str) and inner in manager.task_index:
-            found += _leaves(manager, inner)
-    return found
+    if entry.kind.name not in ("TAG", "GROUP"):
+        return [entry.name]
+    parts: Any = sorted(entry.tags) or (entry.cfg or {}).get("task", ())
+    names = [p if isinstance(p, str) else p.get("task", p.get("group")) for p in parts]
+    return [
+        task
+        for name in names
+        if isinstance(name, str) and name in manager.task_index
+        for task in _members(manager, name)
+    ]
 
 
-def _local_definitions(
-    eval: EvalConfig, manager: TaskManager, names: list[str]
-) -> dict[str, dict[str, Any]]:
-    """Definitions with local rows: packaged tasks, and all others with `eval.data`."""
-    definitions = {}
-    for name, asked in zip(names, eval.tasks, strict=True):
-        folder = PACKAGED if asked.startswith(BUILTIN) else eval.data
-        if folder is None:
-            continue
-        for leaf in _leaves(manager, name):
-            entry, rows = manager.task_index[leaf], user_path(folder) / leaf
-            definitions[leaf] = _with_files(leaf, entry.cfg or {}, entry.yaml_path, rows)
-    return definitions
-
-
-def _with_files(
-    task: str, stock: dict[str, Any], source: Path | None, rows: Path
-) -> dict[str, Any]:
-    wanted = stock.get("test_split") or stock.get("validation_split")
-    files = {
-        split: path
-        for split in sorted({str(stock[key]) for key in SPLITS if stock.get(key)})
-        for suffix in FORMATS
-        if (path := rows / f"{split}{suffix}").is_file()
-    }
-    if wanted not in files and stock.get("validation_split") in files:
-        wanted = stock["validation_split"]  # published tests often have no answers
-    if source is None or wanted not in files:
-        there = sorted(path.name for path in rows.glob("*")) if rows.is_dir() else []
+def _read_locally(entry: Any, rows: Path, folder: Path) -> None:
+    """Let the entry of a task read a folder of rows, by a definition in a folder of ours."""
+    stock, task = entry.cfg or {}, entry.name
+    splits = {key: str(stock[key]) for key in SPLITS if stock.get(key)}
+    wanted = splits.get("test_split") or splits.get("validation_split")
+    published = [split for split in (wanted, splits.get("validation_split")) if split]
+    suffix = next(  # published tests often have no answers
+        (s for split in published for s in FORMATS if _has_rows(rows / f"{split}{s}")), None
+    )
+    if suffix is None:
+        there = sorted(path.name + " (empty)" * (not _has_rows(path)) for path in rows.glob("*"))
         raise DataNotFoundError(
             f"there are no rows of {task} in {str(rows)!r}",
             where=f"eval.data: {rows.resolve()}",
-            why=f"it holds {', '.join(there)}" if there else "no such folder",
+            why=f"it holds {', '.join(there)}" if there else "no such folder, or nothing in it",
             fix=f"put {wanted}.jsonl or {wanted}.parquet there, in the columns of "
             f"{stock.get('dataset_path')} on the hub",
         )
-    for path in files.values():
-        if not path.stat().st_size:
-            raise DataError(f"{path.name} is empty", where=str(path.resolve()), fix="add rows")
-    kinds = {FORMATS[path.suffix] for path in files.values()}
-    if len(kinds) > 1:
-        raise DataError(
-            f"the rows of {task} are of two formats", where=str(rows), fix="all .jsonl, or .parquet"
-        )
-    kept = {key: stock[key] for key in SPLITS if stock.get(key)}
-    return {
-        "include": str(source),
+    paths = {split: (rows / f"{split}{suffix}").resolve() for split in splits.values()}
+    files = {split: str(path) for split, path in paths.items() if _has_rows(path)}
+    definition = {
+        "include": str(entry.yaml_path),
         "task": task,
-        "dataset_path": kinds.pop(),
+        "dataset_path": FORMATS[suffix],
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {k: str(v.resolve()) for k, v in files.items()}},
-    } | {key: split if split in files else None for key, split in kept.items()}
+        "dataset_kwargs": {"data_files": files},
+    } | {key: split if split in files else None for key, split in splits.items()}
+    entry.yaml_path = folder / f"{task}.yaml"
+    entry.yaml_path.write_text(yaml.safe_dump(definition), encoding="utf-8")
 
 
-def _built(manager: TaskManager, name: str, local: dict[str, Any], eval: EvalConfig) -> list[Any]:
+def _has_rows(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
+
+
+def _built(manager: TaskManager, name: str, eval: EvalConfig, *, is_local: bool) -> list[Any]:
     """A task, a group, or the tasks under a tag."""
-    from datasets.exceptions import DatasetGenerationError
+    from datasets.exceptions import DatasetsError
     from jinja2.exceptions import UndefinedError
 
-    _leaves(manager, name)  # raises for an unknown name
     try:
         built: Any = manager.load([name])
-    except (DatasetGenerationError, UndefinedError, KeyError, TypeError, IndexError) as error:
-        raise DataError(
-            f"the rows of {name} are not what the task reads",
-            where=f"eval.data: {eval.data}" if local else "eval.tasks",
-            why=f"{type(error).__name__}: {error}",
-            fix="the published columns, for HellaSwag ctx_a, ctx_b, activity_label, endings, label",
-        ) from error
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        why = first_line(error)
-        if local:
+    except (
+        OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, DatasetsError,
+        UndefinedError,
+    ) as error:  # fmt: skip
+        why = f"{type(error).__name__}: {first_line(error)}"
+        if is_local:
             raise DataError(
-                f"the rows of {name} cannot be read",
+                f"the rows of {name} are not what the task reads",
                 where=f"eval.data: {eval.data}",
                 why=why,
-                fix="a row of the published columns in each line of a .jsonl, or a .parquet",
+                fix="the published columns, for HellaSwag ctx_a, ctx_b, activity_label, endings, "
+                "label, in each line of a .jsonl, or in a .parquet",
             ) from error
         raise DataNotFoundError(
             f"the rows of {name} could not be had",

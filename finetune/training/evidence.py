@@ -22,12 +22,12 @@ from finetune.precision.formats import E4M3
 from finetune.precision.layers import without_adapters
 from finetune.precision.lora import fused_adapters
 from finetune.precision.planner import GEMMS
-from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import recipe_name
 from finetune.runs.receipt import Receipt, changed_numbers
 from finetune.training import compute_types
+from finetune.training.health.finiteness import is_broken
 from finetune.training.varlen import executed_attention
 
 
@@ -132,20 +132,12 @@ def receipt_of(
     )
 
 
-@torch.no_grad()
 def not_finite(model: nn.Module) -> list[str]:
-    """Names of plain trainable weights with NaN or infinity, which no optimizer step repairs.
+    """Names of trainable weights with NaN or infinity, which no optimizer step repairs.
 
-    No health monitor runs in a hand-written loop, where moments in FP16, say, divide by zero. Of
-    sharded weights this process's shard is read.
+    No health monitor runs in a hand-written loop, where moments in FP16, say, divide by zero.
     """
-    found = []
-    for name, p in named_trainable(model).items():
-        local = local_part(p.detach())
-        if type(local) is torch.Tensor and local.numel() and local.element_size() > 1:
-            low, high = torch.aminmax(local)
-            found += [] if torch.isfinite(low) and torch.isfinite(high) else [name]
-    return found
+    return [name for name, p in named_trainable(model).items() if is_broken(p)]
 
 
 def _gemm(p: PrecisionConfig, device: Device) -> str:

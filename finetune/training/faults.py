@@ -1,8 +1,7 @@
 """Faults of the machine, as errors with a remedy: disk, memory, other processes, trackers.
 
 A run that is left alone for days meets them; a traceback of the library in which they happened says
-neither what is lost nor how to go on. Of several processes the first that fails leaves its error in
-the run folder (`error-<rank>.txt`); the others, which lose their connection to it, end with that.
+neither what is lost nor how to go on.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,19 +22,18 @@ from finetune.errors import (
     RunFailedError,
     first_line,
 )
-from finetune.hardware.device import processes, rank
+from finetune.hardware.device import processes
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
 
+_ROOM = "make room {} (checkpoints.keep_last=2 keeps two and the best)"
 _REMEDIES = {
-    errno.ENOSPC: "make room on its disk (checkpoints.keep_last=2 keeps two and the best)",
-    errno.EDQUOT: "make room in your quota (checkpoints.keep_last=2 keeps two and the best)",
-    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f unlimited`)",
+    errno.ENOSPC: _ROOM.format("on its disk"),
+    errno.EDQUOT: _ROOM.format("in your quota"),
+    errno.EFBIG: _ROOM.format("in the limit on a file's size (`ulimit -f unlimited`)"),
     errno.EROFS: "make the folder writable",
     errno.EACCES: "make the folder writable",
     errno.EPERM: "make the folder writable",
     errno.ENOENT: "leave the folder where it is while the run lives, or choose another with --out",
-    errno.EIO: "the disk may be failing: choose another with --out",
-    errno.ESTALE: "the network disk was lost: mount it again, or choose another with --out",
 }
 _OF_A_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM)
 """Faults of the run only where the file is one of the run folder."""
@@ -56,26 +53,22 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         MemoryShortError: memory is full, of the GPU or of the host.
         RunFailedError: another process of the run ended.
     """
-    try:
-        yield
-    except Exception as error:
-        if lost := _connection_lost(error):
-            raise _process_lost(lost, folder) from error
-        found = _explanation(error, folder, advice)
-        if processes() > 1:
-            with contextlib.suppress(OSError):  # the fault may be that of the folder
-                _error_file(folder, rank()).write_text(str(found), encoding="utf-8")
-        if found is error:
-            raise
-        raise found from error
+    with others_alive(folder):
+        try:
+            yield
+        except Exception as error:
+            found = _explanation(error, folder, advice)
+            if found is error:
+                raise
+            raise found from error
 
 
 @contextlib.contextmanager
-def others_alive(out: Path) -> Iterator[None]:
-    """Raise for a process that ended before there is a run folder, by a bad row for example.
+def others_alive(folder: Path) -> Iterator[None]:
+    """Raise for another process that ended, also before there is a run folder.
 
-    Args:
-        out: folder of runs.
+    One of ours may stand in front: TRL prepares rows between collectives, and there the lost
+    connection looks like the error of a row.
 
     Raises:
         RunFailedError: another process of the run ended.
@@ -83,9 +76,15 @@ def others_alive(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if lost := _connection_lost(error):
-            raise _process_lost(lost, out) from error
-        raise
+        lost = error.__cause__ or error if isinstance(error, FinetuneError) else error
+        if processes() == 1 or not _is_of_a_connection(lost):
+            raise
+        raise RunFailedError(
+            "another process of the run has ended",
+            where=str(folder),
+            why=f"it failed, as its own output says, or was killed ({first_line(lost)[:200]})",
+            fix=f"look at its log; {go_on(folder)}",
+        ) from error
 
 
 def _explanation(error: Exception, folder: Path, advice: Callable[[], str]) -> Exception:
@@ -101,70 +100,6 @@ def _explanation(error: Exception, folder: Path, advice: Callable[[], str]) -> E
         why=first_line(error) if str(error) else "the host gave no more",
         fix=f"{advice()}; {go_on(folder)}",
     )
-
-
-# ------------------------------------------------------------------------------- other processes
-
-
-def _error_file(folder: Path, number: int) -> Path:
-    return folder / f"error-{number}.txt"
-
-
-def _connection_lost(error: BaseException) -> BaseException | None:
-    """What a collective raised when a process that takes part in it was gone.
-
-    Also behind an error of ours: one in a library's preparation of rows looks like one of a row.
-    """
-    from torch.distributed import DistError
-
-    if isinstance(error, FinetuneError) and error.__cause__ is not None:
-        error = error.__cause__
-    of_backend = any(word in str(error) for word in ("gloo/transport", "NCCL error"))
-    lost = isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_backend)
-    return error if lost and processes() > 1 else None
-
-
-def _process_lost(error: BaseException, folder: Path) -> RunFailedError:
-    """The error of a process whose connection to another broke, with what that one left."""
-    own, why = _error_file(folder, rank()), "it was killed, or its machine is gone"
-    if not (folder / "run.json").is_file():  # deleted by one that failed, or not made yet
-        why = "it failed, as its log says, or was killed"
-    left = sorted(file for file in folder.glob("error-*.txt") if file != own)
-    if left:
-        number = left[0].stem.rpartition("-")[2]
-        why = f"process {number}: {left[0].read_text('utf-8')}"
-    return RunFailedError(
-        "another process of the run has ended",
-        where=str(folder),
-        why=f"{why} ({first_line(error)[:200]})" if not left else why,
-        fix=f"look at its log; {go_on(folder)}",
-    )
-
-
-def say_lost_processes() -> Callable[[], None]:
-    """Say, under the traceback of a script, that it ends since another process has; returns undo.
-
-    gloo's and NCCL's words are of sockets, and a launcher shows them beside those of the process
-    that failed, or alone if that one was killed.
-    """
-    plain = sys.excepthook
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        plain(kind, error, trace)
-        if _connection_lost(error):
-            print(
-                "! another process of this script has ended: it failed, which its own output says, "
-                "or was killed (memory?). Nothing is wrong with this one; go on from the last "
-                "checkpoint",
-                file=sys.stderr,
-            )
-
-    def undo() -> None:
-        if sys.excepthook is excepthook:
-            sys.excepthook = plain
-
-    sys.excepthook = excepthook
-    return undo
 
 
 # ----------------------------------------------------------------------------------- disk, memory
@@ -219,6 +154,14 @@ def _concerns(error: BaseException, folder: Path) -> bool:
     if not isinstance(error, OSError) or error.errno not in _OF_A_FILE:
         return True
     return str(folder.resolve()) in str(Path(str(error.filename or "")).resolve())
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """True for what a collective raises when a process that takes part in it is gone."""
+    from torch.distributed import DistError
+
+    of_backend = any(word in str(error) for word in ("gloo/transport", "NCCL error"))
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_backend)
 
 
 def _is_of_memory(error: BaseException) -> bool:

@@ -158,7 +158,6 @@ def _begin(precision: PrecisionConfig) -> session.Session:
     """Put the session of a script into effect: now, and after a run of a recipe inside it."""
     from finetune.training import varlen
     from finetune.training.checkpoints import keep_in_checkpoints, keep_in_states
-    from finetune.training.faults import say_lost_processes
     from finetune.training.health.monitor import watch_trainers
     from finetune.training.loaders import watch_loaders
 
@@ -171,7 +170,6 @@ def _begin(precision: PrecisionConfig) -> session.Session:
     keep_in_states(running)
     if processes() > 1:
         watch_loaders(running)
-        running.undo.callback(say_lost_processes())
     return running
 
 

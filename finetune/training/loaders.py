@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from finetune.data.repeats import FILL, eval_line, refuse_uneven, repeats_line
 from finetune.hardware.device import rank
 
@@ -28,13 +30,16 @@ def watch_loaders(running: Session) -> None:
     from accelerate.state import GradientState
     from transformers import Trainer
 
-    def see_backward() -> None:
-        loader = GradientState().active_dataloader
-        if loader is None:
-            return
-        refuse_uneven(loader, float("inf"))
-        if rank() == 0 and (line := _line(loader)):
-            warnings.warn(line, stacklevel=3)
+    def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            loader = GradientState().active_dataloader
+            if loader is not None:
+                refuse_uneven(loader, float("inf"))
+                if rank() == 0 and (line := _line(loader)):
+                    warnings.warn(line, stacklevel=2)
+            return original(loss, *args, **kwargs)
+
+        return backward
 
     def make_stream(original: Callable[..., Any]) -> Callable[..., Any]:
         def rows(shard: Any) -> Iterator[Any]:
@@ -57,7 +62,7 @@ def watch_loaders(running: Session) -> None:
 
         return evaluation_loop
 
-    running.before_backward = see_backward
+    running.patches.replace(torch.Tensor, "backward", make_backward)
     running.patches.replace(IterableDatasetShard, "__iter__", make_stream)
     running.patches.replace(Trainer, "evaluation_loop", make_evaluation)
 

@@ -1,9 +1,8 @@
-"""Patches during a session: four methods, of Accelerate and torch, listed in the receipt.
+"""Patches during a session: three methods of Accelerate, listed in the receipt.
 
     Accelerator.__init__        mixed precision is that of the session
     Accelerator.prepare         converts models and watches optimizers, before Accelerate's own
     Accelerator.prepare_model   the same for a single model
-    Tensor.backward             says why a loss has no gradient
 
 Accelerate's own FP8 path is not used (FP8_FINDINGS.md has the reasons). The accelerator runs in
 BF16 mixed precision, for everything outside FP8 GEMMs. Settings of a trainer that contradict the
@@ -18,7 +17,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -179,34 +178,9 @@ def patch_accelerator(session: Any) -> None:
 
         return prepare_model
 
-    def make_backward(original: Any) -> Any:
-        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if not loss.requires_grad:
-                _refuse_switched_off(session.conversions)
-            if session.before_backward is not None:
-                session.before_backward()
-            return original(loss, *args, **kwargs)
-
-        return backward
-
     patches.replace(Accelerator, "__init__", make_init)
     patches.replace(Accelerator, "prepare", make_prepare)
     patches.replace(Accelerator, "prepare_model", make_prepare_model)
-    patches.replace(torch.Tensor, "backward", make_backward)
-
-
-def _refuse_switched_off(conversions: Iterable[Any]) -> None:
-    """Say why a loss has no gradient, where adapters are switched off; torch names no reason."""
-    for conversion in conversions:
-        layers = [m for m in conversion.model.modules() if "merged_adapters" in vars(m)]
-        if layers and all(layer.disable_adapters for layer in layers):
-            raise OrderError(
-                "the loss has no gradient: all adapters are switched off",
-                where="model.disable_adapter(), or disable_adapter_layers()",
-                why="the base alone was multiplied, which is frozen",
-                fix="leave the block, or call enable_adapter_layers(), before the forward of "
-                "training",
-            )
 
 
 def multiplies(module: nn.Module) -> bool:

@@ -277,20 +277,14 @@ def _check_head(made: PrecisionPlan) -> None:
                 f"lora.modules_to_save=[{plain_name(layer.name)}]",
             )
         if layer.compute == "fp8" and not layer.stored:
-            where, fix = f"{layer.reason}: {layer.name}", "~precision.map.output"
-            if not layer.frozen:
-                why = "the weight gradient of TRL's fused loss is of the BF16 weight, tile by tile"
-                fix += "; adapters (a lora section) leave the head frozen, which can have it"
-            elif made.precision.frozen != "fp8":
-                why = "TRL's fused loss multiplies by a plain weight in BF16"
-                fix = "precision.frozen=fp8 stores the base in FP8, the head too; or " + fix
-            else:
-                why = "its weight is the embedding's too (tie_word_embeddings), which looks up rows"
             raise PlanError(
                 "FP8 was chosen for an output head that is not frozen and stored in FP8",
-                where=where,
-                why=why,
-                fix=fix,
+                where=f"{layer.reason}: {layer.name}",
+                why="TRL's fused loss multiplies by the head's weight in BF16 and takes the weight "
+                "gradient of that, unless it is frozen, stored as codes and no embedding's too "
+                "(tie_word_embeddings)",
+                fix="~precision.map.output; or adapters (a section lora) over "
+                "precision.frozen=fp8, which stores the base in FP8, the head too",
             )
         if layer.override:
             raise PlanError(
@@ -336,21 +330,13 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
             fix="lora.r=8: adapters over them, as in the _qlora_ recipes; or ~model.storage, or a "
             "16-bit model.name where it is published quantized",
         )
-    if compute == "fp8":
-        raise PrecisionError(
-            "FP8 compute was requested of weights that are stored for BF16 compute",
-            where=f"{where}, precision.compute=fp8",
-            why="model.storage dequantizes weights before a BF16 matmul; FP8 GEMMs need plain "
-            "weights, or frozen ones stored as the FP8 codes that they multiply",
-            fix="precision.compute=bf16 (QLoRA); or ~model.storage precision.frozen=fp8 "
-            "precision.scaling=rowwise, FP8 compute on frozen weights stored in FP8",
-        )
     if compute != "bf16":
+        in_fp8 = " precision.frozen=fp8 precision.scaling=rowwise" if compute == "fp8" else ""
         raise PrecisionError(
             f"{compute.upper()} compute was requested of weights that are stored for BF16 compute",
             where=f"{where}, precision.compute={compute}",
             why="they are dequantized to BF16 and multiplied in BF16",
-            fix="precision.compute=bf16, or ~model.storage",
+            fix=f"precision.compute=bf16 (QLoRA), or ~model.storage{in_fp8}",
         )
     if storage == "nf4" and config.train.get("fsdp"):
         raise ConfigError(

@@ -15,7 +15,6 @@ layers of the whole model (huggingface/peft#3711). `notes` says what came of it.
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -146,24 +145,6 @@ def _other_blocks(model: nn.Module, lora: LoraSection, names: list[str]) -> tupl
     return tuple(f"{name}.{i}." for i in range(count) if i not in lora.layers_to_transform)
 
 
-def excluding(names: Iterable[str], every: Iterable[str]) -> str:
-    r"""A regular expression of exactly these names among all, for `LoraConfig.exclude_modules`.
-
-    Names that differ in numbers alone are one term, if all of them are excluded: of layers 0 and 1
-    with `mlp.router` and `mlp.up`, excluding both routers is `layers\.\d+\.mlp\.router`.
-    """
-    names, folded = set(names), set[str]()
-    others = {_numbers(name) for name in every if name not in names}
-    for name in names:
-        shape = _numbers(name)
-        folded.add(name if shape in others else shape)
-    return "|".join(sorted(re.escape(name).replace("\x00", r"\d+") for name in folded))
-
-
-def _numbers(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "\x00", name)
-
-
 def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
     """PEFT's configuration of a run's adapters on a plain model; None without a section `lora`.
 
@@ -177,10 +158,9 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
     if lora is None:
         return None
     excluded = kept_out(model, config)
-    every = [name for name, _ in model.named_modules()]
     targets = lora.target_modules
     _check_parameters(model, lora)
-    _check_saved(every, lora)
+    _check_saved(model, lora)
     try:
         return LoraConfig(
             task_type="CAUSAL_LM",
@@ -188,7 +168,7 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
-            exclude_modules=excluding(excluded, every) or None,
+            exclude_modules=sorted(excluded) or None,
             target_parameters=list(lora.target_parameters) or None,
             modules_to_save=list(lora.modules_to_save) or None,
             init_lora_weights=BY_PEFT_ALONE.get(lora.init_lora_weights, True),
@@ -209,31 +189,35 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     """Reject a target parameter that does not exist, of which PEFT only warns."""
     names = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
-    for target in lora.target_parameters:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            experts = sorted({name.rpartition(".")[2] for name, _, _ in iter_parameters(model)})
-            known = ", ".join(f"experts.{name}" for name in experts)
-            raise ConfigError(
-                f"{target!r} is the end of no parameter's name" + did_you_mean(target, names),
-                where="lora.target_parameters",
-                why="it would get no adapter, with a warning alone",
-                fix="~lora.target_parameters" + (f"; the experts' are {known}" if known else ""),
-            )
+    missing = [t for t in lora.target_parameters if not _is_end(t, names)]
+    experts = {name.rpartition(".")[2] for name, _, _ in iter_parameters(model)}
+    _refuse_missing("target_parameters", missing, [f"experts.{name}" for name in sorted(experts)])
 
 
-def _check_saved(names: Iterable[str], lora: LoraSection) -> None:
+def _check_saved(model: nn.Module, lora: LoraSection) -> None:
     """Reject a module to train in full that does not exist, which PEFT passes over in silence."""
-    names = [name for name in names if name]
-    for wanted in lora.modules_to_save:
-        if not any(name.endswith(wanted) for name in names):
-            ends = sorted({name.rpartition(".")[2] for name in names} - {""})
-            raise ConfigError(
-                f"no module's name ends in {wanted!r}{did_you_mean(wanted, ends)}",
-                where="lora.modules_to_save",
-                why="it would not train, without a word",
-                fix="~lora.modules_to_save; names end in "
-                f"{some([end for end in ends if not end.isdigit()], 20)}",
-            )
+    names = [name for name, _ in model.named_modules()]
+    missing = [w for w in lora.modules_to_save if not any(name.endswith(w) for name in names)]
+    last = {name.rpartition(".")[2] for name in names} - {""}
+    _refuse_missing("modules_to_save", missing, sorted(n for n in last if not n.isdigit()))
+
+
+def _is_end(wanted: str, names: Iterable[str]) -> bool:
+    return any(name == wanted or name.endswith(f".{wanted}") for name in names)
+
+
+def _refuse_missing(key: str, missing: list[str], known: list[str]) -> None:
+    """Raise for names in a list of the section `lora` that are the end of no name in the model."""
+    if not missing:
+        return
+    one_of_them = f"lora.{key}=[{','.join(known)}], which this model has, or fewer of them"
+    raise ConfigError(
+        f"no {'parameter' if key == 'target_parameters' else 'layer'}'s name ends in "
+        f"{some(missing)}{did_you_mean(missing[0], known)}",
+        where=f"lora.{key}",
+        why="nothing would be adapted or trained there, without a word",
+        fix=f"{one_of_them}; or ~lora.{key}" if known else f"~lora.{key}",
+    )
 
 
 def target_check(model: nn.Module, adapters: LoraConfig) -> Callable[[], None]:
@@ -248,20 +232,9 @@ def target_check(model: nn.Module, adapters: LoraConfig) -> Callable[[], None]:
 
     def check() -> None:
         targets = adapters.target_modules
-        missing = [
-            wanted
-            for wanted in ([] if isinstance(targets, str) else sorted(targets or ()))
-            if not any(name == wanted or name.endswith(f".{wanted}") for name in names)
-        ]
-        if missing:
-            ends = sorted({name.rpartition(".")[2] for name in linears})
-            raise ConfigError(
-                f"no layer's name ends in {some(missing)}{did_you_mean(missing[0], ends)}",
-                where="lora.target_modules",
-                why="nothing would be adapted there, without a word",
-                fix=f"lora.target_modules=[{','.join(ends)}], which this model has, or fewer of "
-                "them; or lora.target_modules=all-linear",
-            )
+        wanted = [] if isinstance(targets, str) else sorted(targets or ())
+        missing = [name for name in wanted if not _is_end(name, names)]
+        _refuse_missing("target_modules", missing, sorted({n.rpartition(".")[2] for n in linears}))
 
     return check
 
@@ -437,7 +410,7 @@ def _is_target(name: str, lora: LoraSection) -> bool:
     targets = lora.target_modules
     if isinstance(targets, str):
         return targets == ALL
-    return any(name == target or name.endswith(f".{target}") for target in targets)
+    return any(_is_end(target, [name]) for target in targets)
 
 
 def _kinds(names: list[str]) -> str:

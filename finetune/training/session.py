@@ -57,15 +57,13 @@ class Session:
         compiled: compiled layers, and why.
         again: puts the session of a script into effect anew, after a run of a recipe.
         accelerators: those that have prepared a model.
-        on_accelerator, before_backward: of a script's session, called with each of them, and before
-            each backward.
+        on_accelerator: of a script's session, called with each of them.
         undo: what is undone when the session ends.
         was_replaced: it is such a one, and what the script trained before is not in its receipt.
     """
 
     again: Callable[[], Session] | None = None
     on_accelerator: Callable[[Any], None] | None = None
-    before_backward: Callable[[], None] | None = None
     was_replaced = False
 
     def __init__(

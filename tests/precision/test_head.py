@@ -193,18 +193,17 @@ def test_a_recipe_trains_with_it_and_its_receipt_has_it(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "changes", "why"),
+    ("recipe", "changes"),
     [
-        ("tiny_full_fp8", [], "weight gradient of TRL's fused loss"),
-        ("tiny_lora_fp8", ["precision.frozen=bf16"], "plain weight"),
-        ("tiny_lora_fp8", ["lora.target_modules=[q_proj]", "lora.modules_to_save=[lm_head]"], ""),
+        ("tiny_full_fp8", []),
+        ("tiny_lora_fp8", ["precision.frozen=bf16"]),
+        ("tiny_lora_fp8", ["lora.target_modules=[q_proj]", "lora.modules_to_save=[lm_head]"]),
     ],
 )
-def test_a_head_that_trains_or_is_not_stored_is_refused(recipe, changes, why) -> None:
+def test_a_head_that_trains_or_is_not_stored_is_refused(recipe, changes) -> None:
     chosen = load_recipe(recipe, ["precision.map.output=fp8", *changes])
     with pytest.raises(PlanError, match="not frozen and stored in FP8") as caught:
         check_settings(chosen.config, sketch(chosen.config))
-    assert why in caught.value.why
     assert "~precision.map.output" in caught.value.fix
 
 

@@ -361,7 +361,6 @@ def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
         "accelerate.accelerator.Accelerator.__init__",
         "accelerate.accelerator.Accelerator.prepare",
         "accelerate.accelerator.Accelerator.prepare_model",
-        "torch.Tensor.backward",
         "transformers.trainer.Trainer.train",
         "transformers.trainer.Trainer._load_from_checkpoint",
         "transformers.trainer.Trainer._load_best_model",

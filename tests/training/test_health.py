@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -177,7 +176,7 @@ def test_high_precision_has_amax_only(make_llama) -> None:
 
 
 def test_outlier_under_delayed_scaling(make_llama) -> None:
-    """A weight that grows past yesterday's amax is clipped: overflow, no signal left, drift."""
+    """A weight that grows past yesterday's amax is clipped: overflow, no signal left."""
     model = make_llama()
     conversion = converted(model, scaling="delayed", amax_history_len=4)
     for seed in range(3):
@@ -185,7 +184,6 @@ def test_outlier_under_delayed_scaling(make_llama) -> None:
     calm = health_row(watch(model, conversion))
     assert calm["health/mlp/w_overflow"] == 0
     assert calm["health/mlp/w_worst_snr_db"] > 25
-    assert calm["health/mlp/scale_drift"] < 2
     weight = model.model.layers[1].mlp.down_proj.weight
     before = float(weight.detach().abs().max())
     with torch.no_grad():
@@ -196,27 +194,7 @@ def test_outlier_under_delayed_scaling(make_llama) -> None:
     assert row["health/mlp/w_overflow"] > 0
     assert row["health/mlp/w_worst_snr_db"] < 1
     assert sums[("mlp", "w")].worst[1] == "model.layers.1.mlp.down_proj"
-    assert row["health/mlp/scale_drift"] == pytest.approx(math.log2(64), abs=0.1)
     assert row["health/attn/w_worst_snr_db"] > 25, "other groups are untouched"
-
-
-def test_scale_change_since_the_last_look(make_llama) -> None:
-    model = make_llama()
-    conversion = converted(model, scaling="delayed", amax_history_len=1)
-    model(**batch()).loss.backward()
-    watched = OperandWatch(model, conversion)
-    rows = []
-    for factor in (1.0, 4.0, 1.0):
-        with torch.no_grad():
-            for layer in model.model.layers:
-                layer.mlp.up_proj.weight.mul_(factor)
-        model(**batch()).loss.backward()  # its amax sets the scale of the next step
-        with watched.watching():
-            model(**batch()).loss.backward()
-        rows.append(health_row(watched.sums))
-    assert "health/mlp/scale_change" not in rows[0]
-    assert rows[1]["health/mlp/scale_change"] >= 2
-    assert rows[2]["health/mlp/scale_change"] < 0.5
 
 
 def test_sums_of_processes_merge() -> None:
@@ -224,7 +202,6 @@ def test_sums_of_processes_merge() -> None:
     good, bad = snr_db(torch.ones(4), torch.full((4,), 1.01)), 3.0
     one.add("a", 10, OperandHealth(2.0, 0.5, 0.0, good))
     two.add("b", 30, OperandHealth(5.0, 0.1, 0.2, bad))
-    two.drift = 1.5
     whole = merge_sums([{("mlp", "x"): one}, {("mlp", "x"): two}])
     row = health_row(whole)
     assert row["health/mlp/x_amax"] == 5
@@ -232,7 +209,6 @@ def test_sums_of_processes_merge() -> None:
     assert row["health/mlp/x_underflow"] == pytest.approx(0.15)
     assert row["health/mlp/x_snr_db"] == pytest.approx((good + bad) / 2)
     assert row["health/mlp/x_worst_snr_db"] == bad
-    assert row["health/mlp/scale_drift"] == 1.5
 
 
 # ------------------------------------------------------------------------- the same for every path
@@ -268,11 +244,8 @@ def test_scales_in_force_are_found(backend, make_llama, setup_backend, tmp_path)
     for group in FP8_GROUPS:
         for operand in ("x", "w"):
             assert first[f"health/{group}/{operand}_worst_snr_db"] > 20
-        # The scale of gradients moved from 1, too.
-        wanted = 57344 / first[f"health/{group}/g_amax"]
-        assert first[f"health/{group}/scale_drift"] < math.log2(wanted) - 1e-6
-        assert f"health/{group}/scale_change" not in first
-        assert second[f"health/{group}/scale_change"] < 6
+        # The scale of gradients moved from 1, too: at 1 most of them are below E5M2's least value.
+        assert second[f"health/{group}/g_underflow"] < 0.5
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "delayed"])
@@ -299,8 +272,6 @@ def test_parameters_that_multiply(scaling) -> None:
     assert row["health/block/w_amax"] == max(float(p.detach().abs().max()) for p in weights)
     assert row["health/block/w_snr_db"] > 30
     assert row["health/block/g_snr_db"] > 20
-    assert ("health/block/scale_drift" in row) == (scaling == "delayed")
-    assert "health/block/scale_change" not in row
     assert not any(module.fp8_observers for module in model.modules()
                    if "fp8_observers" in vars(module))  # fmt: skip
 

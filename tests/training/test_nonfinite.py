@@ -194,15 +194,6 @@ def test_the_gradient_that_backward_came_to_first(
     assert "keep=['model.layers.1.mlp.up_proj']" in error.fix
 
 
-def test_a_norm_that_overflows_is_none_of_a_broken_gradient(
-    make_llama, setup_backend, tmp_path
-) -> None:
-    model = make_llama(dtype=torch.float32)
-    model.model.norm.weight.register_hook(lambda g: torch.full_like(g, 1e38))
-    setup_backend("emulated")
-    trainer_of(model, tmp_path, steps=2).train()
-
-
 def test_sum_of_micro_batches(make_llama, setup_backend, tmp_path) -> None:
     """Each gradient is finite, their sum is not."""
     model = make_llama(dtype=torch.float32)
@@ -399,14 +390,12 @@ def test_advice_by_recipe(make_llama) -> None:
     assert "precision.margin=3" in delayed
     assert "precision.scaling=tensorwise" in delayed
     assert f"precision.keep=[{LAYER}]" in delayed
-    assert "e5m2 is no cure" in delayed
     tensorwise = advice(model, scaling="tensorwise")
     assert "margin" not in tensorwise
     assert "train.learning_rate" in tensorwise
     assert "precision.keep" not in advice(model, where="model.norm", scaling="tensorwise")
     assert advice(model, compute="fp16").startswith("FP16 ends at 65504: train with precision.comp")
     bf16 = advice(model, compute="bf16")
-    assert "e5m2" not in bf16
     assert "margin" not in bf16
 
 

@@ -149,18 +149,14 @@ def test_refused_before_training_with_a_way_out(data, tmp_path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("written", "said"), [("", "is empty"), ("[]", "cannot be read"), ("not json", "not what")]
+    ("written", "said"),
+    [("", r"validation\.jsonl \(empty\)"), ("[]", "not what the task"), ("not json", "not what")],
 )
 def test_a_file_without_rows_is_named_and_not_the_connection(data, written, said) -> None:
     (data / "hellaswag" / "validation.jsonl").write_text(written)
-    with pytest.raises(DataError, match=said) as error:
+    with pytest.raises((DataError, DataNotFoundError), match=said) as error:
         load_tasks(EvalConfig(tasks="hellaswag", data=str(data)))
     assert "connection" not in str(error.value)
-
-
-def test_a_folder_that_no_task_reads_is_refused(data) -> None:
-    with pytest.raises(ConfigError, match=r"eval\.data would change nothing"):
-        load_tasks(EvalConfig(tasks=BUILTIN, data=str(data)))
 
 
 def test_a_misspelt_task_of_lm_evals(monkeypatch) -> None:
@@ -177,7 +173,6 @@ def test_a_misspelt_task_of_lm_evals(monkeypatch) -> None:
 def test_groups_and_tags_are_made_of_their_tasks(tmp_path, monkeypatch) -> None:
     import lm_eval.tasks
 
-    stock = Path(lm_eval.tasks.__file__).parent
     for name in ("one", "two"):
         (tmp_path / f"{name}.yaml").write_text(
             f"include: {PACKAGED}/harbour_choice/harbour_choice.yaml\ntask: {name}\ntag: both\n"
@@ -186,10 +181,9 @@ def test_groups_and_tags_are_made_of_their_tasks(tmp_path, monkeypatch) -> None:
         (tmp_path / name / "validation.jsonl").write_text(ROWS.read_text())
     (tmp_path / "pair.yaml").write_text("group: pair\ntask: [one, two]\n")
 
-    def manager(names, more=()):
-        return lm_eval.tasks.TaskManager(include_defaults=False, include_path=[tmp_path, *more])
+    def manager(names):
+        return lm_eval.tasks.TaskManager(include_defaults=False, include_path=[tmp_path])
 
-    assert stock.is_dir()
     monkeypatch.setattr(evaluate, "manager_of", manager)
     for name in ("pair", "both"):
         found = load_tasks(EvalConfig(tasks=name, data=str(tmp_path)))

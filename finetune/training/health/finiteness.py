@@ -14,9 +14,8 @@ until the scale is down to `LEAST_SCALE`; the loss, which is not scaled, is alwa
 micro-batch whose loss is not finite, else the gradient that backward came to first. One broken
 number makes every gradient behind it NaN, so that is the last one in the order of the model.
 
-*Advice* puts the remedy of the cause that was found first. Two common remedies do not help: E5M2
-(casts saturate in every FP8 format, so range is not missing, and E5M2 has half the digits), and a
-larger optimizer epsilon, which only hides zeros.
+*Advice* puts the remedy of the cause that was found first. E5M2 is none: casts saturate in every
+FP8 format, so range is not missing, and E5M2 has half the digits.
 
 All processes decide together: one that stopped alone would leave the others waiting.
 """
@@ -94,10 +93,6 @@ class Finiteness:
         norms = self._norms if gradients else {}
         if _finite_everywhere([*self._losses, *norms.values()]):
             return
-        # The norm of large numbers may overflow.
-        judged = self._gradients().values() if gradients else ()
-        if _finite_everywhere([*self._losses, *judged]):
-            return
         found = first_found(
             check_parameters(self.model) or self._broken_loss() or self._broken_gradient(norms)
         )
@@ -113,7 +108,7 @@ class Finiteness:
     def _broken_loss(self) -> Finding | None:
         count = len(self._losses)
         for index, loss in enumerate(self._losses):
-            if _is_broken(loss):
+            if is_broken(loss):
                 at = f", micro-batch {index + 1} of {count}" if count > 1 else ""
                 return Finding("loss", "the loss", f"its value{at}", _counts(loss))
         return None
@@ -122,7 +117,7 @@ class Finiteness:
         """The gradient that backward came to first: the last one in the order of the model."""
         for name, parameter in reversed(list(self.model.named_parameters())):
             norm = norms.get(parameter)
-            if norm is not None and _is_broken(norm):
+            if norm is not None and is_broken(norm):
                 return Finding("gradient", name, "its gradient", f"its norm is {float(norm)}")
         return None
 
@@ -159,7 +154,7 @@ def refuse_broken_weights(model: nn.Module, name: str) -> None:
 def check_parameters(model: nn.Module) -> Finding | None:
     """Return the first nonfinite parameter, if any."""
     for name, parameter in model.named_parameters():
-        if _is_broken(parameter):
+        if is_broken(parameter):
             return Finding("parameter", name, "its values", _counts(parameter))
     return None
 
@@ -167,33 +162,26 @@ def check_parameters(model: nn.Module) -> Finding | None:
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return True if every element of every tensor is finite, with one read of each.
 
-    NaN and Inf survive any sum, so a finite sum settles it. A nonfinite sum may be an overflow of
-    large numbers: only then every element is tested. Of sharded tensors, this process's part is
-    tested.
+    NaN and Inf survive any norm, so a finite one settles it. Another may be an overflow of large
+    numbers: only then every element is tested. Of sharded tensors, this process's part is tested.
     """
     local = [_own_values(t) for t in tensors]
-    on_cpu = [t.sum(dtype=_SUM_IN.get(t.dtype)).float() for t in local if t.device.type == "cpu"]
-    elsewhere = [t for t in local if t.device.type != "cpu" and t.numel()]
-    sums = [torch.stack(on_cpu).sum()] if on_cpu else []
-    if elsewhere:  # one fused kernel for all
-        sums.append(torch.nn.utils.get_total_norm(elsewhere))
-    return all(math.isfinite(s) for s in sums) or not any(_is_broken(t) for t in local)
-
-
-_SUM_IN = {torch.float16: torch.float32}
-"""Accumulation types: FP16 sums would overflow often. BF16 sums accumulate in float32 anyway."""
+    norm = torch.nn.utils.get_total_norm(local)
+    return math.isfinite(norm) or not any(is_broken(t) for t in local)
 
 
 def _own_values(x: Tensor) -> Tensor:
-    """What this process has of a tensor, without the zeros of a sparse one."""
-    own = local_part(x).detach()
-    return own.coalesce().values() if own.is_sparse else own
+    """What this process has of a tensor."""
+    return local_part(x).detach()
 
 
-def _is_broken(x: Tensor) -> bool:
+@torch.no_grad()
+def is_broken(x: Tensor) -> bool:
+    """True if this process's part of a tensor has NaN or infinity; codes in 8 bits have neither."""
     own = _own_values(x)
     judged = own.is_floating_point() and own.dtype.itemsize >= 2 and own.numel() > 0
-    return judged and not bool(own.isfinite().all())
+    # NaN is the least and the greatest of any values; no mask as large as the tensor is made.
+    return judged and not bool(torch.stack(torch.aminmax(own)).isfinite().all())
 
 
 def _counts(x: Tensor) -> str:
@@ -256,5 +244,3 @@ def _by_precision(finding: Finding, plan: PrecisionPlan | None) -> Iterator[str]
     layer = finding.where.removesuffix(".weight").removesuffix(".bias")
     if layer in {low.name for low in plan.fp8_layers}:
         yield f"keep this layer in high precision: precision.keep=[{layer}]"
-    if precision.format != "e5m2":
-        yield "precision.format=e5m2 is no cure"

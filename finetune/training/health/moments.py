@@ -16,8 +16,7 @@ Adafactor, Lion.
 usual at the peak of a healthy schedule; far below, BF16 weights (8 bits of mantissa) do not move.
 
 Both sample up to `SAMPLE` evenly spread elements of each parameter, which bounds memory, and scale
-the sums up. Moments stored in 8 or 4 bits are looked up element by element, never dequantized as a
-whole.
+the sums up. Of moments stored in 8 or 4 bits these alone are dequantized.
 """
 
 from __future__ import annotations
@@ -64,44 +63,43 @@ def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float
     of this process's shard.
     """
     if "exp_avg" in state and "exp_avg_sq" in state:
-        m, v = (_stored(state[name], numel) for name in ("exp_avg", "exp_avg_sq"))
-    elif "state1" in state and "state2" in state:
-        m, v = (_stored_by_bitsandbytes(state, i, numel) for i in ("1", "2"))
+        stored = [_parts(local_part(state[name])) for name in ("exp_avg", "exp_avg_sq")]
+    elif "state1" in state and "state2" in state:  # bitsandbytes; small tensors have no codes
+        stored = [
+            (state[f"state{i}"], state.get(f"qmap{i}"), state.get(f"absmax{i}")) for i in (1, 2)
+        ]
     else:
         return None
+    m, v = (_sampled(*parts, numel) for parts in stored)
     step = float(state.get("step", 0))
     return (m, v, step) if m is not None and v is not None and step > 0 else None
 
 
-def _stored(moment: Any, numel: int) -> Tensor | None:
-    local: Any = local_part(moment)
-    where, codes = spread(numel), getattr(local, "codes", None)
+def _parts(moment: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values of torch's state; codes, their table (none for FP8) and scales of torchao's."""
+    codes = getattr(moment, "codes", None)
     if codes is None:
-        return local.reshape(-1)[where].float() if local.numel() == numel else None
-    # torchao's quantized states: blocks of `block_size` share a scale; 4-bit codes are packed.
+        return moment, None, None
+    return codes, None if codes.is_floating_point() else moment.qmap, moment.scale
+
+
+def _sampled(
+    codes: Tensor, table: Tensor | None, scales: Tensor | None, numel: int
+) -> Tensor | None:
+    """Sampled float32 values of a moment; None if it is no average of `numel` elements."""
+    where, is_packed = spread(numel), codes.numel() * 2 == numel  # two codes of 4 bits in a byte
+    if not is_packed and codes.numel() != numel:  # AdEMAMix keeps two averages in one
+        return None
+    if scales is None:
+        return codes.reshape(-1)[where].float()
     index = torch.arange(where.start, numel, where.step, device=codes.device)
-    packed = codes.numel() * 2 == numel
-    if not packed and codes.numel() != numel:
-        return None
-    picked = codes.reshape(-1)[index // 2 if packed else index]
-    if packed:
+    picked = codes.reshape(-1)[index // 2 if is_packed else index]
+    if is_packed:
         picked = torch.where(index % 2 == 0, picked >> 4, picked & 0b1111)
-    values = picked.float() if picked.is_floating_point() else local.qmap[picked.long()]
-    return values * local.scale[index // local.block_size]
-
-
-def _stored_by_bitsandbytes(state: dict[str, Any], which: str, numel: int) -> Tensor | None:
-    stored, where = state[f"state{which}"], spread(numel)
-    if stored.numel() != numel:  # AdEMAMix keeps two averages in one
-        return None
-    picked = stored.reshape(-1)[where]
-    if stored.dtype != torch.uint8:
-        return picked.float()
-    scales = state[f"absmax{which}"]
-    index = torch.arange(where.start, numel, where.step, device=stored.device)
+    values = picked.float() if table is None else table.to(codes.device)[picked.long()]
     # As many blocks as scales; the last block may be short, so round up to a power of two.
     block = 1 << (-(-numel // scales.numel()) - 1).bit_length()
-    return state[f"qmap{which}"].to(stored.device)[picked.long()] * scales[index // block]
+    return values * scales[index // block]
 
 
 @torch.no_grad()

@@ -34,13 +34,7 @@ from finetune.precision.proof.proof import named_trainable
 from finetune.training import session
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
-from finetune.training.health.operands import (
-    GroupSums,
-    OperandWatch,
-    groups_of,
-    health_row,
-    merge_sums,
-)
+from finetune.training.health.operands import GroupSums, OperandWatch, health_row, merge_sums
 from finetune.training.isolation import refuse_leaks
 from finetune.training.patches import replaced
 from finetune.training.schedule import LEAST_SHARE, reached
@@ -76,6 +70,7 @@ class HealthMonitor(TrainerCallback):
         self._period = self._skipped = 0  # steps skipped since the last row
         self._due = False  # this step is observed
         self._first = True  # its next micro-batch is the first
+        self._precision: PrecisionConfig
         self._watch: OperandWatch
         self._unwrapped: nn.Module
         self._finiteness: Finiteness
@@ -88,8 +83,8 @@ class HealthMonitor(TrainerCallback):
         # Unwrapping looks at every module for compiled ones, so it is done once.
         model: nn.Module = self.trainer.accelerator.unwrap_model(self.trainer.model)
         conversion = conversion_of(model)
-        precision = conversion.plan.precision if conversion else PrecisionConfig()
-        self._period = precision.health_every if self.every is None else self.every
+        self._precision = conversion.plan.precision if conversion else PrecisionConfig()
+        self._period = self._precision.health_every if self.every is None else self.every
         self._watch = OperandWatch(model, conversion)
         self.close()
         self._finiteness = Finiteness(self.trainer, model, conversion)
@@ -155,10 +150,8 @@ class HealthMonitor(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self._due or self._was_skipped():
             return
-        model, conversion = self._unwrapped, conversion_of(self._unwrapped)
-        named = named_trainable(model)
-        modules = groups_of(model, conversion.plan if conversion else None)
-        groups = {name: modules[name.rpartition(".")[0]] for name in named}
+        named = named_trainable(self._unwrapped)
+        groups = {name: self._watch.groups[name.rpartition(".")[0]] for name in named}
         self._snr = gradient_snr(named, self.trainer.optimizer, groups)
         self._update = update_ratio(self._before, named, groups)
 
@@ -193,7 +186,7 @@ class HealthMonitor(TrainerCallback):
             worst, layer = sums.worst
             what = f"{names[operand]} of {group}"
             if share > OVERFLOW_WARNING:
-                lags = sums.drift is not None
+                lags = self._precision.scaling == "delayed"
                 fix = "precision.margin, or a scaling without history" if lags else "precision.map"
                 self._warn_once(
                     f"overflow of {what}",

@@ -9,15 +9,12 @@ gradient g [M, N]. Hooks read them in high precision, as every backend receives 
   reference rule and thus alike for every backend (x and w as fprop casts them, g as dgrad does):
   shares of values that saturate (`overflow`) and of nonzero values that become zero (`underflow`),
   and the signal-to-noise ratio 10 log10(Σx² / Σ(x - x̂)²) dB (weights stored as codes report only
-  an amax);
-* with delayed scaling, `scale_drift`: |log2(current scale / scale of this amax)|, and
-  `scale_change`: |log2(current scale / scale at the last observation)|.
+  an amax).
 
 *Groups.* Layers of one kind share a row: `attn`, `mlp`, `experts`, `embed`, `norm`, `head`,
 `adapter`, `router`. Other modules take their parent's name (`mixer`, `encoder`), modules with GEMMs
-of their own take theirs (`block`). Over the layers of a group and the processes of a run: amax,
-drift and change by the maximum, shares over all elements, the ratio by its mean and its worst
-layer.
+of their own take theirs (`block`). Over the layers of a group and the processes of a run: amax by
+the maximum, shares over all elements, the ratio by its mean and its worst layer.
 
 Of a declared parameter (`finetune.precision.parameters`) the first `PRODUCTS` GEMMs are judged,
 each weight being the matrix of one GEMM, e.g. one expert's. Adapters fused with their base layer
@@ -192,7 +189,6 @@ class OperandSums:
         snr_db: sum over layers, in dB.
         layers: number of layers in that sum.
         worst: lowest ratio in dB, and its layer.
-        drift, change: largest, in powers of two; None without delayed scaling.
     """
 
     amax: float = 0.0
@@ -202,8 +198,6 @@ class OperandSums:
     snr_db: float = 0.0
     layers: int = 0
     worst: tuple[float, str] = (math.inf, "")
-    drift: float | None = None
-    change: float | None = None
 
     def add(self, name: str, elements: int, seen: OperandHealth) -> None:
         """Add a layer."""
@@ -219,9 +213,6 @@ class OperandSums:
         self.worst = min(self.worst, other.worst)
         for name in ("elements", "overflow", "underflow", "snr_db", "layers"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("drift", "change"):
-            both = [v for v in (getattr(self, name), getattr(other, name)) if v is not None]
-            setattr(self, name, max(both, default=None))
 
 
 Key = tuple[str, Operand]
@@ -241,10 +232,6 @@ def health_row(sums: GroupSums) -> dict[str, float]:
         if of.layers:
             row[f"{at}_snr_db"] = of.snr_db / of.layers
             row[f"{at}_worst_snr_db"] = of.worst[0]
-        for name, value in (("scale_drift", of.drift), ("scale_change", of.change)):
-            if value is not None:
-                key = f"health/{group}/{name}"
-                row[key] = max(row.get(key, 0.0), value)
     return {key: value for key, value in row.items() if math.isfinite(value)}
 
 
@@ -262,6 +249,7 @@ class OperandWatch:
 
     Attributes:
         sums: result of the last `watching()`.
+        groups: group of each module with parameters, as of then.
     """
 
     def __init__(
@@ -273,22 +261,20 @@ class OperandWatch:
         """Observe a model, with its plan and backend if it has them, by groups of modules."""
         self.model, self.conversion, self.grouping = model, conversion, grouping
         self.sums: GroupSums = {}
+        self.groups: dict[str, str] = {}
         self._turn = 0
-        self._scales: dict[Key, float] = {}
-        self._scales_before: dict[Key, float] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Observe every operand inside the block; `sums` has the result afterwards."""
         plan = self.conversion.plan if self.conversion is not None else None
-        self._groups = self.grouping(self.model, plan)
+        self.groups = self.grouping(self.model, plan)
         # Layers and declared parameters by name: their modules, and the operands cast to low bits.
-        self._modules = {n: m for n, m in self.model.named_modules() if n in self._groups}
+        self._modules = {n: m for n, m in self.model.named_modules() if n in self.groups}
         self._low = {x.name: low_operands(x) for x in plan.fp8_layers} if plan else {}
         self.sums, self._unseen = {}, set(self._modules)
         self._amaxes: list[tuple[Key, Tensor]] = []
         self._products: Counter[tuple[str, bool]] = Counter()
-        self._scales_before |= self._scales
         with contextlib.ExitStack() as undo:
             compiled = self._uncompile_some(undo)
             for name, module in list(self._modules.items()):
@@ -300,7 +286,7 @@ class OperandWatch:
                     for each in module.fp8_parameters:
                         linear: Any = each.linear  # bound to the module with its scales
                         self._modules[each.layer.name] = linear.args[0]
-                        self._groups.setdefault(each.layer.name, self._groups[name])
+                        self.groups.setdefault(each.layer.name, self.groups[name])
                     module.fp8_observers.append(self)
                     undo.callback(module.fp8_observers.remove, self)
             yield
@@ -382,7 +368,7 @@ class OperandWatch:
 
     def _see(self, name: str, operand: Operand, value: Tensor, low: Collection[Operand]) -> None:
         """Add an operand of a layer; its cast is judged if it is among the `low` ones."""
-        key: Key = (self._groups[name], operand)
+        key: Key = (self.groups[name], operand)
         module = self._modules[name]
         sums = self.sums.setdefault(key, OperandSums())
         if not value.numel():
@@ -393,25 +379,7 @@ class OperandWatch:
         engine: Any = module.fp8_backend
         rows, precision = engine.as_cast(module, operand, value.reshape(-1, value.shape[-1]))
         scale = engine.scale_in_force(module, operand)
-        seen = inspect_sample(rows, operand, precision, scale)
-        sums.add(name, rows.numel(), seen)
-        if scale is not None:
-            self._see_scale(name, operand, sums, float(scale), seen.amax)
-
-    def _see_scale(
-        self, name: str, operand: Operand, sums: OperandSums, scale: float, amax: float
-    ) -> None:
-        assert self.conversion is not None
-        precision = self.conversion.plan.precision
-        if amax > 0 and math.isfinite(amax):
-            fmt, pow2 = formats_of(precision)[operand], precision.pow2_scales
-            wanted = float(scale_from_amax(torch.tensor(amax), fmt, pow2=pow2))
-            lag = abs(math.log2(scale * 2**precision.margin / wanted))
-            sums.drift = max(sums.drift or 0.0, lag)
-        before = self._scales_before.get((name, operand))
-        if before is not None:
-            sums.change = max(sums.change or 0.0, abs(math.log2(scale / before)))
-        self._scales[name, operand] = scale
+        sums.add(name, rows.numel(), inspect_sample(rows, operand, precision, scale))
 
     def _fetch_amaxes(self) -> None:
         """Fetch the amaxes of high-precision operands in one transfer: each fetch synchronizes."""
