@@ -277,14 +277,20 @@ def _check_head(made: PrecisionPlan) -> None:
                 f"lora.modules_to_save=[{plain_name(layer.name)}]",
             )
         if layer.compute == "fp8" and not layer.stored:
+            fix = "~precision.map.output"
+            if not layer.frozen:
+                why = "the weight gradient of TRL's fused loss is of the BF16 weight, tile by tile"
+                fix += "; adapters (a lora section) leave the head frozen, which can have it"
+            elif made.precision.frozen != "fp8":
+                why = "TRL's fused loss multiplies by a plain weight in BF16"
+                fix = "precision.frozen=fp8 stores the base in FP8, the head too; or " + fix
+            else:
+                why = "its weight is the embedding's too (tie_word_embeddings), which looks up rows"
             raise PlanError(
                 "FP8 was chosen for an output head that is not frozen and stored in FP8",
                 where=f"{layer.reason}: {layer.name}",
-                why="TRL's fused loss multiplies by the head's weight in BF16 and takes the weight "
-                "gradient of that, unless it is frozen, stored as codes and no embedding's too "
-                "(tie_word_embeddings)",
-                fix="~precision.map.output; or adapters (a section lora) over "
-                "precision.frozen=fp8, which stores the base in FP8, the head too",
+                why=why,
+                fix=fix,
             )
         if layer.override:
             raise PlanError(
