@@ -1,6 +1,6 @@
 """Steps, learning rate and eval loss of recipes on few chat rows, on the packaged model.
 
-    python -m tests.benchmarks.few_rows --rows 300 3000 30000 --train 300 3000
+    python -m tests.benchmarks.few_rows --rows 300 3000 30000 --train 300 3000 30000
 
 Rows have about 100 tokens and a pattern to learn (words, sorted). Each recipe keeps its batch,
 schedule and epochs; model, precision and optimizer are those of the packaged model on a CPU. Steps
