@@ -24,7 +24,6 @@ from finetune import (
     teardown_fp8_mixed_precision_training,
 )
 from finetune.errors import FinetuneError
-from finetune.precision.proof.movement import IDLE_STEPS
 from tests.conftest import batch, slow_but
 
 set_up = partial(
@@ -113,14 +112,6 @@ def half_an_optimizer(given: Given) -> None:
     accelerator = set_up()
     optimizer = adamw(given.model, without="-" if given.obey else "mlp")
     train(accelerator, *accelerator.prepare(given.model, optimizer))
-
-
-def weights_without_a_part(given: Given) -> None:
-    accelerator = set_up()
-    given.model.unused = nn.Linear(32, 32).requires_grad_(not given.obey)
-    model, optimizer = accelerator.prepare(given.model, adamw(given.model))
-    for _ in range(1 if given.obey else IDLE_STEPS):
-        train(accelerator, model, optimizer)
 
 
 def set_up_again(given: Given) -> None:
@@ -221,7 +212,6 @@ CASES: list[tuple[Callable[[Given], None], str]] = [
     (adapters_afterwards, "attach adapters first"),
     (frozen_afterwards, "freeze before"),
     (half_an_optimizer, "build the optimizer from model.parameters()"),
-    (weights_without_a_part, "freeze them (requires_grad_(False)) before the model is prepared"),
     (set_up_again, "prepare it again"),
     (recipe_handlers, "pass those settings to setup_fp8_mixed_precision_training"),
     (fp16_beside, "leave fp16 out"),
@@ -238,7 +228,6 @@ CASES: list[tuple[Callable[[Given], None], str]] = [
 """Case, and the words of the fix that it does."""
 
 
-@pytest.mark.filterwarnings("ignore:no gradient has reached")  # said before it is an error
 @pytest.mark.parametrize(
     ("case", "says"),
     slow_but([case for case in CASES if case[0] is evaluation_mode], CASES),

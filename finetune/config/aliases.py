@@ -45,6 +45,8 @@ def in_recipe(name: str, value: object = "...") -> str:
     'write train.max_length=512'
     >>> in_recipe("LOAD_IN_4BIT", True), in_recipe("load_in_4bit", False)
     ('write model.storage=nf4', 'leave it out')
+    >>> in_recipe("COMPUTE_DTYPE", "fp8")
+    'write precision.compute=fp8'
     """
     name = name.lower()
     if name in DROPPED:
@@ -54,6 +56,8 @@ def in_recipe(name: str, value: object = "...") -> str:
         return "leave it out"
     if " " in setting:
         return setting
+    if setting == "model.dtype" and str(value).lower().startswith(("fp8", "float8")):
+        return "write precision.compute=fp8"  # what multiplies, not how weights are stored
     return f"write {setting}" + ("" if "=" in setting else f"={_flow(value)}") if setting else ""
 
 

@@ -147,9 +147,10 @@ class Receipt(JupyterMixin):
             and `other` for matmuls that are no layers.
         trainable: parameter counts `before`, `after` (preparation), `in_optimizer`, and of tensors
             of which, by the second optimizer step with a learning rate above zero, some number has
-            `moved`, or none has and all were `below_resolution` (updated by the optimizer, but by
-            less than their type can hold); `optimizer_state_bytes`: of moments and their scales as
-            they are stored, on this process.
+            `moved`, or none has though they had gradients (`below_resolution`: updates are smaller
+            than their type can hold), or that are `without_gradient`;
+            `optimizer_state_bytes`: of moments and their scales as they are stored, on this
+            process.
         movement: numbers that differ from those before the first step, `early` (after warm-up) and
             `now`: `steps`, and `groups` of `kind` (matrices, embeddings, vectors), `type`,
             `numbers` and `changed`. Of tensors with more than `sample` numbers they are estimates;
@@ -303,6 +304,11 @@ class Receipt(JupyterMixin):
                 yield Text(
                     f"! trainable parameters: {t['before']:,} before and {t['after']:,} after "
                     f"preparation, {owned:,} in the optimizer",
+                    style="yellow",
+                )
+            if still := t.get("without_gradient"):
+                yield Text(
+                    f"! {still:,} of {t['after']:,} trainable parameters had no gradient but zeros",
                     style="yellow",
                 )
         if line := still_line(self.movement):

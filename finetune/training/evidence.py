@@ -125,7 +125,7 @@ def receipt_of(
         fp8_flop_share=share.get("fp8", 0.0) + share.get("fp4", 0.0),
         flop_share=share,
         trainable=dict(proof.trainable) if proof else {},
-        movement=proof.numbers.described() if proof else {},
+        movement=proof.movement.described() if proof else {},
         layers=proof.layers if proof else [],
         held=proof.sentinel.described() if proof else {},
         environment=environment(device) | {"patches": patches},

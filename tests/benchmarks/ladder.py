@@ -49,7 +49,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, FinetuneError, install_hint
 from finetune.hardware.device import Device, Verdict, this_device
-from finetune.precision.proof.movement import fingerprint
+from finetune.precision.proof.movement import sample
 from finetune.precision.proof.proof import Proof
 from finetune.runs.folder import new_folder
 from finetune.training.memory_meter import MemoryMeter
@@ -300,12 +300,12 @@ class Movement(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._before:
-            self._before = {name: fingerprint(p) for name, p in _trainable(kwargs["model"])}
+            self._before = {name: sample(p) for name, p in _trainable(kwargs["model"])}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, p in _trainable(kwargs["model"]):
             self.total += p.numel()
-            self.moved += p.numel() if fingerprint(p) != self._before.get(name) else 0
+            self.moved += p.numel() if not sample(p).equal(self._before[name]) else 0
 
     @property
     def status(self) -> str:

@@ -21,11 +21,11 @@ from finetune.config.optimizers import (
     state_bytes,
 )
 from finetune.config.recipe import load_recipe
-from finetune.errors import ConfigError, ProofError
+from finetune.errors import ConfigError
 from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.precision.planner import plan
-from finetune.precision.proof.movement import evidence, stored_bytes
+from finetune.precision.proof.movement import stored_bytes
 from finetune.runs.receipt import changed_numbers
 from finetune.training import low_bit
 from finetune.training.model import sketch
@@ -284,19 +284,7 @@ def test_what_an_earlier_run_told_bitsandbytes_is_forgotten(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", LOW_BIT_ADAMW)
-def test_state_is_evidence_of_a_gradient_and_only_then(name) -> None:
-    """Codes of zeros are not zeros; scales of zeros are not zeros with torchao."""
-    dead, alive = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
-    optimizer = low_bit_adamw(name, [dead, alive])
-    dead.grad, alive.grad = torch.zeros(64, 64), torch.zeros(64, 64)
-    alive.grad[3, 5] = 1e-6
-    eager_step(optimizer)
-    seen = [any(bool((t != 0).any()) for t in evidence(optimizer.state[p])) for p in (dead, alive)]
-    assert seen == [False, True]
-
-
-@pytest.mark.parametrize("name", LOW_BIT_ADAMW)
-def test_a_weight_with_gradients_of_zero_is_stopped(name, make_llama, setup_backend) -> None:
+def test_a_weight_with_gradients_of_zero_is_told(name, make_llama, setup_backend) -> None:
     model = make_llama()
     model.unused = nn.Linear(64, 64, bias=False)  # runs, and adds nothing
     model.model.norm.register_forward_hook(lambda _, __, x: x + 0.0 * model.unused(x))
@@ -310,7 +298,7 @@ def test_a_weight_with_gradients_of_zero_is_stopped(name, make_llama, setup_back
         optimizer.zero_grad()
 
     step(0)
-    with pytest.raises(ProofError, match=r"1 trainable parameters do not train[\s\S]*unused"):
+    with pytest.warns(UserWarning, match="4,096 trainable parameters have had no.*unused"):
         step(1)
 
 

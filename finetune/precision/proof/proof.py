@@ -6,8 +6,8 @@ Three things are observed, none read off a flag:
    have run FP8 GEMMs and nothing else, and requested FP8 must have a share above 0.
 2. *The trainable set.* What trained before preparation must train after it, no more and no less,
    and every such parameter must be in the optimizer.
-3. *Movement* (`movement`). In the first steps the bits of every trainable parameter change. How
-   many of its numbers have, then and at the end, is counted (`numbers`).
+3. *Movement* (`movement`). The numbers of trainable parameters change: counted in the first steps,
+   after warm-up and at the end.
 
 Afterwards a `Sentinel` holds the run to its plan, at each optimizer step until the last.
 
@@ -43,8 +43,7 @@ from finetune.precision.compiling import (
 )
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
-from finetune.precision.proof.movement import Movement, changes_nothing, has_new_gradient
-from finetune.precision.proof.numbers import Numbers
+from finetune.precision.proof.movement import Movement, changes_nothing
 from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
@@ -67,7 +66,7 @@ class Proof:
         layers: rows of the receipt, after the first micro-step.
         trainable: counts for the receipt.
         sentinel: holds the model to its plan.
-        numbers: counts changed numbers, until the last step.
+        movement: judges the first steps, and counts changed numbers until the last.
     """
 
     def __init__(
@@ -95,21 +94,23 @@ class Proof:
         self.status = "not proven: no training step yet"
         self.layers: list[LayerReceipt] = []
         self.trainable = {"before": sum(trainable_before.values())} | dict.fromkeys(
-            ("after", "in_optimizer", "moved", "below_resolution", "optimizer_state_bytes"), 0
+            (
+                *("after", "in_optimizer", "moved", "below_resolution", "without_gradient"),
+                "optimizer_state_bytes",
+            ),
+            0,
         )
         self.is_open, self.is_released, self.is_stopped = True, False, False
         self._witness: Witness | None = Witness(self.model, conversion.plan)
         self._mode: bool | None = None
-        self._graded: set[int] | None = None  # ids of what had a gradient before
-        self._movement = Movement(self.model, self.trainable, self._fail, optimizers)
+        self.movement = Movement(self.model, self.trainable, self._fail, optimizers)
         self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
-        self.numbers = Numbers(self.model)
         self._flops: Flops = {}
         self._left = ""
         self._makes_state = False  # the step that is being taken
         self._steppers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         conversion.proof = self
-        conversion.around += [self._around_forward, self.sentinel.around_forward]
+        conversion.around.append(self._around_forward)
         watch_backwards(self)
         self._handles = [
             register_optimizer_step_pre_hook(_weakly(self._before_step)),
@@ -161,9 +162,6 @@ class Proof:
         if self._mode is not self.model.training:  # what a sanity check ran is no evidence
             witness.reset()
             self._mode = self.model.training
-        self.sentinel.check_layers()
-        if self._graded is None:
-            self._graded = {id(p) for p in self.model.parameters() if p.grad is not None}
         layers = self.conversion.compilable if self._compiles else []
         try:
             with witness.watching(), recomputed(layers, self._uncounted):
@@ -192,7 +190,7 @@ class Proof:
             yield
             return
         try:
-            with witness.watching(backward=True):
+            with witness.watching():
                 yield
         except BaseException:
             witness.reset()  # half a backward is no evidence
@@ -220,7 +218,7 @@ class Proof:
             self._flops[name, precision] = self._flops.get((name, precision), 0) + seen.flops
         shares = self.flop_share
         self.layers = self._layer_receipts(witness)
-        self.status = f"not proven: {self._movement.missing}"
+        self.status = f"not proven: {self.movement.missing}"
         plan = self.conversion.plan
         requested: str = plan.precision.compute
         requested = plan.precision.low if requested == "fp8" else requested
@@ -241,12 +239,6 @@ class Proof:
             f"{row.name} was multiplied outside a call of the prepared model"
             for row in rows
             if row.fprop == "none" != row.wgrad
-        ]
-        other += [
-            f"{row.name} has a gradient that is of none of its products"
-            for row in rows
-            if row.fprop != "none" and row.dgrad == row.wgrad == "none"
-            if has_new_gradient(self.model, planned[row.name], self._graded or set())
         ]
         high = {layer.name for layer in plan.layers if layer.compute != "fp8"} - planned.keys()
         other += [
@@ -290,8 +282,12 @@ class Proof:
         rows = []
         for layer in self.conversion.plan.layers:
             seen = by_layer.pop(layer.name, [])
-            rested = "did not run in the first step"
-            reason = layer.reason if seen else "; ".join(filter(None, (rested, layer.reason)))
+            reason = layer.reason
+            if not seen:
+                rested = "did not run in the first step"
+                if layer.kind == "parameter" and layer.name in witness.called:
+                    rested = "multiplied by its module in high precision, counted there"
+                reason = "; ".join(filter(None, (rested, layer.reason)))
             rows.append(_row(layer.name, layer.shape, layer.role, seen, reason))
         for name, seen in by_layer.items():
             which = f" ({', '.join(sorted(witness.unknown))})" if name == UNKNOWN else ""
@@ -352,22 +348,21 @@ class Proof:
                 fix="call the prepared model itself, not its parts, and then loss.backward()",
             )
         if self._witness is None:
-            self.sentinel.before_step(optimizer)
+            self.sentinel.before_step()
         if self.is_open:
             trainable = named_trainable(self.model)
             self.trainable["after"] = sum(p.numel() for p in trainable.values())
-            self.numbers.before_step(trainable)
-            self._movement.before_step(optimizer, trainable, self.sentinel.idle)
+            self.movement.before_step(optimizer, trainable)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._makes_state or not self.concerns(optimizer):
             return
-        self.numbers.after_step(optimizer)
+        self.movement.count_step(optimizer)
         if not self.is_open:
             return
-        self._movement.after_step(optimizer, named_trainable(self.model))
-        self.status = f"not proven: {self._movement.missing}"
-        if self._movement.is_done and self._witness is None:
+        self.movement.after_step(optimizer, named_trainable(self.model))
+        self.status = f"not proven: {self.movement.missing}"
+        if self.movement.is_done and self._witness is None:
             self.status = f"not proven: {self._left}" if self._left else "proven"
             self.close()
 

@@ -1,25 +1,20 @@
 """The sentinel: holds a proven run to its plan, at each optimizer step until the last.
 
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
-the optimizer uses the gradients, seven things are compared, none of which needs the witness:
+the optimizer uses the gradients, what the model is made of is compared with what it was: the
+objects, classes and own forwards of its modules, the types and `requires_grad` of its parameters,
+and that no adapter that trains is merged. Only what differs is looked at again, since sharding and
+wrapping change the same things in harmless ways.
 
-    tree       every linear layer is the object that was prepared, and there is no other; adapters
-               that do not train may come and go (a reference's, a teacher's)
-    classes    every planned layer is still a converted one
-    trainable  the parameters that train are those that trained at preparation
-    types      they are of the type that they had in the witnessed micro-step
-    adapters   none that trains is merged into its base: the base would run alone (at each call)
-    compiled   the script compiles nothing by itself
-    calls      each converted layer counts its calls: one whose weight (or adapter) has a gradient
-               was called in FP8, and no gradient has passed a call in high precision
+Each converted layer counts its calls, and a gradient that has passed it in evaluation mode is BF16
+that entered. A layer that is not called rests, which is allowed at any step and counted, unless
+the forward of the layer, or of a module around it, was replaced since. To change layers, their
+forwards or what trains, prepare the model again.
 
-A layer that is not called at all rests, which is allowed at any step and counted: unless the
-forward of a module around it was replaced since, which multiplies past it. Prepare a model again to
-change its layers, their forwards or what trains.
+Not seen: code that multiplies a layer's weight by itself, after the first steps and beside calls
+of the layer.
 
-The cost is one walk over the modules, about a microsecond for each, and a tenth of that for each
-call of a converted layer. What differs is looked at again, since sharding and wrapping change the
-same things in harmless ways.
+The cost is one walk over the modules, about a microsecond for each.
 
 *The share of the run.* Calls count their rows, so the FLOPs of the witnessed micro-step are
 weighted with the rows of each layer over the run, other matmuls with those of the busiest layer.
@@ -29,8 +24,6 @@ Attention grows faster than rows do, so its part is that of the witnessed step. 
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,17 +31,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from finetune.errors import some
-from finetune.precision.backends.base import Fp8Mixin, Tally, in_backward
+from finetune.precision.backends.base import Fp8Mixin, Tally
 from finetune.precision.compiling import compiled_later, refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.experts import ConvertedExpertsMixin
 from finetune.precision.layers import is_low_rank, iter_linears
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
-from finetune.precision.proof.movement import is_nonzero
 from finetune.precision.proof.remedy import remedy
 
 Flops = dict[tuple[str, str], int]
@@ -57,22 +48,11 @@ Flops = dict[tuple[str, str], int]
 
 @dataclass
 class Held:
-    """A converted layer under watch.
-
-    Attributes:
-        layer: its plan.
-        module: the module whose class was changed.
-        tally: its calls.
-        evidence: the trainable parameters whose gradients come from its calls alone.
-        own: ids of all that train in it, and in its adapters.
-        first: its rows of the witnessed micro-step.
-    """
+    """A converted layer under watch: its plan, its module, its calls, its rows when watch began."""
 
     layer: LayerPlan
     module: nn.Module
     tally: Tally
-    evidence: list[nn.Parameter]
-    own: set[int]
     first: int = 0
 
 
@@ -82,7 +62,6 @@ class Sentinel:
     Attributes:
         steps: optimizer steps compared.
         rests: layer -> steps in which it was not called.
-        idle: ids of trainable parameters whose layers rested in the step compared last.
         entered: layer -> steps in which gradients passed it in high precision.
     """
 
@@ -104,13 +83,12 @@ class Sentinel:
         self.conversion, self.model, self._fail = conversion, conversion.model, fail
         self._leave = leave
         self.steps, self.rests, self.entered = 0, Counter[str](), Counter[str]()
-        self.idle: set[int] = set()
         self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
         self._names = {name for name, _ in self.model.named_parameters()}
         self._trains = trains
         self._held: list[Held] = []
-        self._mine: weakref.WeakKeyDictionary[Optimizer, list[Held]] = weakref.WeakKeyDictionary()
         self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
+        self._replaced: list[str] = []  # modules with another forward than at first
         self._adapters = self._trained_adapters()
         self._types: dict[str, torch.dtype] = {}
         self._noted: list[Any] = []
@@ -119,45 +97,26 @@ class Sentinel:
 
     def begin(self) -> None:
         """Begin to count, after the witnessed micro-step."""
-        self._find_evidence()
-        for held in self._held:
-            held.first = held.tally.rows
+        self._held = list(self._iter_held())
         self._forwards = {n: (m, _forward_of(m)) for n, m in self.model.named_modules()}
         # Not at preparation, after which FSDP2 has its own way with types.
         named = self.model.named_parameters()
         self._types = {name: p.dtype for name, p in named if p.requires_grad}
         self._is_begun = True
 
-    def _find_evidence(self) -> None:
-        first = {held.layer.name: held.first for held in self._held}
-        self._held = list(self._iter_held(dict(self.model.named_parameters())))
-        for held in self._held:
-            held.first = first.get(held.layer.name, 0)
-        self._mine.clear()
-
-    def _iter_held(self, parameters: dict[str, nn.Parameter]) -> Iterator[Held]:
+    def _iter_held(self) -> Iterator[Held]:
         modules = dict(self.model.named_modules())
-        owned = [id(p) for m in modules.values() for p in m._parameters.values()]
-        tied = {key for key, count in Counter(owned).items() if count > 1}
         for layer in self.conversion.plan.fp8_layers:
             module: Any = modules.get(layer.owner)
             if isinstance(module, Fp8Mixin):
-                weight, tally = parameters.get(f"{layer.name}.weight"), module.fp8_tally
+                tally = module.fp8_tally
             elif isinstance(module, ParameterMixin):
-                weight = parameters.get(layer.name)
                 tally = next(e.tally for e in module.fp8_parameters if e.layer is layer)
             elif isinstance(module, ConvertedExpertsMixin):
-                weight, tally = None, module.fp8_tallies[layer.local]
+                tally = module.fp8_tallies[layer.local]
             else:
                 continue
-            # A weight of two layers has gradients of either.
-            alone = weight is not None and weight.requires_grad and id(weight) not in tied
-            evidence = [weight] if weight is not None and alone else []
-            whole = modules.get(layer.name.removesuffix(".base_layer"))  # with its adapters
-            own = [p for p in whole.parameters() if p.requires_grad] if whole is not None else []
-            if not evidence and layer.name.endswith(".base_layer"):
-                evidence = own
-            yield Held(layer, module, tally, evidence, {id(p) for p in own})
+            yield Held(layer, module, tally, tally.rows)
 
     def _as_it_is(self) -> list[Any]:
         """Objects, classes and own forwards of modules; objects, types and flags of parameters."""
@@ -181,14 +140,7 @@ class Sentinel:
 
     # ------------------------------------------------------------------------------ each step
 
-    @contextlib.contextmanager
-    def around_forward(self) -> Iterator[None]:
-        """Context of a call of the model: where all is merged, no gradient ever gets to a step."""
-        if self.model.training and torch.is_grad_enabled() and not in_backward():
-            self._check_merged()
-        yield
-
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self) -> None:
         """Compare, before an optimizer of the model uses the gradients."""
         # Where each parameter steps inside the backward, once in each.
         task = torch._C._current_graph_task_id()
@@ -197,24 +149,28 @@ class Sentinel:
             self.steps += 1
             self._check_structure()
             self._check_merged()
-        if self._is_begun:
-            self._check_calls(self._concerned(optimizer))
+        self._check_calls()
 
     def _check_structure(self) -> None:
         now = self._as_it_is()
         if now == self._noted:
             return
-        self.check_layers()
-        self.check_trainable()
+        self._check_layers()
+        self._check_trainable()
         if self._is_begun:
             self._check_types()
             self._check_classes()
             refuse_compiled(self.model, compiled_later)
-            self._find_evidence()  # weights may have been put in the place of others
+            # Not of the whole model, whose forward Accelerate wraps and unwraps.
+            self._replaced = [
+                name
+                for name, (m, first) in self._forwards.items()
+                if name and _forward_of(m) != first
+            ]
             self._adapters = self._trained_adapters()
             self._noted = now
 
-    def check_layers(self) -> None:
+    def _check_layers(self) -> None:
         """Raise unless the linear layers are those that were prepared."""
         now = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
         gone = sorted(
@@ -247,7 +203,7 @@ class Sentinel:
             )
         self._linears = now
 
-    def check_trainable(self) -> None:
+    def _check_trainable(self) -> None:
         """Raise unless the parameters that train are those that trained at preparation."""
         now = {name for name, p in self.model.named_parameters() if p.requires_grad}
         unfrozen, froze = sorted(now - self._trains), sorted(self._trains - now)
@@ -310,68 +266,40 @@ class Sentinel:
                 "`python -m finetune export RUN` when the run has ended",
             )
 
-    def _check_calls(self, concerned: list[Held]) -> None:
-        past: list[str] = []
+    def _check_calls(self) -> None:
         high: list[str] = []
         around: list[str] = []
-        ran: list[Held] = []
-        resting: list[Held] = []
-        for held in concerned:
-            tally = held.tally
+        resting: list[str] = []
+        for held in self._held:
+            name, tally = held.layer.name, held.tally
             if tally.high:
                 tally.high = 0
-                high.append(held.layer.name)
+                high.append(name)
             elif tally.ran:
                 tally.ran = False
-                ran.append(held)
-            elif any(is_nonzero(p.grad) for p in held.evidence):
-                past.append(held.layer.name)
-            elif self._is_bypassed(held.layer.name):
-                around.append(held.layer.name)
+            elif any(f"{name}.".startswith(f"{path}.") for path in self._replaced):
+                around.append(name)
             else:
-                resting.append(held)
-        self.rests.update(held.layer.name for held in resting)
-        # A weight of two layers is not idle.
-        self.idle = set[int]().union(*(h.own for h in resting)) - set().union(*(h.own for h in ran))
-        left = high + past + around
+                resting.append(name)
+        if len(resting) < len(
+            self._held
+        ):  # else another optimizer has stepped on the same backward
+            self.rests.update(resting)
+        left = high + around
         self.entered.update(left)
         if left:
-            why = "their weights have gradients, and the layers were not called"
-            if high:
-                why = "they were called in evaluation mode, where layers multiply in high precision"
-            elif not past:
-                why = (
-                    "the forward of a module around them was replaced after the first step, and "
-                    "since then they are not called"
-                )
             self._leave(
                 f"BF16 entered at optimizer step {self.steps}: {len(left)} layers that were "
                 "planned in FP8 did not run in FP8",
                 where=some(left),
-                why=why,
+                why="they were called in evaluation mode, where layers multiply in high precision"
+                if high
+                else "their forward, or that of a module around them, was replaced after the first "
+                "step, and since then they are not called",
                 fix=remedy(
                     "fp8", training=not high, silent=True, roles={h.layer.role for h in self._held}
                 ),
             )
-
-    def _is_bypassed(self, name: str) -> bool:
-        """True if the forward of a layer, or of a module around it, is another than at first."""
-        parts = name.split(".")
-        # Not of the whole model, whose forward Accelerate wraps and unwraps.
-        paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        known = (self._forwards[path] for path in paths if path in self._forwards)
-        return any(_forward_of(module) != at_first for module, at_first in known)
-
-    def _concerned(self, optimizer: Optimizer) -> list[Held]:
-        """Layers of which an optimizer has the evidence, and those that have none."""
-        if optimizer not in self._mine:
-            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._mine[optimizer] = [
-                held
-                for held in self._held
-                if not held.evidence or any(id(p) in owned for p in held.evidence)
-            ]
-        return self._mine[optimizer]
 
     # ------------------------------------------------------------------------------- the share
 

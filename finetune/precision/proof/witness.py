@@ -6,16 +6,16 @@ of the emulated `finetune.scaled_mm` must lie on the grid of their format, numbe
 Transformer Engine calls its own library past PyTorch's dispatcher, so there the library's entry,
 `generic_gemm`, is watched.
 
-A GEMM belongs to the layer whose forward is running or whose autograd nodes are running; one by a
-declared parameter belongs to the call that multiplies (`attribution`). Within a layer with weight
-[N, K] it is fprop in forward; in backward it is dgrad when it contracts N and wgrad when it
-contracts the tokens. GEMMs outside any layer (attention scores; the output head, which TRL fuses
-with the loss) are counted too, so that shares are of the whole step.
+A GEMM belongs to the layer whose forward is running or whose autograd nodes are running; an FP8 one
+by a declared parameter is named by the converter, which multiplies (`parameters`). Within a layer
+with weight [N, K] it is fprop in forward; in backward it is dgrad when it contracts N and wgrad
+when it contracts the tokens. GEMMs outside any layer (attention scores; the output head, which TRL
+fuses with the loss) are counted too, so that shares are of the whole step.
 
-Some operators multiply matrices inside. A fused LSTM or GRU multiplies each of its matrices by
-every token once, and twice more in backward. Of another library's operator nothing is known but
-shapes. Counted as nothing, it would raise the share of everything else, so it is taken for the
-product that makes its result: 2 · size of the result · longest inner dimension of an operand.
+Some operators multiply matrices inside (another library's attention, a fused LSTM), and nothing is
+known of them but shapes. Counted as nothing, they would raise the share of everything else, so each
+is taken for the product that makes its result: 2 · size of the result · longest inner dimension of
+an operand.
 """
 
 from __future__ import annotations
@@ -39,21 +39,18 @@ from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
 from finetune.precision.parameters import tensors_of
 from finetune.precision.planner import LayerPlan, PrecisionPlan
-from finetune.precision.proof.attribution import Attribution
 
 aten = torch.ops.aten
 ATTENTION = "(attention)"
 BATCHED = "(batched)"
 EXPERTS = "(experts)"
 OTHER = "(other)"
-RECURRENT = "(recurrent)"
 UNKNOWN = "(unknown)"
 NOT_LINEAR = {
     ATTENTION: "attention scores and weighted sum: kept in high precision",
     BATCHED: "batched matmuls outside linear layers, such as attention scores",
-    EXPERTS: "grouped matmuls of weights that are not declared (fp8_matmuls)",
+    EXPERTS: "grouped matmuls of experts in high precision",
     OTHER: "not a linear layer",
-    RECURRENT: "fused recurrent layers (LSTM, GRU): kept in high precision",
     UNKNOWN: "operators that cannot be looked into; FLOPs estimated from their shapes",
 }
 """Names of matmuls outside linear layers, and the reason in the receipt."""
@@ -96,11 +93,10 @@ _VARLEN = {
 }
 """Attention over documents: `finetune.training.varlen`, and torch's kernel."""
 
-_RECURRENT = _existing(
-    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
-    *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward"),
-)
-_CONTRACTING = {"_trilinear", "_cdist_forward", "_euclidean_dist", "sspaddmm", "_int_mm", "addr"}
+_CONTRACTING = {
+    *("_trilinear", "_cdist_forward", "_euclidean_dist", "sspaddmm", "_int_mm", "addr"),
+    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
+}
 """Operators of `aten` without a formula in torch's own counter."""
 _SEEN_THROUGH = {
     *("aten", "prim", "prims", "profiler", "c10d", "c10d_functional", "_c10d_functional"),
@@ -151,7 +147,6 @@ class Witness:
         unknown: names of operators whose FLOPs are estimates.
         saw_backward: True if a gradient of one of the model's layers has run.
         is_paused: True while GEMMs are not counted.
-        count, last: number of GEMMs seen, and (m, n, k) of the last one.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
@@ -159,12 +154,10 @@ class Witness:
         self.called: set[str] = set()
         self.unknown: set[str] = set()
         self.saw_backward = self.is_paused = False
-        self.count, self.last = 0, (0, 0, 0)
         self._plan = {layer.name: layer for layer in plan.layers}
         self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
         self._stack: list[tuple[str, bool, tuple[int, int]]] = []
         self._handles: list[Any] = []
-        self._attribution = Attribution(self)
         modules = dict(model.named_modules())
         self._joined = [m.fp8_observers for m in modules.values() if isinstance(m, ObservedMixin)]
         for observers in self._joined:
@@ -200,19 +193,10 @@ class Witness:
         self._joined.clear()
 
     @contextlib.contextmanager
-    def watching(self, *, backward: bool = False) -> Iterator[None]:
-        """Count the matmuls inside the block, on this thread or in its backward.
-
-        Args:
-            backward: True around a backward. `torch.autograd.backward` is a function that the
-                attribution would catch itself, so there recomputed modules enter it.
-        """
-        attribution = contextlib.nullcontext() if backward else self._attribution
-        with _Dispatch(self), attribution, self._watching_transformer_engine():
-            try:
-                yield
-            finally:
-                self._attribution.end_recomputation()  # where it was interrupted
+    def watching(self) -> Iterator[None]:
+        """Count the matmuls inside the block, on this thread or in its backward."""
+        with _Dispatch(self), self._watching_transformer_engine():
+            yield
 
     # ------------------------------------------------------------------------ who is multiplying
 
@@ -225,11 +209,6 @@ class Witness:
         """End it."""
         if self._stack:
             self._stack.pop()
-
-    @property
-    def running(self) -> str:
-        """Name of the layer or parameter whose forward or autograd node is running."""
-        return self._stack[-1][0] if self._stack else OTHER
 
     def watch(self, name: str, shape: tuple[int, int], y: Tensor, inputs: tuple[Any, ...]) -> None:
         """Hook every autograd node between an output and the inputs it was made of."""
@@ -269,8 +248,7 @@ class Witness:
             if torch.is_grad_enabled():
                 self.called.add(layer.name)
 
-        called = owner.register_forward_pre_hook(Hook(before))
-        self._handles += [called, *self._attribution.follow(layer.name, owner)]
+        self._handles.append(owner.register_forward_pre_hook(Hook(before)))
 
     # ------------------------------------------------------------------------------ which GEMM
 
@@ -280,7 +258,6 @@ class Witness:
             return
         no_layer = OTHER, in_backward(), (0, 0)
         name, backward, shape = self._stack[-1] if self._stack else no_layer
-        self.count, self.last = self.count + 1, (m, n, k)
         if backward and batch > 1 and not set(shape) <= {m, n, k}:
             # A checkpoint recomputes what saved this node's inputs: attention, not the layer.
             name, backward, shape = no_layer
@@ -299,7 +276,6 @@ class Witness:
     def count_grouped(self, a: Tensor, b: Tensor, flops: int, precision: str) -> None:
         """Count one grouped GEMM; only a weight gradient is of two 2-D operands."""
         name, backward, _ = self._stack[-1] if self._stack else (EXPERTS, in_backward(), (0, 0))
-        self.count, self.last = self.count + 1, (a.shape[-2], b.shape[-1], a.shape[-1])
         gemm: Gemm = "fprop"
         if backward:
             gemm = "wgrad" if a.dim() == b.dim() == 2 else "dgrad"
@@ -342,13 +318,14 @@ class Witness:
             # Column-major BLAS: A is the weight (fprop, dgrad) or the input (wgrad), B the other.
             gemm: Gemm = "wgrad" if transpose_b else ("fprop" if transpose_a else "dgrad")
             pair = {operand_precision(a), operand_precision(b)}
-            layer = self._plan.get(self.running)
+            name = self._stack[-1][0] if self._stack else OTHER
+            layer = self._plan.get(name)
             out = result[0] if isinstance(result, (tuple, list)) else result
             n, k = layer.shape if layer is not None else (0, 0)
             tokens = out.numel() // (n if gemm == "fprop" else k) if layer is not None else 0
             if gemm == "wgrad":
                 tokens = _rows(b)
-            self.add(self.running, gemm, min(pair), 2 * tokens * n * k)
+            self.add(name, gemm, min(pair), 2 * tokens * n * k)
             return result
 
         library.generic_gemm = watched
@@ -412,9 +389,6 @@ class _Dispatch(TorchDispatchMode):
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             precision = operand_precision(next(a for a in args if isinstance(a, Tensor)))
             witness.add(OTHER, _direction(in_backward()), precision, flops)
-        elif flops := recurrent_flops(packet, args):
-            precision = operand_precision(args[0])
-            witness.add(RECURRENT, _direction(in_backward()), precision, flops)
         elif flops := estimated_flops(packet, args, result):
             witness.unknown.add(name)
             witness.add(UNKNOWN, _direction(in_backward()), "unknown", flops)
@@ -423,19 +397,6 @@ class _Dispatch(TorchDispatchMode):
 def _direction(backward: bool) -> Gemm:
     """GEMM of a product that is no linear layer's."""
     return "dgrad" if backward else "fprop"
-
-
-def recurrent_flops(packet: Any, args: tuple[Any, ...]) -> int:
-    """FLOPs of a fused recurrent layer, 0 of any other operator.
-
-    An LSTM of 4 gates from 32 to 16, over 10 tokens: 2 · 10 · (64 · 32 + 64 · 16) = 61,440.
-    """
-    if packet not in _RECURRENT:
-        return 0
-    x, weights = args[0], args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
-    tokens = x.numel() // x.shape[-1]
-    inside = sum(w.numel() for w in weights if isinstance(w, Tensor) and w.dim() == 2)
-    return 2 * tokens * inside * (2 if packet.__name__.endswith("_backward") else 1)
 
 
 def estimated_flops(packet: Any, args: tuple[Any, ...], result: Any) -> int:
