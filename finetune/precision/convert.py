@@ -33,7 +33,7 @@ from finetune.precision.experts import (
     store_experts,
 )
 from finetune.precision.head import HeadMixin, in_fused_loss
-from finetune.precision.layers import decoder_layers, iter_weights
+from finetune.precision.layers import decoder_layers, records
 from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
@@ -204,7 +204,7 @@ class Conversion:
     def is_current(self) -> bool:
         """True if the model is unchanged since conversion: same layers, same trainable set."""
         planned = {layer.name for layer in self.plan.layers}
-        names = {name for name, *_ in iter_weights(self.model)}
+        names = {record.name for record in records(self.model)}
         now = {name for name, p in self.model.named_parameters() if p.requires_grad}
         return self.is_applied and planned == names and now == self.trainable
 

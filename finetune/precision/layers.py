@@ -28,6 +28,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -105,12 +106,60 @@ def decoder_blocks(model: nn.Module, names: list[str], where: str) -> tuple[str,
     return name, count
 
 
-def iter_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]]]:
-    """Name, module and (N, K) of each linear layer, shared modules once."""
-    for name, module in model.named_modules():
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What is known of one weight that multiplies, before any precision is chosen.
+
+    Attributes:
+        name: dotted name of the linear layer, or of the declared parameter.
+        owner: the module that multiplies: the layer, or the one that holds the parameter.
+        weight: the parameter; where a parametrization makes it, its value.
+        shape: (N, K) of a layer; the last two dimensions of a parameter.
+        kind: `linear` or `parameter`.
+        role: what it is in the model.
+        why_high: except for `base`, the reason for high precision.
+        past: the reason why its parent may multiply by it past its forward, or empty.
+    """
+
+    name: str
+    owner: Any
+    weight: Any
+    shape: tuple[int, int]
+    kind: Literal["linear", "parameter"]
+    role: Role
+    why_high: str
+    past: str = ""
+
+
+def records(model: nn.Module) -> list[Record]:
+    """All linear layers, then all declared parameters of a model; shared modules once.
+
+    Raises:
+        PlanError: a declared name is no matrix parameter of its module.
+    """
+    modules = dict(model.named_modules())
+    in_head, experts = head_modules(model), _expert_count(model)
+    linears: list[Record] = []
+    parameters: list[Record] = []
+    for name, module in modules.items():
         shape = linear_shape(module)
         if shape is not None:
-            yield name, module, shape
+            role, why = _role(name, module, in_head, experts)
+            past = _read_by_parent(name, modules)
+            linears.append(Record(name, module, module.weight, shape, "linear", role, why, past))
+        for local in declared_matmuls(module):
+            weight, full = _declared(name, module, local), f"{name}.{local}" if name else local
+            role, why = ("head", IN_HEAD) if module in in_head else ("base", "")
+            if "modules_to_save" in full.split("."):
+                role, why = "adapter", BESIDE_ADAPTERS
+            sizes = weight.shape[-2], weight.shape[-1]
+            parameters.append(Record(full, module, weight, sizes, "parameter", role, why))
+    return linears + parameters
+
+
+def linear_records(model: nn.Module) -> list[Record]:
+    """Those of `records` that are linear layers."""
+    return [record for record in records(model) if record.kind == "linear"]
 
 
 def elementwise(model: nn.Module) -> dict[str, Literal["embed", "norm"]]:
@@ -151,29 +200,26 @@ Bit for bit without a bias (Falcon 7B and 40B); with one, the sum is rounded onc
 """
 
 
-def read_by_parent(model: nn.Module) -> dict[str, str]:
-    """Name of each linear layer of a Mamba mixer whose weight is read past its forward -> why.
+def _read_by_parent(name: str, modules: dict[str, nn.Module]) -> str:
+    """The reason why the weight of a layer in a Mamba mixer is read past its forward, or "".
 
     The fused kernels of `mamba_ssm` take the weights of `out_proj`, `x_proj` and `dt_proj`, and
     Transformers 5.23 multiplies by `dt_proj.weight` without them, too. A mixer is known by its
     parameters `A_log` and `D`.
     """
-    found: dict[str, str] = {}
-    for name, _, _ in iter_linears(model):
-        parent, _, last = name.removesuffix(".base_layer").rpartition(".")
-        if last in MAMBA and {"A_log", "D"} <= model.get_submodule(parent)._parameters.keys():
-            found[name] = "Mamba's kernels read its weight past the layer's forward"
-    return found
+    parent, _, last = name.removesuffix(".base_layer").rpartition(".")
+    if last in MAMBA and {"A_log", "D"} <= modules[parent]._parameters.keys():
+        return "Mamba's kernels read its weight past the layer's forward"
+    return ""
 
 
 MAMBA = ("out_proj", "x_proj", "dt_proj")
 
 
-def past_forward_here(model: nn.Module) -> dict[str, str]:
-    """Those of `read_by_parent` that this machine's kernels would read so."""
+def past_forward_here(record: Record) -> str:
+    """`Record.past`, where this machine's kernels would read the weight so; else ""."""
     fused = any(importlib.util.find_spec(name) for name in ("mamba_ssm", "kernels"))
-    found = read_by_parent(model).items()
-    return {n: why for n, why in found if fused or "dt_proj" in n.split(".")}
+    return record.past if fused or "dt_proj" in record.name.split(".") else ""
 
 
 def ids_giving_types(model: nn.Module) -> Iterator[int]:
@@ -200,31 +246,19 @@ def _named_before_dtype(cls: type[nn.Module]) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------- roles
 
 
-def iter_roles(model: nn.Module) -> Iterator[tuple[str, Any, Role, str]]:
-    """Name, module, role and, except for layers of the base, the reason for high precision."""
-    in_head, experts = head_modules(model), _expert_count(model)
-    for name, module, _ in iter_linears(model):
-        parts = name.split(".")
-        role: tuple[Role, str] = "base", ""
-        if is_low_rank(name):
-            role = "adapter", "LoRA adapter: trained, kept in high precision"
-        elif "modules_to_save" in parts:
-            role = "adapter", BESIDE_ADAPTERS
-        # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.
-        elif module in in_head or (
-            len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts
-        ):
-            role = "head", IN_HEAD
-        elif "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
-            role = "router", "router: rounding would change which expert is chosen"
-        yield name, module, role[0], role[1]
-
-
-def parameter_role(name: str, in_head: bool) -> tuple[Role, str]:
-    """Role of a declared parameter and the reason, as of `iter_roles`."""
-    if "modules_to_save" in name.split("."):
+def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) -> tuple[Role, str]:
+    """Role of a linear layer and, except for those of the base, the reason for high precision."""
+    parts = name.split(".")
+    if is_low_rank(name):
+        return "adapter", "LoRA adapter: trained, kept in high precision"
+    if "modules_to_save" in parts:
         return "adapter", BESIDE_ADAPTERS
-    return ("head", IN_HEAD) if in_head else ("base", "")
+    # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.
+    if module in in_head or (len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts):
+        return "head", IN_HEAD
+    if "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
+        return "router", "router: rounding would change which expert is chosen"
+    return "base", ""
 
 
 def is_low_rank(name: str) -> bool:
@@ -371,29 +405,27 @@ def are_served_experts(module: nn.Module) -> bool:
 
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:
     """Name of each parameter that is a stack of served experts -> its module."""
-    parameters = iter_parameters(model)
-    return {name: owner for name, owner, _ in parameters if are_served_experts(owner)}
+    found = (record for record in records(model) if record.kind == "parameter")
+    return {record.name: record.owner for record in found if are_served_experts(record.owner)}
 
 
-def iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Dotted name, owner and value of each declared parameter, shared modules once.
+def _declared(prefix: str, module: nn.Module, local: str) -> Any:
+    """Value of a declared parameter.
 
     Raises:
-        PlanError: a declared name is no matrix parameter of its module.
+        PlanError: it is no matrix parameter of its module.
     """
-    for prefix, module in model.named_modules():
-        for local in declared_matmuls(module):
-            made = parametrize.is_parametrized(module, local)
-            value: Any = getattr(module, local) if made else module._parameters.get(local)
-            if value is None or value.dim() < 2:
-                found = "no such parameter" if value is None else f"shape {tuple(value.shape)}"
-                raise PlanError(
-                    f"{local!r} is declared to multiply and is no matrix of its module",
-                    where=f"{prefix or 'the model'} ({type(module).__name__}): {found}",
-                    why="its matmuls would silently run in high precision",
-                    fix=f"correct {ATTRIBUTE}, or what was given to register_parameter_matmuls",
-                )
-            yield f"{prefix}.{local}" if prefix else local, module, value
+    made = parametrize.is_parametrized(module, local)
+    value: Any = getattr(module, local) if made else module._parameters.get(local)
+    if value is None or value.dim() < 2:
+        found = "no such parameter" if value is None else f"shape {tuple(value.shape)}"
+        raise PlanError(
+            f"{local!r} is declared to multiply and is no matrix of its module",
+            where=f"{prefix or 'the model'} ({type(module).__name__}): {found}",
+            why="its matmuls would silently run in high precision",
+            fix=f"correct {ATTRIBUTE}, or what was given to register_parameter_matmuls",
+        )
+    return value
 
 
 def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
@@ -411,14 +443,6 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
         if type(wrapper).__name__ == "ParamWrapper" and wrapper.parameter_name == local:
             return "adapted by PEFT's target_parameters: the operand is W + BA, made anew"
     return ""
-
-
-def iter_weights(model: nn.Module) -> Iterator[tuple[str, Any, Any, tuple[int, int]]]:
-    """Name, owner, weight and (N, K) of all linear layers and declared parameters."""
-    for name, module, shape in iter_linears(model):
-        yield name, module, module.weight, shape
-    for name, owner, parameter in iter_parameters(model):
-        yield name, owner, parameter, (parameter.shape[-2], parameter.shape[-1])
 
 
 def why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:

@@ -30,6 +30,7 @@ from finetune.config.schema import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
 from finetune.logging import plain_table
 from finetune.precision.layers import (
+    Record,
     Role,
     are_served_experts,
     decoder_blocks,
@@ -37,14 +38,10 @@ from finetune.precision.layers import (
     head_modules,
     ids_giving_types,
     is_low_rank,
-    iter_linears,
-    iter_parameters,
-    iter_roles,
-    iter_weights,
     linear_shape,
-    parameter_role,
     past_forward_here,
     plain_name,
+    records,
     why_made_anew,
     why_not_aligned,
     why_own_forward,
@@ -200,45 +197,39 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             honoured, or FP8 was requested and no layer can take it.
         StorageNotComputeError: FP8 was requested and the model's weights are quantized.
     """
+    found = records(model)
     if precision.compute == "fp8":
-        refuse_quantized(model, precision)
+        refuse_quantized(model, precision, found)
     in_head, lookups = head_modules(model), elementwise(model)
-    roles: dict[str, tuple[Role, str]] = {n: (role, why) for n, _, role, why in iter_roles(model)}
-    linears, parameters = list(iter_linears(model)), list(iter_parameters(model))
-    for name, owner, _ in parameters:
-        roles[name] = parameter_role(name, owner in in_head)
     parts: dict[str, Part] = {
-        name: _part(name, roles[name][0], module in in_head)
-        for name, module, _ in (*linears, *parameters)
-        if not is_low_rank(name)
+        each.name: _part(each, each.owner in in_head)
+        for each in found
+        if not is_low_rank(each.name)
     }
     parts |= lookups
     blocks = "", 0
     if precision.first_n or precision.last_n:
         names = [name for name, part in parts.items() if part]
         blocks = decoder_blocks(model, names, "precision.first_n, precision.last_n")
-    choices = Choices(precision, parts, blocks)
-    storing, past = _Storing(model, precision), past_forward_here(model)
+    choices, storing = Choices(precision, parts, blocks), _Storing(model, precision)
     layers = []
-    for name, module, shape in linears:
-        own = why_own_forward(module) or past.get(name, "")
-        cannot = why_not_aligned(shape, precision) or own
-        frozen = not module.weight.requires_grad
-        row = _plan_layer(name, shape, frozen, roles[name], cannot, choices)
-        _check_override(row, own)
-        layers.append(storing.row(row, module))
-    for name, owner, parameter in parameters:
-        n, k = parameter.shape[-2:]
-        frozen = not parameter.requires_grad
-        cannot = why_not_aligned((n, k), precision)
-        if not storing.serves(owner, frozen=frozen):
-            made_anew = "" if are_served_experts(owner) else why_made_anew(model, name, owner)
+    for each in found:
+        cannot = why_not_aligned(each.shape, precision)
+        if each.kind == "linear":
+            own = why_own_forward(each.owner) or past_forward_here(each)
+            row = _plan_layer(each, cannot or own, choices)
+            _check_override(row, own)
+            layers.append(storing.row(row, each.owner))
+            continue
+        if not storing.serves(each.owner, frozen=not each.weight.requires_grad):
+            served = are_served_experts(each.owner)
+            made_anew = "" if served else why_made_anew(model, each.name, each.owner)
             cannot = made_anew or (OF_ENGINE if precision.backend == "te" else cannot)
-        row = _plan_layer(name, (n, k), frozen, roles[name], cannot, choices)
+        row = _plan_layer(each, cannot, choices)
         _check_override(
             row, "its module multiplies by it, and only linear layers have a forward to replace"
         )
-        layers.append(storing.parameter_row(_as_parameter(row), owner))
+        layers.append(storing.parameter_row(_as_parameter(row), each.owner))
     casts = [
         CastPlan(n, choice.compute, choice.reason) for n in lookups if (choice := choices.of(n))
     ]
@@ -262,16 +253,16 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     return result
 
 
-def refuse_quantized(model: nn.Module, precision: PrecisionConfig) -> None:
+def refuse_quantized(model: nn.Module, precision: PrecisionConfig, found: list[Record]) -> None:
     """Raise `StorageNotComputeError` for quantized weights that FP8 GEMMs cannot read.
 
     Storage (4-bit, 8-bit, `load_in_fp8`) saves memory and is dequantized before each matmul;
     compute multiplies in FP8. Frozen weights stored in FP8 can do both (`precision.frozen`).
     """
     quantized = [
-        (name, isinstance(owner, StoredMixin) or isinstance(weight, Fp8Bits))
-        for name, owner, weight, _ in iter_weights(model)
-        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2
+        (each.name, isinstance(each.owner, StoredMixin) or isinstance(each.weight, Fp8Bits))
+        for each in found
+        if not each.weight.dtype.is_floating_point or each.weight.dtype.itemsize < 2
     ]
     flags = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")
     flag = next((name for name in flags if getattr(model, name, False)), None)
@@ -324,17 +315,17 @@ class _Storing:
 
     def __init__(self, model: nn.Module, precision: PrecisionConfig) -> None:
         self.precision = precision
-        owned = [(id(p), m) for m in model.modules() for p in m.parameters(recurse=False)]
+        modules: list[Any] = list(model.modules())
+        owned = [(id(p), m) for m in modules for p in m.parameters(recurse=False)]
         times = Counter(key for key, _ in owned)
         # A parameter of several modules, such as a head tied to an embedding. Linear layers alone,
         # such as those of PEFT's `layer_replication`, share their codes as they shared the weight.
         self._shared = {k for k, m in owned if times[k] > 1 and linear_shape(m) is None}
         # PEFT's adapters of a parameter add to it in its own type.
-        wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
-        self._adapted = {id(wrapper.base_layer) for wrapper in wrappers}
+        self._adapted = {id(m.base_layer) for m in modules if type(m).__name__ == "ParamWrapper"}
         self._other_methods: dict[int, str] = {
             id(getattr(m, "base_layer", None)): method
-            for m in model.modules()
+            for m in modules
             if type(m).__name__ != "ParamWrapper" and (method := other_method(m))
         }
         self._typed = set(ids_giving_types(model))
@@ -379,15 +370,9 @@ class _Storing:
         return replace(row, stored=self._granularity, reason=reason)
 
 
-def _plan_layer(
-    name: str,
-    shape: tuple[int, int],
-    frozen: bool,
-    role_and_why: tuple[Role, str],
-    cannot: str,
-    choices: Choices,
-) -> LayerPlan:
-    (role, why_high), precision = role_and_why, choices.precision
+def _plan_layer(of: Record, cannot: str, choices: Choices) -> LayerPlan:
+    name, shape, role, precision = of.name, of.shape, of.role, choices.precision
+    frozen = not of.weight.requires_grad
     # Low-rank adapters follow the run, whatever holds them.
     choice = choices.of(name) if name in choices.parts else None
     wanted = choice.compute if choice is not None else precision.compute
@@ -403,7 +388,7 @@ def _plan_layer(
             why=cannot,
             fix="~precision.map, or bf16 for this layer",
         )
-    high = cannot if reason else why_high or cannot
+    high = cannot if reason else of.why_high or cannot
     if high:
         return LayerPlan(name, shape, role, frozen, "bf16", high)
     kept = precision.gemms_kept_high
@@ -432,7 +417,7 @@ def _as_parameter(row: LayerPlan) -> LayerPlan:
     return replace(row, reason=reason, kind="parameter")
 
 
-def _part(name: str, role: Role, in_head: bool) -> Part:
-    if role == "head" or in_head:  # a copy of the head beside adapters is one too
+def _part(of: Record, in_head: bool) -> Part:
+    if of.role == "head" or in_head:  # a copy of the head beside adapters is one too
         return "output"
-    return "router" if role == "router" else part_of(name)
+    return "router" if of.role == "router" else part_of(of.name)

@@ -29,12 +29,11 @@ from finetune.errors import PlanError, PrecisionError, did_you_mean, some
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import by_rows
 from finetune.precision.layers import (
-    experts_in,
+    are_served_experts,
     is_conv1d,
-    iter_linears,
-    iter_roles,
+    linear_records,
     matched,
-    read_by_parent,
+    records,
     why_own_forward,
 )
 from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
@@ -310,7 +309,7 @@ def stored_as(module: nn.Module) -> str:
 
 def stored_weights(model: nn.Module) -> dict[str, int]:
     """Number of linear layers by storage format, plain ones left out."""
-    return dict(Counter(kind for _, m, _ in iter_linears(model) if (kind := stored_as(m))))
+    return dict(Counter(kind for r in linear_records(model) if (kind := stored_as(r.owner))))
 
 
 # -------------------------------------------------------------------------- layers to be stored
@@ -322,11 +321,10 @@ def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
     Raises:
         PlanError: a pattern that matches no linear layer, or no layer is left.
     """
-    past = read_by_parent(model)
     names = [
-        name
-        for name, module, role, _ in iter_roles(model)
-        if role == "base" and not why_own_forward(module) and name not in past
+        record.name
+        for record in linear_records(model)
+        if record.role == "base" and not why_own_forward(record.owner) and not record.past
     ]
     left = leave_out(model, names, keep)
     if not left:
@@ -345,7 +343,7 @@ def leave_out(model: nn.Module, names: Iterable[str], keep: Iterable[str]) -> li
     Raises:
         PlanError: a pattern that matches no linear layer, or patterns that keep all names.
     """
-    every = [name for name, _, _ in iter_linears(model)]
+    every = [record.name for record in linear_records(model)]
     kept = matched(keep, every, where="keep", fate="be stored in FP8")
     names = list(names)
     left = [name for name in names if name not in kept]
@@ -366,7 +364,11 @@ def resolve(model: Any, names: Iterable[str]) -> list[str]:
         PlanError: a name that is no linear layer and no stack of experts of the model.
     """
     prefix = f"{model.base_model_prefix}."
-    known = {name for name, _, _ in iter_linears(model)} | experts_in(model).keys()
+    known = {
+        record.name
+        for record in records(model)
+        if record.kind == "linear" or are_served_experts(record.owner)
+    }
     found = []
     for name in names:
         candidates = (name, name.removeprefix(prefix), prefix + name)

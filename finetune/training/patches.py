@@ -30,7 +30,7 @@ from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import processes
 from finetune.hardware.requirements import Resolution
 from finetune.precision.compiling import never_compiled
-from finetune.precision.layers import iter_weights
+from finetune.precision.layers import records
 from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types
 from finetune.training.checkpoint_weights import refuse_sharded_codes
@@ -185,7 +185,7 @@ def patch_accelerator(session: Any) -> None:
 
 def multiplies(module: nn.Module) -> bool:
     """True if there is anything to convert: a linear layer or a declared parameter."""
-    return next(iter(iter_weights(module)), None) is not None
+    return bool(records(module))
 
 
 def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None:

@@ -25,13 +25,12 @@ from finetune.config.schema import LoraSection, RunConfig
 from finetune.errors import ConfigError, did_you_mean, first_line, some
 from finetune.precision.layers import (
     decoder_blocks,
-    iter_linears,
-    iter_parameters,
+    linear_records,
     linear_shape,
     matches,
     own_forward,
     plain_name,
-    read_by_parent,
+    records,
     without_adapters,
 )
 from finetune.precision.planner import place_in_block
@@ -105,11 +104,10 @@ def kept_out(base: Any, config: RunConfig) -> dict[str, str]:
         ConfigError: a pattern that names no linear layer, or a layer number that does not exist.
     """
     lora = config.lora or LoraSection()
-    linears = {
-        plain_name(name): module for name, module, _ in iter_linears(base) if "lora_" not in name
-    }
+    bare = [record for record in linear_records(base) if "lora_" not in record.name]
+    linears = {plain_name(record.name): record.owner for record in bare}
     towers = tuple(f"{name}." for name in beside_text(base))
-    past = {plain_name(name): why for name, why in read_by_parent(base).items()}
+    past = {plain_name(record.name): record.past for record in bare if record.past}
     blocks = _other_blocks(base, lora, list(linears))
     given = [("lora.exclude_modules", pattern) for pattern in lora.exclude_modules]
     chosen = [*given, *(("model.freeze", pattern) for pattern in config.model.freeze)]
@@ -190,7 +188,7 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     """Reject a target parameter that does not exist, of which PEFT only warns."""
     names = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
     missing = [t for t in lora.target_parameters if not _is_end(t, names)]
-    experts = {name.rpartition(".")[2] for name, _, _ in iter_parameters(model)}
+    experts = {r.name.rpartition(".")[2] for r in records(model) if r.kind == "parameter"}
     _refuse_missing("target_parameters", missing, [f"experts.{name}" for name in sorted(experts)])
 
 
@@ -227,8 +225,8 @@ def target_check(model: nn.Module, adapters: LoraConfig) -> Callable[[], None]:
     that Transformers holds in one parameter it takes out of the list first.
     """
     names = [name for name, _ in model.named_modules()]
-    linears = [name for name, _, _ in iter_linears(model)]
-    linears = [name for name in linears if any(part.isdigit() for part in name.split("."))]
+    found = (record.name for record in linear_records(model))
+    linears = [name for name in found if any(part.isdigit() for part in name.split("."))]
 
     def check() -> None:
         targets = adapters.target_modules
@@ -363,9 +361,9 @@ def notes(model: Any, config: RunConfig) -> list[str]:
 def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]:
     excluded, left = kept_out(base, config), dict[str, list[str]]()
     head = base.get_output_embeddings()
-    for name, module, _ in iter_linears(base):
-        plain = plain_name(name)
-        if "lora_" in name or ".base_layer" in name or module is head:
+    for record in linear_records(base):
+        name, plain = record.name, plain_name(record.name)
+        if "lora_" in name or ".base_layer" in name or record.owner is head:
             continue
         why = excluded.get(plain, "")
         if why == NO_TEXT or why.startswith(("lora.", "model.")):  # said above, or as requested
@@ -381,7 +379,7 @@ def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]
         for name, module in base.named_modules()
         if type(module).__name__ == "ParamWrapper"
     }
-    experts = {plain_name(name) for name, _, _ in iter_parameters(base)}
+    experts = {plain_name(r.name) for r in records(base) if r.kind == "parameter"}
     routers = sorted(name for name in wrapped - experts if name.endswith("gate.weight"))
     if routers:
         lines.append(f"adapter on {len(routers)} routers too ({_kinds(routers)}): {BY_PEFT}")

@@ -34,7 +34,7 @@ from finetune.hardware.requirements import Resolution, resolve
 from finetune.precision import convert
 from finetune.precision.compiling import refuse_compiled
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import iter_parameters, iter_weights, without_adapters
+from finetune.precision.layers import records, without_adapters
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
@@ -150,7 +150,7 @@ class Session:
         unguard(model)
         refuse_compiled(model)  # by the script: ours are plain again
         if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
-            refuse_quantized(model, self.resolution.asked)
+            refuse_quantized(model, self.resolution.asked, records(model))
         if self.precision.compute == "fp16":
             refuse_half_weights(model)
         else:
@@ -228,7 +228,7 @@ class Session:
         """Replace Transformer Engine, which `auto` prefers, for weights outside of layers."""
         r = self.resolution
         takes = r.asked.backend == "auto" and self.precision.backend == "te"
-        if not takes or next(iter_parameters(model), None) is None:
+        if not takes or all(record.kind == "linear" for record in records(model)):
             return
         try:
             other = resolve(r.asked.model_copy(update={"backend": "torchao"}), self.device)
@@ -296,13 +296,13 @@ def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
     A base stored in NF4 or published in FP8, unlike its sketch, is planned again.
     """
     rows = {row.name: row for row in made.layers}
-    weights = list(iter_weights(model))
-    found = {name: (shape, not weight.requires_grad) for name, _, weight, shape in weights}
+    weights = records(model)
+    found = {each.name: (each.shape, not each.weight.requires_grad) for each in weights}
     return found == {name: (row.shape, row.frozen) for name, row in rows.items()} and all(
-        rows[name].stored in owner.granularities
-        if isinstance(owner, StoredMixin)
-        else not stored_as(owner)
-        for name, owner, *_ in weights
+        rows[each.name].stored in each.owner.granularities
+        if isinstance(each.owner, StoredMixin)
+        else not stored_as(each.owner)
+        for each in weights
     )
 
 

@@ -20,7 +20,7 @@ from finetune.precision import convert
 from finetune.precision.backends.base import Fp8Mixin, in_backward
 from finetune.precision.backends.emulated import EmulatedMixin
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import iter_linears
+from finetune.precision.layers import linear_records
 from finetune.precision.swap import unswap
 from tests.conftest import batch
 
@@ -88,7 +88,8 @@ def train_the_base(conversion: Conversion) -> None:
 
 def convert_adapters(conversion: Conversion) -> None:
     like = converted(conversion)[0]
-    for name, module, _ in list(iter_linears(conversion.model)):
+    for record in linear_records(conversion.model):
+        name, module = record.name, record.owner
         if "lora_" in name:
             tally = type(like.fp8_tally)()
             convert.swap(module, EmulatedMixin, **{**_facts(like), "fp8_tally": tally})

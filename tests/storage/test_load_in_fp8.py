@@ -37,7 +37,7 @@ from finetune.errors import (
     StorageNotComputeError,
 )
 from finetune.hardware.versions import concerns, installed
-from finetune.precision.layers import iter_roles
+from finetune.precision.layers import linear_records
 from finetune.precision.planner import plan
 from finetune.precision.stored import iter_stored, storable, store
 from finetune.precision.weights import Fp8Bits
@@ -130,7 +130,7 @@ def test_it_takes_half_of_bf16_and_the_scales(folder):
 
 def test_the_policy_is_that_of_the_planner():
     for model in (llama(tie_word_embeddings=True), gpt2(), moe()):
-        roles = {name: role for name, _, role, _ in iter_roles(model)}
+        roles = {record.name: record.role for record in linear_records(model)}
         rows = plan(model, PrecisionConfig(compute="bf16")).layers
         assert roles == {row.name: row.role for row in rows if row.kind == "linear"}
         base = [name for name, role in roles.items() if role == "base"]

@@ -37,7 +37,7 @@ from finetune.precision.backends.base import Fp8Mixin, Tally
 from finetune.precision.compiling import compiled_later, refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.experts import ConvertedExpertsMixin
-from finetune.precision.layers import is_low_rank, iter_linears
+from finetune.precision.layers import is_low_rank, linear_records
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan
 from finetune.precision.proof.remedy import remedy
@@ -83,7 +83,7 @@ class Sentinel:
         self.conversion, self.model, self._fail = conversion, conversion.model, fail
         self._leave = leave
         self.steps, self.rests, self.entered = 0, Counter[str](), Counter[str]()
-        self._linears = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
+        self._linears = {id(r.owner): (r.name, r.owner) for r in linear_records(self.model)}
         self._names = {name for name, _ in self.model.named_parameters()}
         self._trains = trains
         self._held: list[Held] = []
@@ -172,7 +172,7 @@ class Sentinel:
 
     def _check_layers(self) -> None:
         """Raise unless the linear layers are those that were prepared."""
-        now = {id(m): (name, m) for name, m, _ in iter_linears(self.model)}
+        now = {id(r.owner): (r.name, r.owner) for r in linear_records(self.model)}
         gone = sorted(
             name
             for key, (name, m) in self._linears.items()

@@ -163,9 +163,9 @@ class Witness:
         for observers in self._joined:
             observers.append(self)
         for name, module in modules.items():
-            # A module's GEMMs besides its layers belong to no layer, also in a checkpoint's
+            # A block's GEMMs besides its layers belong to no layer, also in a checkpoint's
             # recomputation, which begins inside an autograd node of some layer.
-            if name not in self._plan:
+            if name not in self._plan and module._modules:
                 self._name_call(module, OTHER, (0, 0))
         for layer in plan.layers:
             watch = self._watch_parameter if layer.kind == "parameter" else self._watch_layer
