@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from finetune.precision import triton_kernels
-from finetune.precision.formats import E4M3, matrix_hash
+from finetune.precision.formats import E4M3
 from finetune.precision.scaling import cast_current
 
 TORCH = {
@@ -105,17 +105,6 @@ def transposes() -> Iterator[tuple[str, int]]:
     yield "transpose of a transpose", different((back,), (codes,))
 
 
-def hashes() -> Iterator[tuple[str, int]]:
-    for (n, k), dtype in itertools.product(((1, 1), (7, 37), (16, 4096), (3, 14336)), DTYPES):
-        w = torch.randn(n, k).to(dtype)
-        for each in (w, w.t(), w[:, : k // 2 + 1]):
-            same = torch.equal(triton_kernels.hash_weight(each), matrix_hash(each))
-            yield f"hash {tuple(each.shape)} {each.stride()} {dtype}", int(not same)
-    codes = torch.randint(0, 256, (5, 33), dtype=torch.uint8)
-    same = torch.equal(triton_kernels.hash_weight(codes), matrix_hash(codes))
-    yield "hash of bytes", int(not same)
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps(dict(itertools.chain(casts(), transposes(), hashes()))))
+    print(json.dumps(dict(itertools.chain(casts(), transposes()))))

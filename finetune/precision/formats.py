@@ -134,46 +134,6 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
     return decode(codes).div_(scale).to(dtype)
 
 
-GOLDEN = -7046029254386353131
-"""2^64 divided by the golden ratio, as a signed number: well mixed bits."""
-_HASHED = 2**22
-"""Numbers hashed at a time: hashing has a temporary of the size of what it reads."""
-
-
-def row_hashes(w: Tensor) -> Tensor:
-    """Hash of the bits of each row of a matrix (or column, by memory layout), int64 [R].
-
-        h[r] = Σ_c bits[r, c] · m[c]  mod 2^64,   m[c] = c · golden | 1
-
-    Odd factors, so that every change of one number shows; a factor per column, so that exchanged
-    columns show, which plain sums may miss (in an identity matrix they are all equal).
-    """
-    bits = row_bits(w)
-    return (bits * (torch.arange(bits.shape[1], device=bits.device) * GOLDEN | 1)).sum(1)
-
-
-def row_bits(w: Tensor) -> Tensor:
-    """Bits of the rows of a matrix (or columns, by memory layout), as integers."""
-    rows = w if w.is_contiguous() else w.t().contiguous()
-    size, start = rows.element_size(), rows.storage_offset()
-    # Eight bytes at a time if they fill a row: fewer numbers to add.
-    aligned = not (rows.shape[1] * size % 8 or start * size % 8)
-    kind = torch.int64 if aligned else {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
-    # Flat in between: the rows' stride of a matrix with one row may be any number.
-    return rows.flatten().view(kind).view(rows.shape[0], rows.shape[1] * size // kind.itemsize)
-
-
-@torch.no_grad()
-def matrix_hash(w: Tensor) -> Tensor:
-    """Hash of the bits of a matrix, an int64 scalar: that of its rows' hashes.
-
-    Some rows at a time, to save memory.
-    """
-    rows = w.t() if w.t().is_contiguous() else w.contiguous()
-    parts = rows.split(max(_HASHED // rows.shape[1], 1))
-    return row_hashes(torch.cat([row_hashes(part) for part in parts])[None])[0]
-
-
 # ------------------------------------------------------------------------------------------ scales
 
 

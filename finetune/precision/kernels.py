@@ -1,8 +1,7 @@
-"""Casts, transposes and hashes of FP8 operands: operators of torch around its FP8 GEMMs.
+"""Casts and transposes of FP8 operands: operators of torch around its FP8 GEMMs.
 
     cast_rows(x, fold, pow2)     [M, K] -> E4M3 codes [M, K], inverse scales [M, 1]
     transpose_codes(codes, g)    [N, K] -> [K, N], contiguous
-    hash_weight(w)               [N, K] -> hash of its bits, an int64 scalar
 
 Written in ATen, the same is a chain of pointwise kernels that `torch.compile` has to fuse. Inductor
 fuses it into the producer of x, but as often as there are readers: q, k and v get a buffer of codes
@@ -24,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.precision.formats import E4M3, matrix_hash
+from finetune.precision.formats import E4M3
 from finetune.precision.scaling import cast_current
 
 _library = torch.library.Library("finetune", "FRAGMENT")
 _library.define("cast_rows(Tensor x, Tensor? fold, bool pow2) -> (Tensor, Tensor)")
 _library.define("transpose_codes(Tensor codes, Tensor? after) -> Tensor")
-_library.define("hash_weight(Tensor w) -> Tensor")
 
 
 def cast_rows(
@@ -64,11 +62,6 @@ def transpose_codes(codes: Tensor, after: Tensor | None = None) -> Tensor:
     return torch.ops.finetune.transpose_codes(codes, after)
 
 
-def hash_weight(w: Tensor) -> Tensor:
-    """Hash the bits of a matrix: `formats.matrix_hash`, in one launch and one reading on a GPU."""
-    return torch.ops.finetune.hash_weight(w)
-
-
 def _cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
     wide = x if fold is None else x.float() * fold
     return cast_current(wide.contiguous(), E4M3, 1, pow2=pow2, packed=True)
@@ -87,10 +80,6 @@ def _empty_transpose(codes: Tensor, after: Tensor | None) -> Tensor:
     return codes.new_empty(codes.shape[::-1])
 
 
-def _empty_hash(w: Tensor) -> Tensor:
-    return w.new_empty((), dtype=torch.int64)
-
-
 def _launch(name: str, *args: Any) -> Any:
     from finetune.precision import triton_kernels
 
@@ -100,7 +89,6 @@ def _launch(name: str, *args: Any) -> Any:
 for _name, _reference, _empty in (
     ("cast_rows", _cast_rows, _empty_rows),
     ("transpose_codes", _transpose, _empty_transpose),
-    ("hash_weight", matrix_hash, _empty_hash),
 ):
     _library.impl(_name, _reference, "CompositeExplicitAutograd")
     _library.impl(_name, partial(_launch, _name), "CUDA")

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finetune.precision.formats import E4M3, GOLDEN, SMALLEST_INVERSE, row_bits
+from finetune.precision.formats import E4M3, SMALLEST_INVERSE
 
 WHOLE = 16384
 """Longest row that stays in registers. Longer ones are read twice, the second time from the L2
@@ -31,9 +31,6 @@ TILE = (64, 128)
 """Rows and columns of codes that one program transposes."""
 WARPS = 8
 """Warps of such a program: 32 codes a thread."""
-HASHED = 1024
-"""Integers of a row that are hashed at a time."""
-_GOLDEN = tl.constexpr(GOLDEN)
 _FLOOR, _LARGEST = tl.constexpr(E4M3.max * SMALLEST_INVERSE), tl.constexpr(E4M3.max)
 
 
@@ -88,22 +85,6 @@ def transpose_codes_kernel(codes, out, rows, columns, tall: tl.constexpr, wide: 
     tl.store(out + k[:, None] * rows + n[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
-@triton.jit
-def hash_rows_kernel(bits, out, length: tl.constexpr, block: tl.constexpr):
-    """Add the hash of one row of `length` integers per program to `out`, times the row's factor.
-
-    Sums of integers modulo 2^64 have one result in any order.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, block)
-    total = tl.zeros([block], tl.int64)
-    for start in range(0, length, block):
-        at = start + lanes
-        found = tl.load(bits + row * length + at, mask=at < length, other=0).to(tl.int64)
-        total += found * (at.to(tl.int64) * _GOLDEN | 1)
-    tl.atomic_add(out, tl.sum(total, 0) * (row * _GOLDEN | 1))
-
-
 def row_block(length: int) -> tuple[int, int]:
     """(numbers processed at a time, warps) for rows of this length: at most 32 a thread."""
     whole = max(triton.next_power_of_2(length), 128)
@@ -142,15 +123,4 @@ def transpose_codes(codes: Tensor, after: Tensor | None = None) -> Tensor:
                 source, out.view(torch.uint8), rows, columns, tall, wide,
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-    return out
-
-
-def hash_weight(w: Tensor) -> Tensor:
-    """Launch `hash_rows_kernel`; see `kernels.hash_weight`."""
-    bits = row_bits(w.t() if w.t().is_contiguous() else w.contiguous())
-    out = torch.zeros((), dtype=torch.int64, device=w.device)
-    rows, length = bits.shape
-    if rows:
-        with torch.cuda.device_of(w):
-            cast(Any, hash_rows_kernel)[(rows,)](bits, out, length, HASHED, num_warps=4)
     return out

@@ -26,7 +26,6 @@ from finetune.precision.backends.cached import (
     compiled_once,
 )
 from finetune.precision.backends.torchao import quantize_weight
-from finetune.precision.formats import row_hashes
 from finetune.precision.scaling import BlockwiseRule, MxRule, NvRule, RowwiseRule, TensorwiseRule
 from finetune.training import session
 from tests.conftest import batch, reads_a_master
@@ -240,19 +239,9 @@ def written(how: str, model: nn.Sequential, weight: nn.Parameter, new: torch.Ten
         case "in place":
             with torch.no_grad():
                 weight.copy_(new)
-        case "through .data":  # merges of adapters, averages of weights, old optimizers
-            weight.data.copy_(new)
         case "another storage, twice":  # the second may land where the first was
             weight.data = new * 2
             weight.data = new.clone()
-        case "negated":
-            weight.data.neg_()
-        case "rows exchanged":
-            weight.data.copy_(weight.data.flip(0))
-        case "columns exchanged":
-            weight.data.copy_(weight.data.flip(1))
-        case "columns rotated":  # by whole words: their sum along each row stays
-            weight.data.copy_(weight.data.roll(8, 1))
         case "state dict":
             model.load_state_dict({"0.weight": new})
         case "state dict, assigned":
@@ -272,8 +261,6 @@ def written(how: str, model: nn.Sequential, weight: nn.Parameter, new: torch.Ten
 
             weight.grad = weight.detach() - new
             Old([weight], {"lr": 1.0}).step()
-        case "not a torch optimizer":
-            weight.data.add_(new - weight.data)
         case "bitsandbytes":
             bnb = pytest.importorskip("bitsandbytes")
             weight.grad = torch.ones_like(weight)
@@ -283,10 +270,8 @@ def written(how: str, model: nn.Sequential, weight: nn.Parameter, new: torch.Ten
 
 
 WAYS = [
-    "in place", "through .data", "another storage, twice", "negated", "rows exchanged",
-    "columns exchanged", "columns rotated", "state dict", "state dict, assigned",
-    "another parameter", "optimizer", "optimizer through .data", "not a torch optimizer",
-    "bitsandbytes",
+    "in place", "another storage, twice", "state dict", "state dict, assigned",
+    "another parameter", "optimizer", "optimizer through .data", "bitsandbytes",
 ]  # fmt: skip
 
 
@@ -327,7 +312,7 @@ def test_any_order_of_events_leaves_nothing_stale(backend, seed) -> None:
     for _ in range(30):
         event = chance.choice(["forward", "backward", "part", "write", "step", "eval"])
         x, new, layer = torch.randn(16, 32), torch.randn(32, 32), chance.randrange(3)
-        how = chance.choice([way for way in WAYS if way != "bitsandbytes"][:8])
+        how = chance.choice(WAYS[:5])
         results = []
         for model, optimizer in zip(models, optimizers, strict=True):
             y = torch.zeros(())
@@ -361,28 +346,6 @@ def test_a_weight_that_is_no_number_stays_visible(backend, odd) -> None:
         model[0].weight[3, 5] = odd
     convert_to(model, fp8(backend=backend, fp8_params=True))
     assert not model(torch.randn(16, 64)).isfinite().all()
-
-
-def test_one_weight_of_a_million_is_noticed() -> None:
-    w = torch.randn(1024, 1024)
-    bits = row_hashes(w)
-    assert torch.equal(row_hashes(w.clone()), bits)
-    w.data[517, 3] = torch.nextafter(w[517, 3], torch.tensor(9.0))
-    assert not torch.equal(row_hashes(w), bits)
-    for odd in (w[:, :3], w[5:7], w.t(), w.bfloat16()[:, 1:4], w.bfloat16()[3]):
-        row_hashes(odd if odd.dim() == 2 else odd[None])  # any layout
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_exchange_of_columns_is_noticed_where_no_sum_changes(dtype) -> None:
-    """The rows and columns of an identity matrix all have the same sum."""
-    w = torch.eye(64).to(dtype)
-    exchanged = w.clone()
-    exchanged[:, [0, 8]] = exchanged[:, [8, 0]]
-    assert torch.equal(exchanged.sum(0), w.sum(0))
-    assert torch.equal(exchanged.sum(1), w.sum(1))
-    assert not torch.equal(row_hashes(exchanged), row_hashes(w))
-    assert not torch.equal(row_hashes(exchanged.t()), row_hashes(w))
 
 
 @pytest.mark.parametrize("backend", ENGINES)

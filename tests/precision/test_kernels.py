@@ -280,24 +280,6 @@ def test_transposes_compile_without_spills(capability) -> None:
     assert "STG.E.128" in code
 
 
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [89, 90, 100, 120])
-@pytest.mark.parametrize("length", [1024, 3584])
-def test_hashes_compile_without_spills(capability, length) -> None:
-    from finetune.precision import triton_kernels
-
-    constants = {"length": length, "block": triton_kernels.HASHED}
-    types = {"bits": "*i64", "out": "*i64"}
-    compiled = build(triton_kernels.hash_rows_kernel, types, constants, 4, capability)
-    used = resources(compiled)
-    assert used["REG"] <= 128
-    assert used["STACK"] == used["LOCAL"] == 0
-    code = assembly(compiled)
-    assert set(re.findall(r"LDG\.E(?:\.\w+)*", code)) == {"LDG.E.128"}, "loads of 16 bytes"
-    assert re.search(r"(?:ATOMG|REDG?)\.E\.ADD\.64", code), "one addition for each row"
-
-
 # ------------------------------------------------------------------------------------------ choice
 
 

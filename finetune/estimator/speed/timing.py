@@ -4,8 +4,7 @@ For g micro-batches (gradient accumulation):
 
     step = g x (forward + backward) + optimizer + exposed communication
 
-Weights cast once per optimizer step (`precision.fp8_params`) count with the optimizer; the hash of
-each is taken with the cast, and compared before each later forward pass: g times.
+Weights cast once per optimizer step (`precision.fp8_params`) count with the optimizer.
 
 Compiled decoder layers (`precision.compile`) run with their pointwise chains fused. With
 `train.fsdp` each micro-batch gathers the weights of each group in forward and in backward, the last

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FARTHER, FARTHEST = 1.1, 100
 """Weight of a value per operator between it and backward, and the most of them that count."""
-BEFORE_LAYERS = ("cast_weight", "hash_weight")
+BEFORE_LAYERS = ("cast_weight",)
 """Operators whose results are inputs of a layer's graph (`precision.fp8_params`)."""
 SMALLER = 4
 """A result this many times smaller than its operands is saved."""

@@ -7,12 +7,11 @@ parameter, which stays the optimizer's master.
 Stale codes would train on a weight that is gone. So codes serve again only as long as
 
 * no optimizer has stepped, whichever way it writes (`Updates`);
-* the weight is the same memory, in the same version, which every write in place counts up;
-* its bits are the same. Writes through `.data` (merges of adapters, averages of weights) leave no
-  other trace, so hashes of all weights are compared before each forward pass, in one pass over the
-  weights and with one synchronization of the device.
+* the weight is the same memory, in the same version, which every write in place counts up.
 
-A recomputation in backward belongs to the forward before it: neither steps nor bits are looked at.
+A write through `.data` between two micro-batches of one step leaves neither trace, and shows at the
+next step. Merges of adapters and averages of weights come behind a step, whose count has dropped
+the codes. A recomputation in backward belongs to the forward before it: steps are not looked at.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.base import Backend, Fp8Mixin, Passes, feed, in_backward
-from finetune.precision.kernels import hash_weight
 from finetune.precision.planner import LayerPlan
 from finetune.precision.swap import weight_matrix
 
@@ -61,7 +58,6 @@ class _Entry(Generic[T]):
     Attributes:
         weight: the matrix; keeps its memory, so that no other gets its address.
         version, step: its version and the number of optimizer steps when it was cast.
-        bits: hash of its bits.
         used_in: forward pass of the last use.
         codes: result of each way to cast it.
     """
@@ -69,7 +65,6 @@ class _Entry(Generic[T]):
     weight: Tensor
     version: int
     step: int
-    bits: Tensor
     used_in: int
     codes: dict[Hashable, T] = field(default_factory=dict)
 
@@ -113,7 +108,7 @@ class WeightCache(Generic[T]):
         if entry is None:
             # A graph that still waits for its backward keeps the codes that it was made with.
             kept = w.detach()
-            entry = _Entry(kept, w._version, step, hash_weight(kept), self.passes.number)
+            entry = _Entry(kept, w._version, step, self.passes.number)
             self._entries[address] = entry
         entry.used_in = self.passes.number
         if way not in entry.codes:
@@ -122,7 +117,7 @@ class WeightCache(Generic[T]):
         return entry.codes[way]
 
     def _look(self, address: Hashable) -> None:
-        """Begin a forward pass where one begins: compare bits, and drop what nothing uses."""
+        """Begin a forward pass where one begins, and drop what nothing uses."""
         entry = self._entries.get(address)
         number = self.passes.of_use(entry.used_in if entry is not None else None)
         if self._checked == number:
@@ -131,19 +126,6 @@ class WeightCache(Generic[T]):
         if self._step != self.updates.count:
             used = {k: e for k, e in self._entries.items() if e.step >= self._step}
             self._entries, self._step = used, self.updates.count
-        current = [
-            (key, e)
-            for key, e in self._entries.items()
-            if e.step == self.updates.count and e.version == e.weight._version
-        ]
-        if not current or is_fake(current[0][1].weight):
-            return
-        device = current[0][1].bits.device
-        before = torch.stack([e.bits.to(device) for _, e in current])
-        now = torch.stack([hash_weight(e.weight).to(device) for _, e in current])
-        for (key, _), same in zip(current, (before == now).tolist(), strict=True):
-            if not same:
-                del self._entries[key]
 
 
 @functools.cache
