@@ -473,7 +473,9 @@ def test_kept_parameter_is_counted_outside_of_the_layers(setup_backend) -> None:
     assert receipt.status == "proven"
 
 
-def test_parameters_in_a_bf16_run(setup_backend) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_parameters_in_a_bf16_run(setup_backend, alone) -> None:
+    """Also of a model that has nothing else, as BDH."""
     setup_backend("emulated")
     from finetune.training.session import install
 
@@ -481,6 +483,8 @@ def test_parameters_in_a_bf16_run(setup_backend) -> None:
     from accelerate import Accelerator
 
     accelerator, model = Accelerator(cpu=True), Block()
+    if alone:
+        model.proj = nn.Identity()
     run = accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for _ in range(2):
         step(*run, IDS)

@@ -248,7 +248,17 @@ class Witness:
             if torch.is_grad_enabled():
                 self.called.add(layer.name)
 
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            # Its products in high precision have no name, and none of theirs tells of a backward.
+            for y in tensors_of(output if isinstance(output, tuple) else (output,)):
+                if y.requires_grad:
+                    y.register_hook(self._see_backward)
+
         self._handles.append(owner.register_forward_pre_hook(Hook(before)))
+        self._handles.append(owner.register_forward_hook(Hook(after)))
+
+    def _see_backward(self, gradient: Tensor) -> None:
+        self.saw_backward = True
 
     # ------------------------------------------------------------------------------ which GEMM
 
