@@ -157,6 +157,11 @@ def records(model: nn.Module) -> list[Record]:
     return linears + parameters
 
 
+def multiplies(module: nn.Module) -> bool:
+    """True if there is anything to convert: a linear layer or a declared parameter."""
+    return any(linear_shape(m) is not None or declared_matmuls(m) for m in module.modules())
+
+
 def linear_records(model: nn.Module) -> list[Record]:
     """Those of `records` that are linear layers."""
     return [record for record in records(model) if record.kind == "linear"]
@@ -218,8 +223,10 @@ MAMBA = ("out_proj", "x_proj", "dt_proj")
 
 def past_forward_here(record: Record) -> str:
     """`Record.past`, where this machine's kernels would read the weight so; else ""."""
+    if not record.past or "dt_proj" in record.name.split("."):
+        return record.past
     fused = any(importlib.util.find_spec(name) for name in ("mamba_ssm", "kernels"))
-    return record.past if fused or "dt_proj" in record.name.split(".") else ""
+    return record.past if fused else ""
 
 
 def ids_giving_types(model: nn.Module) -> Iterator[int]:
@@ -390,6 +397,7 @@ def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
     return tuple(n for n in EXPERTS if (p := own.get(n)) is not None and p.dim() == 3)
 
 
+@functools.cache
 def _is_decorated(cls: type[nn.Module]) -> bool:
     """True for a class that Transformers' `use_experts_implementation` has decorated."""
     forwards = (vars(base).get("forward") for base in cls.__mro__)

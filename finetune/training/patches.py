@@ -30,7 +30,7 @@ from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import processes
 from finetune.hardware.requirements import Resolution
 from finetune.precision.compiling import never_compiled
-from finetune.precision.layers import records
+from finetune.precision.layers import multiplies
 from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types
 from finetune.training.checkpoint_weights import refuse_sharded_codes
@@ -181,11 +181,6 @@ def patch_accelerator(session: Any) -> None:
     patches.replace(Accelerator, "__init__", make_init)
     patches.replace(Accelerator, "prepare", make_prepare)
     patches.replace(Accelerator, "prepare_model", make_prepare_model)
-
-
-def multiplies(module: nn.Module) -> bool:
-    """True if there is anything to convert: a linear layer or a declared parameter."""
-    return bool(records(module))
 
 
 def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None:

@@ -34,7 +34,7 @@ from finetune.hardware.requirements import Resolution, resolve
 from finetune.precision import convert
 from finetune.precision.compiling import refuse_compiled
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import records, without_adapters
+from finetune.precision.layers import multiplies, records, without_adapters
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
@@ -44,7 +44,7 @@ from finetune.training import compute_types, low_bit
 from finetune.training.checkpoint_weights import refuse_unsaved_experts
 from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.optimizer_checks import OptimizerChecks, drop
-from finetune.training.patches import Patches, multiplies, patch_accelerator
+from finetune.training.patches import Patches, patch_accelerator
 from finetune.training.references import References
 
 
