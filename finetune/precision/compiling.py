@@ -92,7 +92,7 @@ def recomputed(
     """Checkpoint those of Transformers' decoder layers that are called in this block in training.
 
     For layers that are compiled otherwise: of 8,192 tokens one of an 8B model saves 0.7 GB for
-    backward, uncompiled 1.2 to 1.6 (`docs/notes/35-compiled-fp8-saves-activations.md`). What fits
+    backward, uncompiled 1.2 to 1.6 (`docs/notes/06-compiled-layers.md`). What fits
     in memory compiled would not fit in the few micro-steps that run uncompiled, to be observed.
 
     Layers with hooks inside are left out, as they are not compiled either, and in backward the

@@ -211,7 +211,7 @@ def requantize(module: StoredMixin, granularity: Granularity) -> None:
 
     Nothing is cast where it is unchanged, and where one scale becomes one per row. Else a
     second E4M3 rounding error is added, nearly independent of the first, so together they are about
-    √2 of one (measured within 1 %, `docs/notes/21-loading-in-fp8.md`):
+    √2 of one (measured within 1 %, `docs/notes/05-memory.md`):
 
         ‖W - row(block(W))‖ ≈ (‖W - block(W)‖² + ‖W - row(W)‖²)^½
     """

@@ -53,27 +53,21 @@ def anchors(path: Path) -> set[str]:
     return headings | set(re.findall(r'<a id="(\w+)">', text))
 
 
-def number(path: Path) -> int:
-    """The number of a note, from its file name."""
-    return int(path.name.partition("-")[0])
-
-
-def test_a_number_is_that_of_one_note() -> None:
-    assert len({number(path) for path in NOTES}) == len(NOTES)
-    for path in NOTES:
-        assert TEXTS[path].startswith(f"# {number(path)}. ")
+def test_notes_are_numbered_without_a_gap() -> None:
+    numbers = [int(path.name.partition("-")[0]) for path in NOTES]
+    assert numbers == list(range(1, len(NOTES) + 1))
 
 
 @pytest.mark.parametrize("path", NOTES, ids=lambda path: path.stem)
-def test_a_note_has_a_command_a_date_a_machine_and_a_status(path) -> None:
+def test_a_note_asks_answers_and_dates_its_figures(path) -> None:
+    """Question, answer, and a date and a machine below each heading; a command somewhere."""
     text = TEXTS[path]
-    assert commands_of(text) or re.search(r"`tests/[\w/]+\.py", text)
-    dated = re.fullmatch(
-        r"\*\d+ November 2026 · .*\b[CG]PU\b.* · status: (.+)\*", text.splitlines()[2]
-    )
-    assert dated
-    if "superseded" in dated[1]:
-        assert LINK.search(dated[1]), "a superseded note names the one that replaces it"
+    question, _, answer = text.splitlines()[:3]
+    assert re.fullmatch(rf"# {int(path.name.partition('-')[0])}\. .+\?", question)
+    assert answer.startswith("**")
+    for section in text.split("\n## ")[1:]:
+        assert re.match(r".+\n\n\*.*\d+ November 2026 · .*\b[CG]PU\b.*\*\n", section), section[:80]
+    assert commands_of(text)
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "README.md"], ids=lambda path: path.stem)
@@ -86,38 +80,27 @@ def test_links_and_pictures_lead_somewhere(path) -> None:
         assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{target}#{anchor}"
 
 
-def test_finding_numbers_named_anywhere_have_an_anchor() -> None:
-    """Links of the README, the documents, the notebooks, and in messages of the code."""
-    files = [ROOT / "README.md"]
-    for folder in ("docs", "notebooks", "finetune", "tests", "recipes"):
-        files += [
-            path
-            for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".md", ".py", ".yaml", ".ipynb")
-        ]
+def test_notes_named_in_code_are_there() -> None:
     named = {
-        anchor
-        for path in files
-        for anchor in re.findall(r"FP8_FINDINGS\.md#(f\d+)", path.read_text(encoding="utf-8"))
+        name
+        for folder in ("finetune", "notebooks", "tests", "recipes")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".toml", ".yaml", ".ipynb") and path != Path(__file__)
+        for name in re.findall(r"docs/notes/([\w-]+\.md)", path.read_text(encoding="utf-8"))
     }
-    assert named <= anchors(SUMMARY)
+    assert named <= {path.name for path in DOCUMENTS}
 
 
 def test_every_note_is_in_both_indexes() -> None:
-    listed = re.findall(
-        r'(?m)^\| <a id="f(\d+)"></a>(\d+) \| \[(.+)\]\(docs/notes/([^)]+)\) \| (.+) \|$', FINDINGS
-    )
-    assert [row[3] for row in listed] == [path.name for path in NOTES]
-    for path, (anchor, shown, title, _, status) in zip(NOTES, listed, strict=True):
-        first, _, dated = TEXTS[path].splitlines()[:3]
-        assert int(anchor) == int(shown) == number(path)
-        assert first == f"# {shown}. {title}"
-        assert dated.endswith(f"status: {status.replace('docs/notes/', '')}*")
+    """The summary has a line for each finding; the index of the notes has each question."""
+    row = r"(?m)^\| \[.+\]\(docs/notes/((\d+)-[\w-]+\.md)#[\w-]+\) \| (\d+) \|$"
+    listed = re.findall(row, FINDINGS)
+    assert all(int(shown) == int(number) for _, number, shown in listed)
+    assert list(dict.fromkeys(name for name, _, _ in listed)) == [path.name for path in NOTES]
     index = TEXTS[ROOT / "docs" / "notes" / "index.md"]
     for path in NOTES:
-        title = TEXTS[path].splitlines()[0].removeprefix("# ")
-        shown, _, rest = title.partition(". ")
-        assert f"\n* {shown}. [{rest}]({path.name})\n" in index
+        number, _, question = TEXTS[path].splitlines()[0].removeprefix("# ").partition(". ")
+        assert f"\n{number}. [{question}]({path.name})\n" in index
 
 
 def test_the_summary_has_ten_answers_and_a_verdict_for_each_claim() -> None:

@@ -232,7 +232,7 @@ class Promise(NamedTuple):
 
     Attributes:
         key: `speed`, tokens/s, or `memory`, peak allocated.
-        goal: of `docs/notes/09-not-measured-on-a-gpu.md`; None without one.
+        goal: of `docs/notes/15-not-measured-on-a-gpu.md`; None without one.
     """
 
     what: str
