@@ -7,9 +7,10 @@ a view of its memory, the engine's linear function multiplies, in 2-D products. 
 passes through, and gradients reach the parameter through the model's own views.
 
 A product that cannot be served in FP8 (K or N not aligned, `out=`, an einsum of three) raises; one
-that is not recognized (of a cast or a copy, inside a third-party kernel, outside the owner's
-forward) is caught by the proof's witness. A gather of whole matrices, `weight[expert_ids]`, is
-remembered: each expert's matrix is quantized and multiplied once, not once per token.
+that is not recognized (of a cast or a copy, inside a third-party kernel) fails the proof: the
+parameter was called and multiplied nothing. Outside the owner's forward it counts as high precision.
+A gather of whole matrices, `weight[expert_ids]`, is remembered: each expert's matrix is quantized
+and multiplied once, not once per token.
 
 Limits: `torch.compile` leaves these forwards out, since the mode reads tensors' memory. Parts that
 are checkpointed *inside* the forward are recomputed outside the mode; checkpoint the module or its
