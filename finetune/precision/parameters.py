@@ -8,8 +8,8 @@ passes through, and gradients reach the parameter through the model's own views.
 
 A product that cannot be served in FP8 (K or N not aligned, `out=`, an einsum of three) raises; one
 that is not recognized (of a cast or a copy, inside a third-party kernel) fails the proof: the
-parameter was called and multiplied nothing. Outside the owner's forward it counts as high precision.
-A gather of whole matrices, `weight[expert_ids]`, is remembered: each expert's matrix is quantized
+parameter was called and multiplied nothing. Outside the owner's forward it is in high precision. A
+gather of whole matrices, `weight[expert_ids]`, is remembered: each expert's matrix is quantized
 and multiplied once, not once per token.
 
 Limits: `torch.compile` leaves these forwards out, since the mode reads tensors' memory. Parts that
