@@ -157,7 +157,6 @@ def setup_fp8_mixed_precision_training(
 def _begin(precision: PrecisionConfig) -> session.Session:
     """Put the session of a script into effect: now, and after a run of a recipe inside it."""
     from finetune.training import varlen
-    from finetune.training.checkpoints import keep_in_checkpoints, keep_in_states
     from finetune.training.health.monitor import watch_trainers
     from finetune.training.loaders import watch_loaders
 
@@ -166,8 +165,6 @@ def _begin(precision: PrecisionConfig) -> session.Session:
     running.undo.enter_context(speaking(in_python))
     varlen.register()
     watch_trainers(running)
-    keep_in_checkpoints(running)
-    keep_in_states(running)
     if processes() > 1:
         watch_loaders(running)
     return running

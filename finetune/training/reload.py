@@ -144,19 +144,17 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
 
 def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
-    from finetune.training.checkpoints import stored_scaling
+    from finetune.training.scaling_state import load_scaling
 
     if run.config.precision.scaling != "delayed":
         return
-    tensors = stored_scaling(run.weights, 0) or stored_scaling(run.folder, 0)
-    if not tensors:
+    if load_scaling(backend, run.weights) and (why := load_scaling(backend, run.folder)):
         raise ConfigError(
             "the run evaluates in FP8 by delayed scaling, and its scales are not stored",
             where=str(run.folder),
-            why="casts by other scales would not say what the run said",
+            why=f"{why}: casts by other scales would not say what the run said",
             fix="--checkpoint last, if it saved one",
         )
-    backend.load_state_tensors(tensors)
 
 
 def _load(run: TrainedRun) -> Any:

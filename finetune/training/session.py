@@ -41,11 +41,12 @@ from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
-from finetune.training.checkpoint_weights import refuse_unsaved_experts
+from finetune.training.checkpoint_weights import load_all_weights, refuse_unsaved_experts
 from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.optimizer_checks import OptimizerChecks, drop
 from finetune.training.patches import Patches, multiplies, patch_accelerator
 from finetune.training.references import References
+from finetune.training.scaling_state import keep_in_trainers
 
 
 class Session:
@@ -56,14 +57,11 @@ class Session:
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
         again: puts the session of a script into effect anew, after a run of a recipe.
-        accelerators: those that have prepared a model.
-        on_accelerator: of a script's session, called with each of them.
         undo: what is undone when the session ends.
         was_replaced: it is such a one, and what the script trained before is not in its receipt.
     """
 
     again: Callable[[], Session] | None = None
-    on_accelerator: Callable[[Any], None] | None = None
     was_replaced = False
 
     def __init__(
@@ -82,12 +80,14 @@ class Session:
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared, self.compiled = False, "off"
-        self.accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
         self.undo = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Patch `Accelerator` so that models prepared from now on follow this session."""
+        """Patch `Accelerator` and `Trainer`, which from now on follow this session."""
         patch_accelerator(self)
+        stores = self.precision.frozen == "fp8"
+        load_all_weights(self.patches, self.prepare_model if stores else None)
+        keep_in_trainers(self.patches)
         hook = register_optimizer_step_pre_hook(self._checks.before_step)
         self.undo.callback(hook.remove)
 
