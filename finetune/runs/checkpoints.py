@@ -94,17 +94,29 @@ class Checkpoint:
             return "it has the form that Transformers saves under FSDP, which is not read here"
         if not os.path.lexists(self.folder / MANIFEST):  # a broken one is no missing one
             return next(self._lacks(), "")
+        if self.manifest.get("only_model"):
+            return "it holds the model alone (train.save_only_model)"
+        return self.damage(contents=contents)
+
+    def damage(self, *, contents: bool = False, of: str = "") -> str:
+        """Which file is not as it was saved; empty if all are, or no manifest says how they were.
+
+        Args:
+            contents: read every file.
+            of: end of the names of files to look at; default all.
+        """
+        if not os.path.lexists(self.folder / MANIFEST):
+            return ""
         files = self.manifest.get("files")
         if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
             return f"{MANIFEST} is not whole"
+        files = {name: facts for name, facts in files.items() if name.endswith(of)}
         for name, facts in files.items():
             file = self.folder / name
             if not file.is_file():
                 return f"{name} is missing"
             if (found := file.stat().st_size) != facts["bytes"]:
                 return f"{name} has {found:,} bytes, not {facts['bytes']:,}"
-        if self.manifest.get("only_model"):
-            return "it holds the model alone (train.save_only_model)"
         if contents:
             found = hashes_of([self.folder / name for name in files])
             for (name, facts), value in zip(files.items(), found, strict=True):

@@ -158,15 +158,12 @@ def _begin(precision: PrecisionConfig) -> session.Session:
     """Put the session of a script into effect: now, and after a run of a recipe inside it."""
     from finetune.training import varlen
     from finetune.training.health.monitor import watch_trainers
-    from finetune.training.loaders import watch_loaders
 
     running = session.install(precision)
     running.again = partial(_begin, precision)
     running.undo.enter_context(speaking(in_python))
     varlen.register()
     watch_trainers(running)
-    if processes() > 1:
-        watch_loaders(running)
     return running
 
 

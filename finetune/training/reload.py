@@ -23,7 +23,7 @@ from typing import Any
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean, some
-from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, hashes_of
+from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.lookup import refuse_foreign_code
 from finetune.storage.pretrained import refuse_random_base
 
@@ -64,15 +64,12 @@ def open_trained(
         )
     step = steps[-1] if checkpoint == "last" and steps else checkpoint
     if step in saved:
-        if damaged := _damaged(saved[step]):
-            others = ", ".join(other for other in steps if other != step)
+        if damage := Checkpoint(saved[step]).damage(contents=True, of=".safetensors"):
             raise ConfigError(
-                f"{damaged} of checkpoint {step} is not as it was saved",
+                f"checkpoint {step} is damaged: {damage}",
                 where=str(saved[step]),
-                why="its bytes are not those of the manifest: answers would not be the run's",
-                fix=f"--checkpoint with one of {others}"
-                if others
-                else f"`{again}` trains it again",
+                why="answers would not be the run's",
+                fix=f"--checkpoint with another one of {', '.join(steps)}; or `{again}`",
             )
         return TrainedRun(folder, config, saved[step])
     fix = f"it saved none, and no last weights either: `{again}` trains it again"
@@ -83,21 +80,6 @@ def open_trained(
         where=str((folder / CHECKPOINTS).absolute()),
         fix=f"it has {', '.join(steps)}" if steps else fix,
     )
-
-
-def _damaged(checkpoint: Path) -> str:
-    """A file of weights that differs from its manifest's SHA-256; empty without one."""
-    listed = Checkpoint(checkpoint).manifest.get("files")
-    found: dict[str, Any] = listed if isinstance(listed, dict) else {}
-    sums = {
-        name: facts.get("sha256")
-        for name, facts in found.items()
-        if name.endswith(".safetensors") and isinstance(facts, dict)
-    }
-    if missing := [name for name in sums if not (checkpoint / name).is_file()]:
-        return missing[0]
-    now = hashes_of([checkpoint / name for name in sums])
-    return next((name for name, value in zip(sums, now, strict=True) if sums[name] != value), "")
 
 
 @contextlib.contextmanager
