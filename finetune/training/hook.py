@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from finetune.config.aliases import as_arguments, in_python, in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.config.section import RefusedError
-from finetune.errors import ConfigError, OrderError, UnknownArgumentError, did_you_mean, speaking
+from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean, speaking
 from finetune.hardware.device import processes, refuse_lone_process
 from finetune.runs.receipt import Receipt
 from finetune.training import session
@@ -190,13 +190,6 @@ def get_receipt() -> Receipt:
     """Receipt of the current session.
 
     Raises:
-        OrderError: there is no session, or a recipe was run since the script trained.
+        OrderError: there is no session.
     """
-    running = session.current()
-    if running.was_replaced and running.has_prepared and running.proof is None:
-        raise OrderError(
-            "there is no receipt of what the script trained before a recipe was run",
-            why="the recipe had a session of its own, which has replaced the script's",
-            fix="ask before finetune.train; the recipe's run has its own receipt",
-        )
-    return running.receipt()
+    return session.current().receipt()

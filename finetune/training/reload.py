@@ -50,36 +50,34 @@ def open_trained(
     refuse_foreign_code(config, folder, trust_remote_code)
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
     steps, weights = list(saved), folder / "model"
-    again = f"python -m finetune {shlex.quote(str(folder / 'config.yaml'))}"
+    again = f"`python -m finetune {shlex.quote(str(folder / 'config.yaml'))}` trains it again"
+    known = f"--checkpoint last, or one of {', '.join(steps)}" if steps else f"it has none: {again}"
+    if checkpoint is None and weights.is_dir():
+        return TrainedRun(folder, config, weights)
     if checkpoint is None:
-        if weights.is_dir():
-            return TrainedRun(folder, config, weights)
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(weights.absolute()),
             why="it was interrupted, was stopped, or is still training",
-            fix=f"--checkpoint last, or one of {', '.join(steps)}"
-            if steps
-            else f"it saved no checkpoint: `{again}` trains it again",
+            fix=known,
         )
     step = steps[-1] if checkpoint == "last" and steps else checkpoint
-    if step in saved:
-        if damage := Checkpoint(saved[step]).damage(contents=True, of=".safetensors"):
-            raise ConfigError(
-                f"checkpoint {step} is damaged: {damage}",
-                where=str(saved[step]),
-                why="answers would not be the run's",
-                fix=f"--checkpoint with another one of {', '.join(steps)}; or `{again}`",
-            )
-        return TrainedRun(folder, config, saved[step])
-    fix = f"it saved none, and no last weights either: `{again}` trains it again"
-    if weights.is_dir():
-        fix = "leave --checkpoint out: it has its last weights"
-    raise ConfigError(
-        f"there is no checkpoint {checkpoint!r}{did_you_mean(step, steps)}",
-        where=str((folder / CHECKPOINTS).absolute()),
-        fix=f"it has {', '.join(steps)}" if steps else fix,
-    )
+    if step not in saved:
+        raise ConfigError(
+            f"there is no checkpoint {checkpoint!r}{did_you_mean(step, steps)}",
+            where=str((folder / CHECKPOINTS).absolute()),
+            fix="leave --checkpoint out: the run has its last weights"
+            if weights.is_dir() and not steps
+            else known,
+        )
+    if damage := Checkpoint(saved[step]).damage(contents=True, of=".safetensors"):
+        raise ConfigError(
+            f"checkpoint {step} is damaged: {damage}",
+            where=str(saved[step]),
+            why="answers would not be the run's",
+            fix=f"another step: {known}; or {again}",
+        )
+    return TrainedRun(folder, config, saved[step])
 
 
 @contextlib.contextmanager

@@ -201,8 +201,7 @@ def test_a_recipe_inside_a_script_gives_its_session_back(
     else:
         with session.replacing():
             session.install(precision)
-    with pytest.raises(OrderError, match="before a recipe was run"):
-        get_receipt()
+    assert get_receipt().status.startswith("not proven")
     with pytest.raises(OrderError, match=r"replaced[\s\S]*or a recipe was run"):
         model.train()(**batch())
     args = TrainingArguments(
