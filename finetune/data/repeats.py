@@ -87,24 +87,6 @@ def rows_left_out(share: Any) -> int:
         return 0
 
 
-def eval_line(loader: Any) -> str:
-    """What is repeated in the eval loss of a stock trainer; empty if nothing is.
-
-    Transformers 5.23 takes the loss of all tokens of a step for that of each of its rows, and drops
-    rows that are repeated behind the last: their tokens stay in the losses of the others.
-    """
-    repeated, rows = repeated_rows(loader, float("inf"))
-    share = share_of(loader)
-    if share is not None and share.drop_last and (left := rows_left_out(share)):
-        return f"the eval loss leaves out {left:,} rows that fill no batch (dataloader_drop_last)"
-    if not repeated or repeated % rows == 0:  # all of them as often
-        return ""
-    return (
-        f"the eval loss counts {repeated:,} rows more than the {rows:,} there are, {FILL}: it "
-        "changes with the number of processes (rows that divide among them are counted once each)"
-    )
-
-
 # ----------------------------------------------------------------------------------- uneven shares
 
 

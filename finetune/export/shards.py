@@ -31,17 +31,13 @@ from finetune.precision.formats import amax
 from finetune.storage.checkpoint_formats import is_code, key_translation, tensors_in
 from finetune.storage.pretrained import auto_class, locate, refuse_random_base
 from finetune.training.faults import is_of_the_disk
+from finetune.training.resume import TOKENIZER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WEIGHTS_AND_MORE = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
-TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("vocab*", "merges.txt", "*.model", "generation_config.json"),
-)
-"""Files that a run has of its own: what text is as ids, and where answers end."""
 RECORD = "export.json"
 """File that marks a folder as our export, finished or not."""
 
@@ -356,7 +352,7 @@ def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
 
 
 def _copy_tokenizer(source: Path, out: Path) -> None:
-    for pattern in TOKENIZER:
+    for pattern in (*TOKENIZER, "generation_config.json"):  # where answers end
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)

@@ -6,9 +6,8 @@
             model or adapter, tokenizer, optimizer.pt, scheduler.pt, rng_state.pth
             trainer_state.json       the trainer's step and logs
             fp8_scaling.safetensors  scaling state of the FP8 layers
-            manifest.json            written last: each file with its bytes and SHA-256, the
-                                     recipe, rows and precision that resuming compares,
-                                     and its own SHA-256
+            manifest.json            written last: each file with its bytes and SHA-256, and the
+                                     recipe, rows and precision that resuming compares
 
 A folder with a manifest is whole if every file is as the manifest has it. One without, written by
 another program, is taken if the trainer's state, its optimizer and weights are there.
@@ -17,7 +16,6 @@ another program, is taken if the trainer's state, its optimizer and weights are 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -36,14 +34,10 @@ from finetune.runs.lookup import LAST, find_runs
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
-KEEPER = "CheckpointKeeper"
-"""Key in the trainer's state of a checkpoint that has a manifest."""
 LATEST, BEST = (LAST, "latest"), "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _NEEDED = (("optimizer.pt",), ("scheduler.pt",), ("*.safetensors", "*.bin"))
 """Files of a checkpoint without a manifest: one of each group, none of them empty."""
-STRAY = "was not saved with it: take it out"
-"""The problem with a file that the trainer would read, and the manifest does not have."""
 
 
 @dataclass(frozen=True)
@@ -99,39 +93,36 @@ class Checkpoint:
             # Shards are read with `pickle.load`; see `finetune.training.sharded` for ours.
             return "it has the form that Transformers saves under FSDP, which is not read here"
         if not os.path.lexists(self.folder / MANIFEST):  # a broken one is no missing one
-            callbacks = self.state.get("stateful_callbacks")
-            if isinstance(callbacks, dict) and KEEPER in callbacks:
-                return f"{MANIFEST} is missing"
             return next(self._lacks(), "")
+        if self.manifest.get("only_model"):
+            return "it holds the model alone (train.save_only_model)"
+        return self.damage(contents=contents)
+
+    def damage(self, *, contents: bool = False, of: str = "") -> str:
+        """Which file is not as it was saved; empty if all are, or no manifest says how they were.
+
+        Args:
+            contents: read every file.
+            of: end of the names of files to look at; default all.
+        """
+        if not os.path.lexists(self.folder / MANIFEST):
+            return ""
         files = self.manifest.get("files")
         if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
             return f"{MANIFEST} is not whole"
-        if self.manifest.get("sha256") != digest(self.manifest):
-            return f"{MANIFEST} has changed since it was saved (SHA-256)"
+        files = {name: facts for name, facts in files.items() if name.endswith(of)}
         for name, facts in files.items():
             file = self.folder / name
             if not file.is_file():
                 return f"{name} is missing"
             if (found := file.stat().st_size) != facts["bytes"]:
                 return f"{name} has {found:,} bytes, not {facts['bytes']:,}"
-        if stray := self.stray():
-            return f"{stray[0].name} {STRAY}"
-        if self.manifest.get("only_model"):
-            return "it holds the model alone (train.save_only_model)"
         if contents:
             found = hashes_of([self.folder / name for name in files])
             for (name, facts), value in zip(files.items(), found, strict=True):
                 if value != facts["sha256"]:
                     return f"{name} has changed since it was saved (SHA-256)"
         return ""
-
-    def stray(self) -> list[Path]:
-        """Files that the trainer would read, such as scaler.pt, and that the manifest has not."""
-        files, read = self.manifest.get("files"), (".pt", ".bin", ".safetensors")
-        if not isinstance(files, dict):
-            return []
-        found = sorted(file for file in self.folder.iterdir() if file.suffix in read)
-        return [file for file in found if file.name not in files]
 
     def _lacks(self) -> Iterator[str]:
         """What is missing in a folder that has no manifest."""
@@ -142,12 +133,6 @@ class Checkpoint:
             for file in found:
                 if file.is_file() and not file.stat().st_size:
                     yield f"{file.name} is empty"
-
-
-def digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's facts, which it holds itself as `sha256`."""
-    facts = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _is_entry(facts: Any) -> bool:
@@ -269,41 +254,22 @@ def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, di
         if not problem:
             return checkpoint, broken
         broken[checkpoint.folder] = problem
-    run = folder.parent if folder.name == CHECKPOINTS else folder
-    recipe = run / "config.yaml"
-    again = f": python -m finetune run {shlex.quote(str(recipe))}" if recipe.is_file() else ""
-    if not broken and again:
+    if broken:
         raise ConfigError(
-            f"the run {str(run)!r} has saved no checkpoint",
+            f"no checkpoint in {str(folder)!r} is complete",
             where=where,
-            why="train.save_strategy was no, or it ended before its first one",
-            fix=f"start again{again} train.save_strategy=steps train.save_steps=100; "
-            "`python -m finetune ls --runs` shows other runs",
+            why="; ".join(f"{path.name}: {problem}" for path, problem in broken.items()),
+            fix="an earlier one of the run (`python -m finetune checkpoints` lists them), or start "
+            "again",
         )
-    if not broken:
-        raise ConfigError(
-            f"there is no checkpoint in {name!r}",
-            where=where,
-            why="a checkpoint folder holds trainer_state.json"
-            if folder.is_dir()
-            else "there is no such folder",
-            fix="give a run folder, its checkpoints/ folder, or one checkpoint-N folder; "
-            "`python -m finetune checkpoints` lists them",
-        )
-    others = reversed(checkpoints_in(folder.parent).values()) if folder in broken else ()
-    whole = (p for p in others if p != folder and not Checkpoint(p).problem(contents=True))
-    strays = (Checkpoint(path).stray() for path, why in broken.items() if why.endswith(STRAY))
-    if beside := next(whole, None):
-        fix = f"{where}={beside}"
-    elif stray := next(strays, None):
-        fix = f"{shlex.join(['mv', *map(str, stray), '.'])}, and resume again"
-    else:
-        fix = f"no earlier state of this run is left; start again{again}"
     raise ConfigError(
-        f"no checkpoint in {str(folder)!r} is complete",
+        f"there is no checkpoint in {name!r}",
         where=where,
-        why="; ".join(f"{path.name}: {problem}" for path, problem in broken.items()),
-        fix=fix,
+        why="the run saved none (train.save_strategy=no, or it ended before)"
+        if folder.is_dir()
+        else "there is no such folder",
+        fix="give a run folder, its checkpoints/ folder, or one checkpoint-N folder (`python -m "
+        "finetune ls --runs` lists runs); or start again with train.save_strategy=steps",
     )
 
 

@@ -18,20 +18,20 @@ into a model that is prepared.
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
 from finetune.errors import CheckpointError, PrecisionError, some
-from finetune.precision.formats import E4M3
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import CodesMixin, iter_scales
+
+if TYPE_CHECKING:
+    from finetune.training.patches import Patches
 
 CODES = "F8_E4M3"
 """Type of FP8 codes in the header of a safetensors file."""
@@ -39,42 +39,77 @@ CODES = "F8_E4M3"
 Prepare = Callable[[nn.Module], Any]
 
 
-def load_whole(
-    plain: Callable[..., None],
-    prepare: Prepare | None,
-    trainer: Any,
-    checkpoint: str,
-    model: Any = None,
-) -> None:
-    """`Trainer._load_from_checkpoint`, of all weights.
+def load_all_weights(patches: Patches, prepare: Prepare | None) -> None:
+    """Let every `Trainer` load all weights of a checkpoint, or raise a `CheckpointError`.
 
     Args:
-        plain: the trainer's own method, bound.
         prepare: converts a model whose frozen weights are to be stored in FP8; None if the
-            session's precision stores none, or the model has been loaded so.
+            session's precision stores none.
+    """
+    from transformers import Trainer
+
+    def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(trainer: Any, checkpoint: str, model: Any = None) -> None:
+            given = () if model is None else (model,)
+            own = trainer.accelerator.unwrap_model(trainer.model if model is None else model)
+            if trainer.is_fsdp_enabled or not _load_renamed(own, checkpoint, prepare):
+                original(trainer, checkpoint, *given)
+
+        return load
+
+    def make_load_best(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_best(trainer: Any) -> None:
+            own = trainer.accelerator.unwrap_model(trainer.model)
+            best = str(trainer.state.best_model_checkpoint)
+            if trainer.is_fsdp_enabled or not _load_renamed(own, best, prepare):
+                original(trainer)
+
+        return load_best
+
+    patches.replace(Trainer, "_load_from_checkpoint", make_load)
+    patches.replace(Trainer, "_load_best_model", make_load_best)
+
+
+@torch.no_grad()
+def _load_renamed(model: Any, checkpoint: str, prepare: Prepare | None) -> bool:
+    """Load a checkpoint whose weights have other names than the model's; False if they have not.
+
+    In float32, which is exact.
 
     Raises:
         CheckpointError: file and model differ in their weights.
     """
-    given = () if model is None else (model,)
-    own = trainer.accelerator.unwrap_model(trainer.model if model is None else model)
-    if saves_adapters(own) and not trainer.is_fsdp_enabled:
-        check_adapters(own, Path(checkpoint))
-    types = _saved_types(trainer, own, checkpoint)
+    from transformers import PreTrainedModel
+
+    import finetune.storage.loading  # noqa: F401, which lets Transformers read FP8 codes
+
+    if saves_adapters(model):
+        check_adapters(model, Path(checkpoint))
+        return False
+    types = _saved_types(checkpoint)
     codes = {name for name, dtype in types.items() if dtype == CODES}
-    if prepare is not None and codes and not _codes_of(own):
-        prepare(own)
-    if plain_codes := codes & own.state_dict().keys() - _codes_of(own):
+    if prepare is not None and codes and not _codes_of(model):
+        prepare(model)
+    if plain_codes := codes & model.state_dict().keys() - _codes_of(model):
         raise CheckpointError(
             "frozen weights of the checkpoint are FP8 codes, and the model's are not",
             where=f"{checkpoint}: {some(sorted(plain_codes))}",
             why="codes are no numbers without their scales",
             fix="frozen='fp8', as in the run that saved it, with the same layers frozen",
         )
-    if not _difference(own, types):
-        plain(checkpoint, *given)
-    else:
-        _load_renamed(own, checkpoint)
+    lost = _difference(model, types)
+    if not lost:
+        return False
+    if isinstance(model, PreTrainedModel):
+        load: Any = type(model).from_pretrained
+        read, report = load(checkpoint, dtype=torch.float32, output_loading_info=True)
+        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+        lost = sorted({str(key) for kind in kinds for key in report[kind]})
+        lost = lost or _difference(model, dict.fromkeys(read.state_dict(), ""))
+        if not lost:
+            model.load_state_dict(read.state_dict(), strict=False)  # tied ones stand there once
+            return True
+    raise _other_weights(Path(checkpoint), some(lost))
 
 
 def check_adapters(model: Any, checkpoint: Path) -> None:
@@ -87,18 +122,11 @@ def check_adapters(model: Any, checkpoint: Path) -> None:
 
     if not isinstance(model, PeftModel):  # Transformers reads nothing into its own integration
         return
-    whole = (*checkpoint.glob("model*.safetensors"), *checkpoint.glob("pytorch_model*.bin"))
-    if whole and any(checkpoint.glob("**/adapter_model.*")):
-        raise _other_weights(
-            checkpoint,
-            f"{whole[0].name} beside the adapters: Transformers (5.23) loads it in their place",
-            fix=f"move {whole[0].name} away, which is of an earlier run into this folder",
-        )
-    if whole:
-        raise _other_weights(checkpoint, "a whole model, and this one trains adapters")
-    for name, config in model.peft_config.items():
-        folder = checkpoint if name == "default" else checkpoint / name
-        file = folder / "adapter_model.safetensors"
+    # Transformers 5.23 loads a whole model also in place of adapters that lie beside it.
+    for file in (*checkpoint.glob("model*.safetensors"), *checkpoint.glob("pytorch_model*.bin")):
+        raise _other_weights(checkpoint, f"{file.name}, a whole model, and this one has adapters")
+    for name in model.peft_config:
+        file = checkpoint / ("" if name == "default" else name) / "adapter_model.safetensors"
         if not file.is_file():
             continue
         own = {*get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)}
@@ -106,41 +134,16 @@ def check_adapters(model: Any, checkpoint: Path) -> None:
             saved = {*opened.keys()} - {*model.state_dict()}  # embeddings may be saved beside them
         if differing := sorted(own ^ saved):
             raise _other_weights(checkpoint, some(differing))
-        began = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        now = config.to_dict()
-        # PiSSA and others are saved as twice the rank under twice the alpha (PEFT 0.21).
-        is_doubled = began.get("r") == 2 * now.get("r", 0) and (
-            began.get("lora_alpha") == 2 * now.get("lora_alpha", 0)
-        )
-        for key in ("use_rslora", "use_dora", *([] if is_doubled else ["lora_alpha"])):
-            if key in began and began[key] != now.get(key):
-                warnings.warn(
-                    f"! {checkpoint} was trained with {key}={began[key]}, and goes on with "
-                    f"{key}={now.get(key)}: its adapters weigh otherwise than they did",
-                    stacklevel=2,
-                )
 
 
-def _other_weights(
-    checkpoint: Path, which: str, fix: str = "the model that the checkpoint was saved of"
-) -> CheckpointError:
+def _other_weights(checkpoint: Path, which: str) -> CheckpointError:
     return CheckpointError(
         "the checkpoint does not have the model's weights, all of them and no others",
         where=f"{checkpoint}: {which}",
         why="Transformers would load the others and log the difference: training would go on with "
         "weights of before the checkpoint",
-        fix=fix,
+        fix="the model that the checkpoint was saved of, and no files of another one beside it",
     )
-
-
-def load_best_whole(plain: Callable[[], None], trainer: Any) -> None:
-    """`Trainer._load_best_model`, of all weights."""
-    checkpoint = str(trainer.state.best_model_checkpoint)
-    own = trainer.accelerator.unwrap_model(trainer.model)
-    if not _difference(own, _saved_types(trainer, own, checkpoint)):
-        plain()
-    else:
-        _load_renamed(own, checkpoint)
 
 
 def refuse_unsaved_experts(model: nn.Module, plan: PrecisionPlan) -> None:
@@ -184,17 +187,12 @@ def saves_adapters(model: nn.Module) -> bool:
     return isinstance(model, PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def _saved_types(trainer: Any, model: nn.Module, checkpoint: str) -> dict[str, str]:
-    """Name -> type of the tensors in a checkpoint's files of a whole model; of others nothing."""
-    if saves_adapters(model) or trainer.is_fsdp_enabled:
-        return {}
+def _saved_types(checkpoint: str) -> dict[str, str]:
+    """Name -> type of the tensors in a checkpoint's files of a whole model."""
     found: dict[str, str] = {}
     for file in Path(checkpoint).glob("model*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             found |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    for file in () if found else Path(checkpoint).glob("pytorch_model*.bin"):
-        tensors = torch.load(file, map_location="meta", weights_only=True)
-        found |= {n: CODES if t.dtype is E4M3.dtype else str(t.dtype) for n, t in tensors.items()}
     return found
 
 
@@ -215,28 +213,3 @@ def _difference(model: nn.Module, types: dict[str, str]) -> list[str]:
     present = {state[name].data_ptr() for name in types if name in state}
     missing = [n for n, t in state.items() if n not in types and t.data_ptr() not in present]
     return [*missing, *(name for name in types if name not in state)]
-
-
-@torch.no_grad()
-def _load_renamed(model: Any, checkpoint: str) -> None:
-    """Take over the tensors of a model that `from_pretrained` reads: in float32, which is exact."""
-    from transformers import PreTrainedModel
-
-    import finetune.storage.loading  # noqa: F401, which lets Transformers read FP8 codes
-
-    lost = ["the model is none of Transformers'"]
-    if isinstance(model, PreTrainedModel):
-        load: Any = type(model).from_pretrained
-        read, report = load(checkpoint, dtype=torch.float32, output_loading_info=True)
-        lost = sorted(
-            {
-                *report["missing_keys"],
-                *report["unexpected_keys"],
-                *map(str, report["mismatched_keys"]),
-            }
-        )
-        lost = lost or _difference(model, dict.fromkeys(read.state_dict(), ""))
-        if not lost:
-            model.load_state_dict(read.state_dict(), strict=False)  # tied ones stand there once
-            return
-    raise _other_weights(Path(checkpoint), some(lost))

@@ -1,4 +1,8 @@
-"""Writing of checkpoints, and going on from one; see `finetune.runs.checkpoints` for their form.
+"""Writing of a run's checkpoints; see `finetune.runs.checkpoints` for their form.
+
+What is in them is written and read as in any trainer under a session: weights by
+`training.checkpoint_weights`, FP8 scaling state by `training.scaling_state`, sharded ones by
+`training.sharded`.
 
 A checkpoint is written beside the others under a hidden name, and renamed when every file of every
 process is on the disk: a process that is killed while it saves leaves the earlier ones as they
@@ -11,77 +15,60 @@ import json
 import math
 import os
 import shutil
-import warnings
-import weakref
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import safe_globals
 
 from finetune.config.section import CheckpointsConfig
-from finetune.errors import CheckpointError, NonFiniteError
-from finetune.precision.backends.base import Backend
-from finetune.precision.convert import conversion_of
+from finetune.errors import CheckpointError, ConfigError, NonFiniteError, first_line
 from finetune.runs.checkpoints import (
-    KEEPER,
     MANIFEST,
     SAVING,
     STATE,
     Checkpoint,
     checkpoints_in,
-    digest,
     hashes_of,
     resume_command,
-    scaling_file,
     superfluous,
 )
-from finetune.training.checkpoint_weights import load_best_whole, load_whole
 from finetune.training.faults import is_of_the_disk, write_failure
-from finetune.training.session import Session
 from finetune.training.sharded import WholeFiles
 
 
 class CheckpointKeeper(TrainerCallback):
-    """Saves a trainer's checkpoints whole, with FP8 scaling state, and loads that on resuming.
+    """Saves a trainer's checkpoints whole, and deletes those that are not to be kept.
 
     Attributes:
+        precision: label of the session's, for the manifest.
         facts: what the manifest keeps for resuming (`resume.facts_of`).
-        resumed: checkpoint to go on from, if any.
-        fresh: amax histories start anew, since the precision is another one.
+        resumed: checkpoint that the run resumes from, if any.
         kept: which checkpoints are kept.
     """
 
     def __init__(
         self,
-        session: Session,
+        precision: str,
         facts: dict[str, Any],
         resumed: Path | None,
-        *,
-        fresh: bool = False,
         kept: CheckpointsConfig | None = None,
     ) -> None:
-        self.session, self.facts, self.resumed, self.fresh = session, facts, resumed, fresh
+        self.precision, self.facts, self.resumed = precision, facts, resumed
         self.kept = kept or CheckpointsConfig()
         self._begun, self._early = 0, None
 
-    def take_over(self, trainer: Any, say: Callable[[str], Any]) -> None:
-        """Let the trainer save through this keeper, and `say` what it could not keep.
+    def take_over(self, trainer: Any) -> None:
+        """Let the trainer save through this keeper.
 
         The limit is no longer the trainer's, which would delete older checkpoints before the new
         one is whole, and of a limit of 1 the newest when training is interrupted.
         """
-        self.trainer, self._save, self._say = trainer, trainer._save_checkpoint, say
+        self.trainer, self._save = trainer, trainer._save_checkpoint
         self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         trainer._save_checkpoint = self.save
-        trainer._load_from_checkpoint = partial(
-            load_whole, trainer._load_from_checkpoint, None, trainer
-        )
-        trainer._load_best_model = partial(load_best_whole, trainer._load_best_model, trainer)
         if trainer.accelerator.is_fsdp2:
             WholeFiles(trainer)
 
@@ -93,28 +80,17 @@ class CheckpointKeeper(TrainerCallback):
         return self.trainer.args.load_best_model_at_end and best not in (None, state.global_step)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begun = state.global_step
-        self._find_best(state)
-        conversion = self.session.conversion
-        if self.resumed is None or conversion is None or conversion.backend is None or self.fresh:
-            return
-        conversion.backend.load_state_tensors(stored_scaling(self.resumed, args.process_index))
-
-    def _find_best(self, state: Any) -> None:
         """Name the best checkpoint until now where it lies: its run may have been moved.
 
         Transformers 5.23 then forgets it but not its loss, and ends with the last weights for the
         best.
         """
+        self._begun = state.global_step
         saved = Checkpoint(self.resumed).state if self.resumed is not None else {}
         best = Path(str(saved.get("best_model_checkpoint") or ""))
-        if self.resumed is None or not best.name or best.is_dir():
-            return
-        if (beside := self.resumed.parent / best.name).is_dir():
-            state.best_model_checkpoint = str(beside)
-            return
-        self._say(f"! {best.name}, the best until here, is gone: the next best counts")
-        state.best_metric = state.best_model_checkpoint = state.best_global_step = None
+        if self.resumed is not None and best.name and not best.is_dir():
+            beside = self.resumed.parent / best.name
+            state.best_model_checkpoint = str(beside) if beside.is_dir() else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the first step early: a disk that cannot take it shows now, not in hours."""
@@ -149,18 +125,22 @@ class CheckpointKeeper(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         step, folder = trainer.state.global_step, Path(args.output_dir)
         partial, final = folder / SAVING, folder / f"checkpoint-{step}"
-        trainer.state.stateful_callbacks[KEEPER] = {}  # says that there is a manifest
         trainer._get_output_dir = lambda **_: str(partial)
         try:
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
             trainer.accelerator.wait_for_everyone()
             self._save(model, trial)
-            self.save_to(partial / final.name, args.process_index)
             self._name_the_best(partial / final.name, folder)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
-                refuse_unreadable(partial / final.name)
+                if problem := unreadable(partial / final.name):  # now, not when a run resumes
+                    raise CheckpointError(
+                        "the checkpoint could not be read again: no run would resume from it",
+                        where="train.optim",
+                        why=problem,
+                        fix="train.optim=adamw_torch_fused; or train.save_strategy=no",
+                    )
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
                 self._delete_older(folder, self._limit)
@@ -171,8 +151,6 @@ class CheckpointKeeper(TrainerCallback):
             what = f"the checkpoint of step {step} could not be written"
             raise write_failure(error, folder.parent, what) from error
         finally:
-            if step >= trainer.state.max_steps:  # the trainer then leaves the best alone, of one
-                args.save_total_limit = self._limit
             del trainer._get_output_dir
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -190,11 +168,6 @@ class CheckpointKeeper(TrainerCallback):
             doomed += superfluous(saved, limit, named=named)
         for one in doomed:
             one.folder.rename(folder / SAVING / one.folder.name)  # deleted with it
-
-    def save_to(self, folder: Path, process: int = 0) -> None:
-        """Store the current scaling state, if any."""
-        conversion = self.session.conversion
-        save_scaling(conversion.backend if conversion is not None else None, folder, process)
 
     def _name_the_best(self, saved: Path, folder: Path) -> None:
         """The best checkpoint by the name that it will have, in the trainer's state too."""
@@ -214,7 +187,7 @@ class CheckpointKeeper(TrainerCallback):
         sums = zip(files, hashes_of(files), strict=True)
         manifest: dict[str, Any] = {
             "step": step,
-            "precision": self.session.resolution.label,
+            "precision": self.precision,
             "only_model": bool(self.trainer.args.save_only_model),
             **self.facts,
             "files": {
@@ -222,29 +195,46 @@ class CheckpointKeeper(TrainerCallback):
                 for file, value in sums
             },
         }
-        manifest["sha256"] = digest(manifest)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _to_disk(folder / MANIFEST)
         for inside in {folder, *(file.parent for file in files)}:
             _to_disk(inside)
 
 
-def refuse_unreadable(folder: Path) -> None:
-    """Raise for an optimizer's state that resuming would not read (`weights_only`).
+def unreadable(folder: Path) -> str:
+    """Why the files of a checkpoint could not be read; empty if they can.
 
-    It shows when the first step is saved, and not when a run of days is to go on.
+    The trainer reads optimizer, schedule and generators with `weights_only`, which stops at
+    anything but tensors and plain data, since other things run code when they are read.
+    """
+    for file in sorted(folder.iterdir()):
+        try:
+            found: list[str] = []
+            if file.suffix in (".pt", ".pth"):
+                with safe_globals():
+                    found = get_unsafe_globals_in_checkpoint(file)
+            elif file.suffix == ".safetensors":
+                with safe_open(file, framework="pt"):
+                    pass
+        except Exception as error:
+            return f"{file.name} cannot be read, it is damaged: {first_line(error)}"
+        if found:
+            return f"{file.name} holds more than tensors and numbers: {', '.join(found)}"
+    return ""
+
+
+def refuse_unreadable(checkpoint: Path | None) -> None:
+    """Refuse a checkpoint of another program, or another person, before its files are read.
 
     Raises:
-        CheckpointError: it holds more than tensors and plain data.
+        ConfigError: a file is damaged, or reading it would run code.
     """
-    file = folder / "optimizer.pt"
-    found = get_unsafe_globals_in_checkpoint(file) if file.is_file() else []
-    if found:
-        raise CheckpointError(
-            "the optimizer's state could not be read again: no run would go on from it",
-            where="train.optim",
-            why=f"it holds more than tensors and numbers: {', '.join(found)}",
-            fix="train.optim=adamw_torch_fused; or train.save_strategy=no",
+    if checkpoint is not None and (problem := unreadable(checkpoint)):
+        raise ConfigError(
+            problem,
+            where=str(checkpoint),
+            why="reading it would fail, or run code; nothing of it was run",
+            fix="resume from another checkpoint of the run, one that you made yourself",
         )
 
 
@@ -262,132 +252,3 @@ def _rename(made: Path, final: Path) -> None:
         shutil.rmtree(final)
     made.rename(final)
     _to_disk(final.parent)
-
-
-# ----------------------------------------------------------------------------------- scaling state
-#
-# The amax history of delayed scaling, and the state of the stochastic-rounding generator, belong to
-# a run and not to its weights, so they have a file. Processes may differ in either (without
-# `reduce_amax`; by row lengths), so each writes one.
-
-
-def save_scaling(backend: Backend | None, folder: Path, process: int) -> None:
-    """Store the current scaling state of a process, if there is any."""
-    if backend is not None and (state := backend.state_tensors()):
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / scaling_file(process))
-
-
-def stored_scaling(folder: Path, process: int) -> dict[str, Tensor]:
-    """Scaling state of a checkpoint for a process; nothing if it has none."""
-    own, first = (folder / scaling_file(i) for i in (process, 0))
-    file = own if own.is_file() else first  # resumed by more processes than saved it
-    return load_file(file) if file.is_file() else {}
-
-
-def keep_in_states(running: Session) -> None:
-    """Let `accelerator.save_state` of a script keep scaling state, and `load_state` load it.
-
-    In files of its own: what is registered for checkpointing has numbers, by which states of other
-    scalings and of BF16 runs could not be loaded, and is that of the first process alone.
-    """
-
-    def hook(accelerator: Any) -> None:
-        reference = weakref.proxy(accelerator)
-
-        def save(models: Any, weights: Any, output_dir: str) -> None:
-            for backend, folder in _states(reference, Path(output_dir)):
-                save_scaling(backend, folder, reference.process_index)
-
-        def load(models: Any, input_dir: str) -> None:
-            _load_states(reference, Path(input_dir))
-
-        accelerator.register_save_state_pre_hook(save)
-        accelerator.register_load_state_pre_hook(load)
-
-    running.on_accelerator = hook
-
-
-def _states(accelerator: Any, folder: Path) -> list[tuple[Backend, Path]]:
-    """Backends of prepared models that have scaling state, and the folders of their files."""
-    conversions = (conversion_of(accelerator.unwrap_model(m)) for m in accelerator._models)
-    backends = (one.backend for one in conversions if one is not None)
-    stateful = [one for one in backends if one is not None and one.has_state]
-    return [(one, folder / f"model_{i}" if i else folder) for i, one in enumerate(stateful)]
-
-
-def _load_states(accelerator: Any, folder: Path) -> None:
-    found = _states(accelerator, folder)
-    for backend, place in found:
-        if tensors := stored_scaling(place, accelerator.process_index):
-            backend.load_state_tensors(tensors)
-        else:
-            warnings.warn(
-                f"! {place} has no FP8 scaling state: amax histories begin anew", stacklevel=5
-            )
-    if not found and stored_scaling(folder, accelerator.process_index):
-        warnings.warn(
-            f"! the FP8 scaling state in {folder} is left: this run's scales have no history",
-            stacklevel=5,
-        )
-
-
-def keep_in_checkpoints(running: Session) -> None:
-    """Let every `Trainer` of a script save and load scaling state, and load all weights.
-
-    It never calls `accelerator.save_state` (Transformers 5.23).
-    """
-    from transformers import Trainer
-
-    patches = running.patches
-    stores = running.prepare_model if running.precision.frozen == "fp8" else None
-
-    def backend_of(trainer: Any) -> Backend | None:
-        conversion = conversion_of(trainer.accelerator.unwrap_model(trainer.model))
-        return conversion.backend if conversion is not None else None
-
-    def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(trainer: Any, output_dir: str) -> None:
-            original(trainer, output_dir)
-            save_scaling(backend_of(trainer), Path(output_dir), trainer.args.process_index)
-
-        return save
-
-    def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(trainer: Any, checkpoint: str | None) -> None:
-            original(trainer, checkpoint)
-            if checkpoint is not None and not any(Path(checkpoint).glob("optimizer*")):
-                warnings.warn(
-                    f"! {checkpoint} has no state of optimizer and schedule (save_only_model): its "
-                    "weights train on with moments of zero, and the learning rate begins anew",
-                    stacklevel=2,
-                )
-            backend = backend_of(trainer)
-            if checkpoint is None or backend is None:
-                return
-            # A checkpoint of a run in another precision has none: histories begin anew.
-            if tensors := stored_scaling(Path(checkpoint), trainer.args.process_index):
-                backend.load_state_tensors(tensors)
-            elif backend.has_state:
-                warnings.warn(
-                    f"! {checkpoint} has no scaling state: the scales (or random numbers) of "
-                    "its steps are gone, and begin anew as at the start of a run",
-                    stacklevel=2,
-                )
-
-        return load
-
-    def make_load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_weights(trainer: Any, checkpoint: str, model: Any = None) -> None:
-            load_whole(partial(original, trainer), stores, trainer, checkpoint, model)
-
-        return load_weights
-
-    def make_load_best(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda trainer: load_best_whole(partial(original, trainer), trainer)
-
-    patches.replace(Trainer, "_load_from_checkpoint", make_load_weights)
-    patches.replace(Trainer, "_load_best_model", make_load_best)
-    patches.replace(Trainer, "_save_optimizer_and_scheduler", make_save)
-    patches.replace(Trainer, "_load_optimizer_and_scheduler", make_load)

@@ -62,18 +62,11 @@ def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
-    """Add the scaler's settings to an `Accelerator`'s arguments; raises if it has some already."""
+    """Add the scaler's settings to an `Accelerator`'s arguments."""
     from accelerate.utils import GradScalerKwargs
 
-    handlers = list(given.get("kwargs_handlers") or ())
-    if any(isinstance(handler, GradScalerKwargs) for handler in handlers):
-        raise PrecisionError(
-            "loss scaling was set twice",
-            where="kwargs_handlers=[GradScalerKwargs(...)]",
-            why="precision.loss_scale_init and its like would be ignored",
-            fix="leave GradScalerKwargs out",
-        )
-    given["kwargs_handlers"] = [*handlers, GradScalerKwargs(**scaler_arguments(precision))]
+    ours = GradScalerKwargs(**scaler_arguments(precision))
+    given["kwargs_handlers"] = [*(given.get("kwargs_handlers") or ()), ours]
 
 
 def complete(accelerator: Any, precision: PrecisionConfig) -> None:

@@ -25,18 +25,9 @@ from finetune.errors import (
 from finetune.hardware.device import processes
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
 
-_ROOM = "make room {} (checkpoints.keep_last=2 keeps two and the best)"
-_REMEDIES = {
-    errno.ENOSPC: _ROOM.format("on its disk"),
-    errno.EDQUOT: _ROOM.format("in your quota"),
-    errno.EFBIG: _ROOM.format("in the limit on a file's size (`ulimit -f unlimited`)"),
-    errno.EROFS: "make the folder writable",
-    errno.EACCES: "make the folder writable",
-    errno.EPERM: "make the folder writable",
-    errno.ENOENT: "leave the folder where it is while the run lives, or choose another with --out",
-}
 _OF_A_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM)
 """Faults of the run only where the file is one of the run folder."""
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, *_OF_A_FILE)
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -110,7 +101,7 @@ def is_of_the_disk(error: BaseException) -> bool:
     from safetensors import SafetensorError
 
     if isinstance(error, OSError):
-        return _number(error) in _REMEDIES
+        return error.errno in _OF_A_DISK
     if isinstance(error, SafetensorError):  # one of reading has "while deserializing"
         return "while serializing" in str(error)
     return _is_of_torch_save(error)
@@ -126,13 +117,15 @@ def _is_of_torch_save(error: BaseException) -> bool:
 
 
 def write_failure(error: BaseException, folder: Path, what: str) -> CheckpointError:
-    """The error of a run folder that cannot be written, by its cause."""
-    number = _number(error)
-    if isinstance(error, FileNotFoundError) or not os.path.lexists(folder):
-        what, number = f"{what}: it was deleted or moved while the run went on", errno.ENOENT
-    remedy = _REMEDIES.get(number, "make room there and make the folder writable")
+    """The error of a run folder that cannot be written."""
     why = "the disk took less than was written" if _is_of_torch_save(error) else first_line(error)
-    return CheckpointError(what, where=str(folder), why=why, fix=f"{remedy}; {go_on(folder)}")
+    if not os.path.lexists(folder):
+        why = "the folder was deleted or moved while the run went on"
+    fix = (
+        "make room on its disk (checkpoints.keep_last=2 keeps two and the best), in your quota or "
+    )
+    fix += f"in `ulimit -f`, and leave the folder writable where it is; {go_on(folder)}"
+    return CheckpointError(what, where=str(folder), why=why, fix=fix)
 
 
 def go_on(folder: Path) -> str:
@@ -140,14 +133,6 @@ def go_on(folder: Path) -> str:
     if newest_checkpoint(folder / CHECKPOINTS) is None:
         return "then start again (no checkpoint was saved)"
     return f"then go on: {resume_command(folder)}"
-
-
-def _number(error: BaseException) -> int:
-    """The system's error number; libraries written in Rust and C++ have it in their text."""
-    if isinstance(error, OSError):
-        return error.errno or 0
-    text = str(error)
-    return next((n for n in _REMEDIES if f"os error {n})" in text), 0)
 
 
 def _concerns(error: BaseException, folder: Path) -> bool:

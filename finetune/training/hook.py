@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from finetune.config.aliases import as_arguments, in_python, in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.config.section import RefusedError
-from finetune.errors import ConfigError, OrderError, UnknownArgumentError, did_you_mean, speaking
+from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean, speaking
 from finetune.hardware.device import processes, refuse_lone_process
 from finetune.runs.receipt import Receipt
 from finetune.training import session
@@ -157,19 +157,13 @@ def setup_fp8_mixed_precision_training(
 def _begin(precision: PrecisionConfig) -> session.Session:
     """Put the session of a script into effect: now, and after a run of a recipe inside it."""
     from finetune.training import varlen
-    from finetune.training.checkpoints import keep_in_checkpoints, keep_in_states
     from finetune.training.health.monitor import watch_trainers
-    from finetune.training.loaders import watch_loaders
 
     running = session.install(precision)
     running.again = partial(_begin, precision)
     running.undo.enter_context(speaking(in_python))
     varlen.register()
     watch_trainers(running)
-    keep_in_checkpoints(running)
-    keep_in_states(running)
-    if processes() > 1:
-        watch_loaders(running)
     return running
 
 
@@ -196,13 +190,6 @@ def get_receipt() -> Receipt:
     """Receipt of the current session.
 
     Raises:
-        OrderError: there is no session, or a recipe was run since the script trained.
+        OrderError: there is no session.
     """
-    running = session.current()
-    if running.was_replaced and running.has_prepared and running.proof is None:
-        raise OrderError(
-            "there is no receipt of what the script trained before a recipe was run",
-            why="the recipe had a session of its own, which has replaced the script's",
-            fix="ask before finetune.train; the recipe's run has its own receipt",
-        )
-    return running.receipt()
+    return session.current().receipt()

@@ -34,6 +34,7 @@ from finetune.precision.layers import multiplies
 from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
 from finetune.training import compute_types
 from finetune.training.checkpoint_weights import refuse_sharded_codes
+from finetune.training.scaling_state import keep_in_states
 
 MIXED_PRECISION: dict[Compute, str] = {
     "fp8": "bf16",  # around FP8 GEMMs
@@ -135,6 +136,7 @@ def patch_accelerator(session: Any) -> None:
             _keep_output_types(accelerator, precision)
             if not chosen:
                 _reduce_in_float32(accelerator)
+            keep_in_states(accelerator)
             made.add(accelerator)
 
         return init
@@ -148,10 +150,6 @@ def patch_accelerator(session: Any) -> None:
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
                     session.prepare_optimizer(optimizer)
-            if models and accelerator not in session.accelerators:
-                session.accelerators.add(accelerator)
-                if session.on_accelerator is not None:
-                    session.on_accelerator(accelerator)
             if "FSDP" not in str(accelerator.distributed_type):
                 return original(accelerator, *args, **kwargs)
             for model in models:

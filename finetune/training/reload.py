@@ -23,7 +23,7 @@ from typing import Any
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean, some
-from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, hashes_of
+from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.lookup import refuse_foreign_code
 from finetune.storage.pretrained import refuse_random_base
 
@@ -50,54 +50,34 @@ def open_trained(
     refuse_foreign_code(config, folder, trust_remote_code)
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
     steps, weights = list(saved), folder / "model"
-    again = f"python -m finetune {shlex.quote(str(folder / 'config.yaml'))}"
+    again = f"`python -m finetune {shlex.quote(str(folder / 'config.yaml'))}` trains it again"
+    known = f"--checkpoint last, or one of {', '.join(steps)}" if steps else f"it has none: {again}"
+    if checkpoint is None and weights.is_dir():
+        return TrainedRun(folder, config, weights)
     if checkpoint is None:
-        if weights.is_dir():
-            return TrainedRun(folder, config, weights)
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(weights.absolute()),
             why="it was interrupted, was stopped, or is still training",
-            fix=f"--checkpoint last, or one of {', '.join(steps)}"
-            if steps
-            else f"it saved no checkpoint: `{again}` trains it again",
+            fix=known,
         )
     step = steps[-1] if checkpoint == "last" and steps else checkpoint
-    if step in saved:
-        if damaged := _damaged(saved[step]):
-            others = ", ".join(other for other in steps if other != step)
-            raise ConfigError(
-                f"{damaged} of checkpoint {step} is not as it was saved",
-                where=str(saved[step]),
-                why="its bytes are not those of the manifest: answers would not be the run's",
-                fix=f"--checkpoint with one of {others}"
-                if others
-                else f"`{again}` trains it again",
-            )
-        return TrainedRun(folder, config, saved[step])
-    fix = f"it saved none, and no last weights either: `{again}` trains it again"
-    if weights.is_dir():
-        fix = "leave --checkpoint out: it has its last weights"
-    raise ConfigError(
-        f"there is no checkpoint {checkpoint!r}{did_you_mean(step, steps)}",
-        where=str((folder / CHECKPOINTS).absolute()),
-        fix=f"it has {', '.join(steps)}" if steps else fix,
-    )
-
-
-def _damaged(checkpoint: Path) -> str:
-    """A file of weights that differs from its manifest's SHA-256; empty without one."""
-    listed = Checkpoint(checkpoint).manifest.get("files")
-    found: dict[str, Any] = listed if isinstance(listed, dict) else {}
-    sums = {
-        name: facts.get("sha256")
-        for name, facts in found.items()
-        if name.endswith(".safetensors") and isinstance(facts, dict)
-    }
-    if missing := [name for name in sums if not (checkpoint / name).is_file()]:
-        return missing[0]
-    now = hashes_of([checkpoint / name for name in sums])
-    return next((name for name, value in zip(sums, now, strict=True) if sums[name] != value), "")
+    if step not in saved:
+        raise ConfigError(
+            f"there is no checkpoint {checkpoint!r}{did_you_mean(step, steps)}",
+            where=str((folder / CHECKPOINTS).absolute()),
+            fix="leave --checkpoint out: the run has its last weights"
+            if weights.is_dir() and not steps
+            else known,
+        )
+    if damage := Checkpoint(saved[step]).damage(contents=True, of=".safetensors"):
+        raise ConfigError(
+            f"checkpoint {step} is damaged: {damage}",
+            where=str(saved[step]),
+            why="answers would not be the run's",
+            fix=f"another step: {known}; or {again}",
+        )
+    return TrainedRun(folder, config, saved[step])
 
 
 @contextlib.contextmanager
@@ -144,19 +124,17 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
 
 def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
-    from finetune.training.checkpoints import stored_scaling
+    from finetune.training.scaling_state import load_scaling
 
     if run.config.precision.scaling != "delayed":
         return
-    tensors = stored_scaling(run.weights, 0) or stored_scaling(run.folder, 0)
-    if not tensors:
+    if load_scaling(backend, run.weights) and (why := load_scaling(backend, run.folder)):
         raise ConfigError(
             "the run evaluates in FP8 by delayed scaling, and its scales are not stored",
             where=str(run.folder),
-            why="casts by other scales would not say what the run said",
+            why=f"{why}: casts by other scales would not say what the run said",
             fix="--checkpoint last, if it saved one",
         )
-    backend.load_state_tensors(tensors)
 
 
 def _load(run: TrainedRun) -> Any:

@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
-from finetune.errors import (
-    REFUSED,
-    CheckpointError,
-    ConfigError,
-)
+from finetune.errors import REFUSED, CheckpointError, writing
 from finetune.hardware.device import processes, rank
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import Checkpoint
-from finetune.runs.folder import Run, finite, write_start
+from finetune.runs.folder import finite, write_start
 from finetune.runs.last_model import MODEL, UNSAVED
 from finetune.runs.receipt import RunReport
 from finetune.training.low_bit import bytes_of_states
@@ -53,32 +49,12 @@ def name_folder(out: Path, recipe: str, label: str) -> Path:
 
 
 def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
-    """Make a run folder, which locks it, and write what a run begins with; or a `ConfigError`."""
-    try:
+    """Make a run folder, and write what a run begins with; or a `ConfigError`."""
+    failure, fix = f"the run folder {str(folder)!r} cannot be made", "choose another with --out"
+    with writing(failure, where=f"--out {out}", fix=fix):
         folder.mkdir(parents=True)
         write_start(folder, recipe.name)
         (folder / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    except FileExistsError as error:
-        if not os.path.lexists(folder):
-            raise ConfigError(
-                f"the run folder {str(folder)!r} cannot be made: {error.filename} is in its place",
-                where=f"--out {out}",
-                why="it is no folder, or a link to one that is not there",
-                fix="choose another folder with --out, or make the one that it links to",
-            ) from None
-        holder = Run(folder).holder
-        raise ConfigError(
-            f"the run folder {str(folder)!r} belongs to another run",
-            where=f"--out {out}",
-            why=f"{holder} writes there" if holder else "it is there already",
-            fix="start again, which takes a new folder, or choose another with --out",
-        ) from None
-    except OSError as error:
-        raise ConfigError(
-            f"the run folder {str(folder)!r} cannot be made: {error.strerror}",
-            where=f"--out {out}",
-            fix="choose another folder with --out",
-        ) from None
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from finetune.errors import ConfigError
 
 LEAST_SHARE = 0.5
 """Of the learning rate that was asked for: a run that stays below is refused."""
+MORE = "a smaller train.per_device_train_batch_size, or more train.num_train_epochs, make more"
 FEW = 50
 """Steps below which a run by epochs gets a line: an adapter or a model has hardly moved."""
 
@@ -55,22 +56,7 @@ class Schedule:
     def few(self) -> str:
         """A line where epochs over few rows make few steps."""
         by_epochs = self.args.max_steps <= 0 and self.rows is not None
-        return f"{self.steps:,} optimizer steps are few; {self.more}" * (
-            by_epochs and self.steps < FEW
-        )
-
-    @property
-    def more(self) -> str:
-        """Settings that make enough steps."""
-        if self.args.max_steps > 0 or self.rows is None:
-            return f"train.max_steps={FEW} makes more"
-        one = _with(self.args, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-        epochs = math.ceil(FEW / steps_of(_with(one, num_train_epochs=1), self.rows))
-        one = _with(one, num_train_epochs=max(epochs, math.ceil(one.num_train_epochs)))
-        return (
-            "train.per_device_train_batch_size=1 train.gradient_accumulation_steps=1 "
-            f"train.num_train_epochs={one.num_train_epochs} make {steps_of(one, self.rows):,}"
-        )
+        return f"{self.steps:,} optimizer steps are few; {MORE}" * (by_epochs and self.steps < FEW)
 
     @property
     def line(self) -> str:
@@ -92,7 +78,7 @@ class Schedule:
             where=f"train.warmup_steps={self.args.warmup_steps:g}",
             why="the first step of a warm-up has a rate of zero: the run would end without having "
             "learned",
-            fix=f"train.{remedy(self.args, self.steps)}; {self.more}",
+            fix=f"train.warmup_steps=0; or train.lr_scheduler_type=constant; {MORE}",
         )
 
 
@@ -147,14 +133,6 @@ def reached(scheduler: Any, steps: int) -> float:
         return 1.0
     seen = [*range(0, steps, max(1, steps // 1000)), steps - 1]
     return max(factor(step) for factor in scheduler.lr_lambdas for step in seen)
-
-
-def remedy(args: Any, steps: int) -> str:
-    """The first setting with which the learning rate gets to its value."""
-    for share in (0.1, 0):
-        if peak_of(_with(args, warmup_steps=share), steps) >= LEAST_SHARE:
-            return f"warmup_steps={share}"
-    return "lr_scheduler_type=constant"
 
 
 def _with(args: Any, **values: Any) -> Any:

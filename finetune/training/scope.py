@@ -282,8 +282,8 @@ def check_init(config: RunConfig, model: nn.Module) -> None:
         model: with adapters, also on the meta device.
 
     Raises:
-        ConfigError: sharding, a base without a rounding error, adapters on what is no linear layer,
-            or a rank above that of a layer.
+        ConfigError: sharding, a base without a rounding error, or adapters on what is no linear
+            layer.
     """
     if not reads_base(config):
         return
@@ -317,14 +317,6 @@ def check_init(config: RunConfig, model: nn.Module) -> None:
             why="it decomposes the one matrix of a layer; experts in one parameter are many",
             fix=f"{fix}, or leave these out: lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
         )
-    for name, layer in layers.items():
-        most = min(linear_shape(layer.get_base_layer()) or (lora.r,))
-        if lora.r > most:
-            raise ConfigError(
-                f"{kind} was requested at rank {lora.r}, and {name} has {most}",
-                where=where,
-                fix=f"lora.r={most}, or {fix}",
-            )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -380,9 +372,6 @@ def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]
         if type(module).__name__ == "ParamWrapper"
     }
     experts = {plain_name(r.name) for r in records(base) if r.kind == "parameter"}
-    routers = sorted(name for name in wrapped - experts if name.endswith("gate.weight"))
-    if routers:
-        lines.append(f"adapter on {len(routers)} routers too ({_kinds(routers)}): {BY_PEFT}")
     plain = sorted(experts - wrapped)
     if plain and lora.target_modules == ALL:
         ends = sorted({".".join(name.split(".")[-2:]) for name in plain})
@@ -397,10 +386,6 @@ PEFT_LOSS = (
     "PEFT takes these names for experts held in one parameter (peft#3711); "
     "lora.target_parameters=[NAME.weight, ...] with precision.keep=[NAME, ...] adapts them, in "
     "BF16: each forward makes W + BA anew"
-)
-BY_PEFT = (
-    "PEFT counts them to all-linear in this architecture; lora.target_modules as a list leaves "
-    "them out"
 )
 
 

@@ -41,11 +41,12 @@ from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
-from finetune.training.checkpoint_weights import refuse_unsaved_experts
+from finetune.training.checkpoint_weights import load_all_weights, refuse_unsaved_experts
 from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.optimizer_checks import OptimizerChecks, drop
 from finetune.training.patches import Patches, patch_accelerator
 from finetune.training.references import References
+from finetune.training.scaling_state import keep_in_trainers
 
 
 class Session:
@@ -56,15 +57,10 @@ class Session:
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
         again: puts the session of a script into effect anew, after a run of a recipe.
-        accelerators: those that have prepared a model.
-        on_accelerator: of a script's session, called with each of them.
         undo: what is undone when the session ends.
-        was_replaced: it is such a one, and what the script trained before is not in its receipt.
     """
 
     again: Callable[[], Session] | None = None
-    on_accelerator: Callable[[Any], None] | None = None
-    was_replaced = False
 
     def __init__(
         self, resolution: Resolution, device: Device, planned: PrecisionPlan | None = None
@@ -82,12 +78,14 @@ class Session:
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared, self.compiled = False, "off"
-        self.accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
         self.undo = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Patch `Accelerator` so that models prepared from now on follow this session."""
+        """Patch `Accelerator` and `Trainer`, which from now on follow this session."""
         patch_accelerator(self)
+        stores = self.precision.frozen == "fp8"
+        load_all_weights(self.patches, self.prepare_model if stores else None)
+        keep_in_trainers(self.patches)
         hook = register_optimizer_step_pre_hook(self._checks.before_step)
         self.undo.callback(hook.remove)
 
@@ -133,7 +131,7 @@ class Session:
         """Give back plain layers that were prepared with another model: PEFT's, unloaded since."""
         for other in [c for c in self.conversions if c.shares(model)]:
             other.revert()
-            guard(other.model, shares=True)
+            guard(other.model)
 
     def prepare_model(self, model: nn.Module) -> Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
@@ -321,26 +319,19 @@ GUARD = "_finetune_guard"
 """Attribute of a model that a replaced session has reverted; see `guard`."""
 
 
-def guard(model: nn.Module, *, shares: bool = False) -> None:
-    """Reject training calls of a model that a replaced session has reverted.
-
-    Args:
-        shares: it was reverted since another model with the same layers was prepared.
-    """
-    what = "this model was prepared under a set-up that has been replaced"
-    where = "setup_fp8_mixed_precision_training() was called again, or a recipe was run"
-    fix = "prepare it again (or build the trainer again) after the last set-up"
-    if shares:
-        what = "layers of this model have been prepared with another model since"
-        where = "merge_and_unload() or unload() of PEFT, or two models with the same layers"
-        fix = "train the model that was prepared last; layers that two models share belong into "
-        fix += "one module, which is prepared as a whole"
+def guard(model: nn.Module) -> None:
+    """Reject training calls of a model whose layers were given back to another one's session."""
 
     def before_forward(module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            why = "its layers are plain again; it would go on in BF16"
-            why = "they follow its plan, and nothing proves what this one runs" if shares else why
-            raise OrderError(what, where=where, why=why, fix=fix)
+            raise OrderError(
+                "this model was prepared under a set-up that has been replaced",
+                where="setup_fp8_mixed_precision_training() was called again, or a recipe was run, "
+                "or another model with the same layers was prepared (unload() of PEFT)",
+                why="its layers are plain again, or follow another plan: nothing proves what runs",
+                fix="prepare it again (or build the trainer again) after the last set-up; layers "
+                "that two models share belong into one module, which is prepared as a whole",
+            )
 
     model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
 
@@ -412,7 +403,7 @@ def replacing() -> Iterator[None]:
         uninstall()
         if before is not None and before.again is not None:
             follows = before.again()
-            follows.has_prepared, follows.was_replaced = before.has_prepared, True
+            follows.has_prepared = before.has_prepared
 
 
 def in_force() -> Session | None:

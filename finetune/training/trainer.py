@@ -56,6 +56,7 @@ from finetune.training.run_folder import (
     write_card,
 )
 from finetune.training.samples import prompts_of
+from finetune.training.scaling_state import save_scaling
 from finetune.training.schedule import schedule_of
 from finetune.training.session import Session, session_of
 from finetune.training.varlen import fix_documents, prefer_flash_3
@@ -101,7 +102,7 @@ def train(
     with discarded_unless_begun(run.folder), kept, begins as session, guarded():
         run.load(session)
         try:
-            with run.stop, guarded(), resume.reading(run.resume):
+            with run.stop, guarded():
                 run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
                 evaluates = run.args.eval_strategy != "no" and not run.was_just_evaluated()
                 if evaluates and not run.stop.asked:
@@ -192,8 +193,7 @@ class _Run:
     def _choose_checkpoint(self, out: Path, processes: int) -> None:
         """Set the checkpoint to go on from, if any, and what its manifest says of this run."""
         rows = resume.rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
-        base = resume.base_hash(self.config)
-        self.facts = resume.facts_of(self.config, rows, processes, base)
+        self.facts = resume.facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
         value = self.config.train.get("resume_from_checkpoint")
         if not value:
@@ -201,9 +201,9 @@ class _Run:
         name = LAST if value in (True, "true") else str(value)
         with busy(self.console, "checking the checkpoint"):
             checkpoint, broken = find_checkpoint(name, out)
-            self.changed = resume.check_resume(checkpoint, self.config, rows, processes, base)
+            self.changed = resume.check_resume(checkpoint, self.config, self.facts)
         self.resume = checkpoint.folder
-        self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.config, processes)]
+        self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.facts)]
         for path, problem in broken.items():
             self._warn(f"{path.name} is passed over: {problem}")
         self.console.print(whole(f"going on from {checkpoint.folder}"), crop=False)
@@ -241,7 +241,7 @@ class _Run:
 
         from finetune.data.ledger import count
         from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar, StepTimer
-        from finetune.training.checkpoints import CheckpointKeeper
+        from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
         from finetune.training.health.finiteness import refuse_broken_weights
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
@@ -254,11 +254,7 @@ class _Run:
         self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console, self.until)
         self.meter = MemoryMeter(session)
         self.keeper = CheckpointKeeper(
-            session,
-            self.facts,
-            self.resume,
-            fresh=self._is_in_another_precision(session),
-            kept=config.checkpoints,
+            session.resolution.label, self.facts, self.resume, config.checkpoints
         )
         self.timer = StepTimer(session.device.kind, folder / "steps.jsonl")
         prompts = prompts_of(config, self.rows, self.tokenizer)
@@ -282,9 +278,10 @@ class _Run:
                     *(self.keeper, self.meter, self.timer),
                 ],
             )
+        refuse_unreadable(self.resume)
         refuse_broken_weights(without_adapters(self.trainer.model), config.model.name)
         self._fit_to_rows()
-        self.keeper.take_over(self.trainer, partial(console.print, style="yellow"))
+        self.keeper.take_over(self.trainer)
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:
             found = self.ledgers["train"]
@@ -321,12 +318,6 @@ class _Run:
             self.console.print(found.lowered, crop=False, highlight=False)
         if found.few:
             self._warn(found.few)
-
-    def _is_in_another_precision(self, session: Session) -> bool:
-        """True if the checkpoint's amax histories are of another precision than this run's."""
-        before = Checkpoint(self.resume).manifest.get("precision") if self.resume else None
-        changed = any(key.startswith("precision.") for key in self.changed)
-        return changed or before not in (None, session.resolution.label)
 
     def was_just_evaluated(self) -> bool:
         """True if the last evaluation is of the weights at the end, or no rows are there for it."""
@@ -389,7 +380,8 @@ class _Run:
         with saved_whole(self.folder) as place:
             self.trainer.save_model(str(place))
         if self.is_main and self.config.precision.eval == "fp8":
-            self.keeper.save_to(self.folder)  # `generate` casts with these scales
+            conversion = self.session.conversion  # `generate` casts with these scales
+            save_scaling(conversion.backend if conversion else None, self.folder)
 
     def ask_and_score(self) -> None:
         """Sample and score the trained model."""

@@ -241,15 +241,11 @@ FAULTS = {
     ),
     "deleted": Fault(
         "run folder deleted", partial(in_step_5, lambda: shutil.rmtree(run_folder())), 2,
-        ("it was deleted or moved while the run went on", "start again"), 0,
+        ("was deleted or moved while the run went on", "start again"), 0,
     ),
     "read_only": Fault(
         "run folder read-only", partial(in_step_5, read_only), 2,
-        ("could not be written", "Permission denied", "make the folder writable", GO_ON),
-    ),
-    "shared": Fault(
-        "two runs, one folder", another_runs_folder, 2,
-        ("belongs to another run", "process {pid} on {host}"), 0,
+        ("could not be written", "Permission denied", "leave the folder writable", GO_ON),
     ),
     "resumed": Fault(
         "resume of a run that goes on", another_runs_folder, 2,

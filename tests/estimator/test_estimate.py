@@ -497,7 +497,6 @@ def test_rows_without_end_are_refused(config):
     [
         ("tiny_full_fp8", "precision.map.output=fp8", "an output head that is not frozen"),
         ("llama_8b_full_bf16", "precision.compute=fp32", "weights that are not float32"),
-        ("tiny_full_fp8", "train.metric_for_best_model=bleu", "no evaluation has the metric"),
     ],
 )
 def test_what_a_run_refuses_has_no_estimate(recipe, typed, words):

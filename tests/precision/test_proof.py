@@ -301,11 +301,11 @@ def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:
         "accelerate.accelerator.Accelerator.__init__",
         "accelerate.accelerator.Accelerator.prepare",
         "accelerate.accelerator.Accelerator.prepare_model",
-        "transformers.trainer.Trainer.train",
         "transformers.trainer.Trainer._load_from_checkpoint",
         "transformers.trainer.Trainer._load_best_model",
-        "transformers.trainer.Trainer._save_optimizer_and_scheduler",
-        "transformers.trainer.Trainer._load_optimizer_and_scheduler",
+        "transformers.trainer.Trainer._save_scaler",
+        "transformers.trainer.Trainer._load_scaler",
+        "transformers.trainer.Trainer.train",
     ]
     model = accelerator.prepare(model)
     model(**batch())  # the witness waits for a backward

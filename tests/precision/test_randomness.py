@@ -126,26 +126,21 @@ def test_resuming_is_bit_identical(tmp_path) -> None:
 
 def test_each_process_keeps_its_own_state(tmp_path) -> None:
     """Generators differ by what they drew for, and amaxes without `reduce_amax`."""
-    from types import SimpleNamespace
+    from finetune.training.scaling_state import load_scaling, save_scaling
 
-    from finetune.training.checkpoints import CheckpointKeeper
-
-    def keeper(resume=None):
+    def backend():
         model = nn.Sequential(nn.Linear(64, 64))
-        conversion = convert.apply(model, planner.plan(model, nvfp4()))
-        session = SimpleNamespace(conversion=conversion)
-        return CheckpointKeeper(session, {}, resume), conversion.backend.randomness
+        return convert.apply(model, planner.plan(model, nvfp4())).backend
 
     like, states = torch.empty(4), []
     for process in range(2):
-        saving, randomness = keeper()
+        saving = backend()
         for _ in range(process + 1):
-            randomness.uniform(like)
-        saving.save_to(tmp_path / "checkpoint-1", process)
-        states.append(randomness.state)
+            saving.randomness.uniform(like)
+        save_scaling(saving, tmp_path, process)
+        states.append(saving.randomness.state)
     assert not torch.equal(*states)
     for process, expected in enumerate([*states, states[0]]):
-        args = SimpleNamespace(process_index=process, output_dir=tmp_path)
-        loading, randomness = keeper(tmp_path / "checkpoint-1")
-        loading.on_train_begin(args, SimpleNamespace(global_step=0), None)
-        assert torch.equal(randomness.state, expected)
+        loading = backend()
+        assert load_scaling(loading, tmp_path, process) == ""
+        assert torch.equal(loading.randomness.state, expected)

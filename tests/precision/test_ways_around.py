@@ -321,7 +321,7 @@ def test_layers_of_an_unloaded_adapter_are_prepared_anew(
     assert get_receipt().status == "proven"
     assert fp8_layers(second) == 14
     if kept:
-        with pytest.raises(OrderError, match="prepared with another model since"):
+        with pytest.raises(OrderError, match="another model with the same layers was prepared"):
             first.train()(**batch())
 
 

@@ -9,27 +9,22 @@ import pickle
 import shlex
 import shutil
 import zipfile
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import TrainerState
+from safetensors.torch import save_file
 
 from finetune.config.recipe import load_recipe
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import ConfigError
 from finetune.runs.checkpoints import (
-    KEEPER,
     MANIFEST,
     SAVING,
     STATE,
     Checkpoint,
     checkpoints_in,
-    digest,
     find_checkpoint,
     hashes_of,
     newest_checkpoint,
@@ -39,16 +34,14 @@ from finetune.runs.checkpoints import (
 from finetune.runs.folder import Run
 from finetune.runs.last_model import save_last_model
 from finetune.training import faults
-from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
+from finetune.training.checkpoints import refuse_unreadable
 from finetune.training.resume import (
     FIXED,
     FREE,
     RULES,
-    base_hash,
     check_resume,
     facts_of,
     moved_rows,
-    reading,
     rows_hash,
 )
 from tests.benchmarks import resume_table
@@ -65,12 +58,12 @@ def make(folder: Path, step: int, *, facts: dict | None = None, eval_loss: float
     for name in FILES[:-1]:
         (at / name).write_bytes(f"{name} of step {step}".encode() * 40)
     log = [{"step": step, "loss": 2.0}, {"step": step, "eval_loss": eval_loss}]
-    state = {"global_step": step, "log_history": log, "stateful_callbacks": {KEEPER: {}}}
+    state = {"global_step": step, "log_history": log}
     (at / STATE).write_text(json.dumps(state))
     sums = zip(FILES, hashes_of([at / name for name in FILES]), strict=True)
     files = {n: {"bytes": (at / n).stat().st_size, "sha256": value} for n, value in sums}
     manifest = {"step": step, **(facts or {}), "files": files}
-    (at / MANIFEST).write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
+    (at / MANIFEST).write_text(json.dumps(manifest))
     return at
 
 
@@ -78,6 +71,8 @@ def make(folder: Path, step: int, *, facts: dict | None = None, eval_loss: float
 @pytest.mark.parametrize("damage", [Path.unlink, empty, truncate, flip_a_bit])
 def test_a_damaged_checkpoint_is_passed_over(damage, name, tmp_path) -> None:
     """Any file, missing, empty, cut or with one bit flipped: the one before it is taken."""
+    if name == MANIFEST and damage in (Path.unlink, flip_a_bit):
+        return  # without one it is of another program, whose files are not compared
     make(tmp_path, 10)
     newest = make(tmp_path, 20)
     assert find_checkpoint(str(tmp_path))[0].step == 20
@@ -85,7 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, name, tmp_path) -> None:
     found, broken = find_checkpoint(str(tmp_path))
     assert found.step == 10
     assert name in broken[newest]
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* is complete\n[\s\S]*checkpoint-10"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is complete\n"):
         find_checkpoint(str(newest))
 
 
@@ -119,9 +114,6 @@ def test_names_of_checkpoints(name, step, tmp_path) -> None:
 def test_one_of_another_program_needs_its_parts(tmp_path) -> None:
     at = make(tmp_path, 5)
     (at / MANIFEST).unlink()
-    assert Checkpoint(at).problem() == f"{MANIFEST} is missing"
-    state = json.loads((at / STATE).read_text())
-    (at / STATE).write_text(json.dumps(state | {"stateful_callbacks": {}}))
     assert not Checkpoint(at).problem(contents=True)
     for name in ("optimizer.pt", "scheduler.pt", "model.safetensors"):
         kept = (at / name).read_bytes()
@@ -130,18 +122,6 @@ def test_one_of_another_program_needs_its_parts(tmp_path) -> None:
         (at / name).unlink()
         assert "is missing" in Checkpoint(at).problem()
         (at / name).write_bytes(kept)
-
-
-@pytest.mark.parametrize("name", ["scaler.pt", "optimizer.bin", "adapter_model.safetensors"])
-def test_a_file_that_was_not_saved_with_it_is_not_loaded(name, tmp_path) -> None:
-    at = make(tmp_path, 5)
-    (at / "notes.md").touch()
-    assert not Checkpoint(at).problem(contents=True)
-    (at / name).touch()
-    assert Checkpoint(at).problem() == f"{name} was not saved with it: take it out"
-    with pytest.raises(ConfigError, match="is complete") as found:
-        find_checkpoint(str(tmp_path))
-    assert found.value.fix == f"mv {at / name} ., and resume again"
 
 
 def test_a_model_alone_is_no_state_of_training(tmp_path) -> None:
@@ -176,20 +156,6 @@ def test_an_eval_loss_without_a_number_is_not_the_best(tmp_path) -> None:
     assert [one.step for one in superfluous(saved, 1, 1)] == [1]
 
 
-def test_a_best_checkpoint_that_is_gone_is_said_and_forgotten(tmp_path) -> None:
-    """The trainer forgets it but not its loss, and ends with the last weights for the best."""
-    saved = make(tmp_path, 3)
-    best = {"best_model_checkpoint": "/gone/checkpoint-2", "best_metric": 1.0}
-    (saved / STATE).write_text(json.dumps(json.loads((saved / STATE).read_text()) | best))
-    state = TrainerState(best_metric=1.0, best_global_step=2)
-    keeper: Any = CheckpointKeeper(SimpleNamespace(conversion=None), {}, saved)
-    said: list[str] = []
-    keeper._say = said.append
-    keeper.on_train_begin(None, state, None)
-    assert "checkpoint-2, the best until here, is gone" in said[0]
-    assert (state.best_global_step, state.best_metric) == (None, None)
-
-
 # ------------------------------------------------------------------------------- what may differ
 
 
@@ -209,31 +175,29 @@ def test_other_mathematics_has_to_be_allowed_by_name(key, tmp_path) -> None:
     config = load_recipe_like([f"{key}=9"])
     checkpoint = at(tmp_path)
     with pytest.raises(ConfigError, match=rf"resuming would change {key}\n[\s\S]*allow=\[{key}\]"):
-        check_resume(checkpoint, config, "rows", 1)
+        check_resume(checkpoint, config, facts_of(config, "rows", 1))
     allowed = load_recipe_like([f"{key}=9", f"resume.allow=[{key}]"])
-    assert list(check_resume(checkpoint, allowed, "rows", 1)) == [key]
+    assert list(check_resume(checkpoint, allowed, facts_of(allowed, "rows", 1))) == [key]
 
 
 def test_another_base_under_the_adapters_has_to_be_allowed(tmp_path) -> None:
     """A checkpoint holds the adapters alone: they went on over whatever the folder held by then."""
     folder = tmp_path / "base"
     folder.mkdir()
-    lora = load_recipe("tiny_lora_fp8", [f"model.name={folder}"], check_train=False).config
-    full = load_recipe("tiny_full_fp8", [f"model.name={folder}"], check_train=False).config
-    hashes = []
-    for text in ("one", "two"):
-        (folder / "model.safetensors").write_text(text)
-        hashes.append(base_hash(lora))
-        assert base_hash(full) == ""
-    facts = facts_of(BEGAN, "rows", 1, hashes[0])
-    saved = Checkpoint(make(tmp_path, 10, facts=facts))
-    assert check_resume(saved, BEGAN, "rows", 1, hashes[0]) == {}
+    (folder / "model.safetensors").write_text("one")
+    overrides = [f"model.name={folder}"]
+    lora = load_recipe("tiny_lora_fp8", overrides, check_train=False).config
+    full = load_recipe("tiny_full_fp8", overrides, check_train=False).config
+    facts = facts_of(lora, "rows", 1)
+    saved = Checkpoint(make(tmp_path, 1, facts=facts))
+    assert check_resume(saved, lora, facts) == {}
+    (folder / "model.safetensors").write_text("two")
     with pytest.raises(ConfigError, match=r"would change model\.weights[\s\S]*put the files"):
-        check_resume(saved, BEGAN, "rows", 1, hashes[1])
-    config = load_recipe_like(["resume.allow=[model.weights]"])
-    assert list(check_resume(saved, config, "rows", 1, hashes[1])) == ["model.weights"]
-    old = at(tmp_path / "old")  # of a version that kept none
-    assert check_resume(old, BEGAN, "rows", 1, hashes[1]) == {}
+        check_resume(saved, lora, facts_of(lora, "rows", 1))
+    overrides += ["resume.allow=[model.weights]"]
+    allowed = load_recipe("tiny_lora_fp8", overrides, check_train=False).config
+    assert list(check_resume(saved, allowed, facts_of(allowed, "rows", 1))) == ["model.weights"]
+    assert facts_of(full, "rows", 1)["model_files"] == {}
 
 
 @pytest.mark.parametrize(
@@ -253,11 +217,11 @@ def test_a_checkpoint_behind_which_no_step_is_left_is_refused(
     overrides = overrides or ["train.max_steps=10"]
     config = load_recipe("tiny_lora_fp8", overrides).config
     with pytest.raises(ConfigError, match=rf"{said}[\s\S]*no step is left") as caught:
-        check_resume(saved, config, "rows", 1)
+        check_resume(saved, config, facts_of(config, "rows", 1))
     more, allowed = shlex.split(caught.value.fix.partition(", or")[0])
     going = load_recipe("tiny_lora_fp8", [*overrides, more, allowed]).config
     with pytest.raises(ConfigError, match="resuming would change"):
-        check_resume(saved, going, "rows", 1)
+        check_resume(saved, going, facts_of(going, "rows", 1))
 
 
 def ended(folder: Path, *, best: str = "", until: int = 8) -> Path:
@@ -352,8 +316,7 @@ def test_no_setting_changes_in_silence(tmp_path) -> None:
 def test_any_damage_to_a_real_checkpoint_is_seen(made_once) -> None:
     rows = made_once("damaged checkpoint", resume_table.files)
     assert {row.key for row in rows} > {*FILES, MANIFEST, "fp8_scaling.safetensors"}
-    assert {row.key: row.verdict for row in rows if not row.verdict} == {}
-    assert all(row.key in row.verdict for row in rows)
+    assert [row for row in rows if row.key not in row.verdict and row.key != MANIFEST] == []
 
 
 def load_recipe_like(overrides: list[str]):
@@ -367,52 +330,42 @@ def test_what_tensors_are_shaped_by_cannot_be_allowed(override, tmp_path) -> Non
     key = override.partition("=")[0]
     config = load_recipe_like([override, f"resume.allow=[{key}]"])
     with pytest.raises(ConfigError, match=rf"would change {key}\n[\s\S]*do not fit"):
-        check_resume(at(tmp_path), config, "rows", 1)
+        check_resume(at(tmp_path), config, facts_of(config, "rows", 1))
 
 
 def test_rows_and_processes_are_compared(tmp_path) -> None:
     checkpoint = at(tmp_path)
     for rows, processes, key in (("others", 1, "data.rows"), ("rows", 2, "processes")):
         with pytest.raises(ConfigError, match=f"would change {key}"):
-            check_resume(checkpoint, BEGAN, rows, processes)
+            check_resume(checkpoint, BEGAN, facts_of(BEGAN, rows, processes))
 
 
 @pytest.mark.parametrize(
-    ("processes", "override", "says", "types"),
+    ("processes", "override", "says"),
     [
-        (2, "train.gradient_accumulation_steps=1", "left out", "per_device_train_batch_size=2"),
-        (1, "train.gradient_accumulation_steps=2", "left out", ""),
-        (1, "train.per_device_train_batch_size=2", "trained again", ""),
-        (2, "train.per_device_train_batch_size=2", "", ""),
+        (2, "train.gradient_accumulation_steps=1", "left out"),
+        (1, "train.gradient_accumulation_steps=2", "left out"),
+        (1, "train.per_device_train_batch_size=2", "trained again"),
+        (2, "train.per_device_train_batch_size=2", ""),
     ],
 )
 def test_rows_that_another_batch_loses_or_repeats_are_said(
-    processes, override, says, types, tmp_path
+    processes, override, says, tmp_path
 ) -> None:
-    """The trainer passes over a checkpoint's steps in batches of today; the fix keeps the batch."""
+    """The trainer passes over a checkpoint's steps in batches of today."""
     checkpoint, config = at(tmp_path), load_recipe_like([override])
+    facts = facts_of(config, "rows", processes)
     with pytest.raises(ConfigError) as caught:
-        check_resume(checkpoint, config, "rows", processes)
-    moved = moved_rows(checkpoint, config, processes)
+        check_resume(checkpoint, config, facts)
+    moved = moved_rows(checkpoint, facts)
     assert [says in line for line in moved] == [True] * bool(says)
     assert all(line in caught.value.why for line in moved)
-    assert caught.value.fix.endswith(types or "]'")
-    if types:
-        keys = "processes,train.per_device_train_batch_size"
-        mended = load_recipe_like([f"train.{types}", f"resume.allow=[{keys}]"])
-        assert check_resume(checkpoint, mended, "rows", processes)
-        assert moved_rows(checkpoint, mended, processes) == []
 
 
 def test_precision_may_change_and_is_told(tmp_path) -> None:
     config = load_recipe_like(["precision.compute=bf16"])
-    changed = check_resume(at(tmp_path), config, "rows", 1)
+    changed = check_resume(at(tmp_path), config, facts_of(config, "rows", 1))
     assert changed["precision.compute"] == ("fp8", "bf16")
-
-
-def test_no_step_left_is_an_error(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"ends at step 10, and the checkpoint is at step 10"):
-        check_resume(at(tmp_path), load_recipe_like(["train.max_steps=10"]), "rows", 1)
 
 
 def test_every_free_setting_is_one(tmp_path) -> None:
@@ -471,10 +424,10 @@ def test_float32_weights_of_fsdp_are_not_rounded(
     words += [sharding, "resume.allow=[processes]"]
     now = load_recipe("tiny_full_bf16", words).config
     if not refused:
-        check_resume(saved, now, "rows", processes)
+        check_resume(saved, now, facts_of(now, "rows", processes))
         return
     with pytest.raises(ConfigError, match=r"model.dtype: float32, as FSDP2[\s\S]*bfloat16 now"):
-        check_resume(saved, now, "rows", processes)
+        check_resume(saved, now, facts_of(now, "rows", processes))
 
 
 def test_shards_are_not_read(tmp_path) -> None:
@@ -512,32 +465,23 @@ def other_zip(file: Path) -> None:
         (truncate, "damaged"), (empty, "damaged"), (other_zip, "damaged"),
         (lambda file: file.write_bytes(b"hello world\n"), "damaged"),
         (lambda file: torch.save(Code(file.parent / "ran"), file), "more than tensors"),
-        (lambda file: file.write_bytes(pickle.dumps(Code(file.parent / "ran"), 2)), "more than"),
+        (lambda file: file.write_bytes(pickle.dumps(Code(file.parent / "ran"), 2)), "damaged"),
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_read_is_no_full_disk(damage, says, tmp_path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(damage, says, tmp_path) -> None:
     """As in a checkpoint of another program, whose files no manifest lists."""
     for name in ("optimizer.pt", "model.safetensors"):
         file, tensors = tmp_path / name, {"a": torch.ones(1000)}
         torch.save(tensors, file) if name == "optimizer.pt" else save_file(tensors, file)
+        refuse_unreadable(tmp_path)
         damage(file)
-        read = load_file if name != "optimizer.pt" else partial(torch.load, weights_only=True)
-        with (
-            pytest.raises(ConfigError, match=says if name == "optimizer.pt" else "damaged") as seen,
-            faults.explained(tmp_path, lambda: ""),
-            reading(tmp_path),
-        ):
-            read(file)
+        with pytest.raises(
+            ConfigError, match=says if name == "optimizer.pt" else "damaged"
+        ) as seen:
+            refuse_unreadable(tmp_path)
         assert name in str(seen.value)
-        assert "weights_only" not in str(seen.value), "torch's advice to read it in spite of that"
-        assert not faults.is_of_the_disk(seen.value.__cause__ or seen.value)
+        file.unlink()
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_file_elsewhere_keeps_its_own_error(tmp_path) -> None:
-    (tmp_path / "rows.pt").write_bytes(b"")
-    with pytest.raises(EOFError), reading(tmp_path / "checkpoint-1"):
-        torch.load(tmp_path / "rows.pt", weights_only=True)
 
 
 def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
@@ -548,16 +492,6 @@ def test_a_write_that_is_cut_short_is_of_the_disk(tmp_path) -> None:
     with pytest.raises(SafetensorError) as seen:
         save_file({"a": torch.ones(10)}, tmp_path / "no folder" / "model.safetensors")
     assert faults.is_of_the_disk(seen.value)
-
-
-def test_an_optimizer_that_could_not_be_read_again_is_not_saved(tmp_path) -> None:
-    """Resuming reads tensors and plain data alone: it must not show when a run is to go on."""
-    refuse_unreadable(tmp_path)
-    torch.save({"state": {0: {"exp_avg": torch.ones(3)}}}, tmp_path / "optimizer.pt")
-    refuse_unreadable(tmp_path)
-    torch.save({"state": {0: {"kept": Path("x")}}}, tmp_path / "optimizer.pt")
-    with pytest.raises(CheckpointError, match=r"could not be read again[\s\S]*pathlib"):
-        refuse_unreadable(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -581,5 +515,5 @@ def test_a_run_goes_on_in_as_many_processes(processes, here, starts, tmp_path, m
 
 def test_a_run_that_saved_nothing_is_said_to_be_one(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text("model: {}\n")
-    with pytest.raises(ConfigError, match=r"has saved no checkpoint[\s\S]*save_strategy=steps"):
+    with pytest.raises(ConfigError, match=r"there is no checkpoint[\s\S]*save_strategy=steps"):
         find_checkpoint(f"{tmp_path}/last")

@@ -144,25 +144,22 @@ def test_a_whole_model_beside_adapters_is_named(make_llama, setup_backend, tmp_p
     for model in (make_llama(), adapted(make_llama)):
         trainer_of(model, tmp_path, max_steps=2, save_only_model=True).train()
     trainer = trainer_of(adapted(make_llama), tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"move model\.safetensors away"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors, a whole model"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     (tmp_path / "checkpoint-2" / "model.safetensors").unlink()  # what it says
     with pytest.warns(UserWarning, match="save_only_model"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_the_same_adapters_go_on_and_another_weight_of_theirs_is_said(
-    make_llama, setup_backend, tmp_path
-) -> None:
+def test_the_same_adapters_go_on(make_llama, setup_backend, tmp_path) -> None:
     setup_backend("emulated", scaling="rowwise")
     trainer_of(adapted(make_llama, modules_to_save=["lm_head"]), tmp_path, max_steps=2).train()
-    other = adapted(make_llama, modules_to_save=["lm_head"], lora_alpha=32)
-    trainer = trainer_of(other, tmp_path / "other")
-    with pytest.warns(UserWarning, match="trained with lora_alpha=8, and goes on with"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer = trainer_of(adapted(make_llama, modules_to_save=["lm_head"]), tmp_path / "other")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4
 
 
-@pytest.mark.parametrize("change", ["missing", "unknown", "missing in a .bin"])
+@pytest.mark.parametrize("change", ["missing", "unknown"])
 def test_a_checkpoint_without_a_weight_is_an_error(
     change, make_llama, setup_backend, tmp_path
 ) -> None:
@@ -177,9 +174,6 @@ def test_a_checkpoint_without_a_weight_is_an_error(
             "model.layers.2.mlp.up_proj.weight": weight.clone(),
         }
     save_file(tensors, file, metadata={"format": "pt"})
-    if change.endswith(".bin"):  # of an earlier Transformers
-        torch.save(tensors, file.with_name("pytorch_model.bin"))
-        file.unlink()
     trainer = trainer_of(make_llama(), tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"all of them and no others\n.*up_proj\.weight"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -108,17 +108,18 @@ def test_save_state_keeps_delayed_scales(make_llama, setup_backend, tmp_path) ->
 
 @pytest.mark.parametrize(
     ("before", "now", "said"),
-    [("delayed", "rowwise", "is left"), ("rowwise", "delayed", "histories begin anew")],
-)
+    [("rowwise", {"scaling": "delayed"}, "has no FP8 scaling state"),
+     ("delayed", {"scaling": "delayed", "margin": 1}, "is of another precision")],
+)  # fmt: skip
 def test_load_state_under_another_scaling(
     before, now, said, make_llama, setup_backend, tmp_path
 ) -> None:
     """Accelerate counts what is registered: it refused such states, beside objects of a script."""
     counters = [torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))] * 2
-    for scaling, counter in zip((before, now), counters, strict=True):
-        accelerator, model, optimizer = prepared(make_llama(), setup_backend, scaling=scaling)
+    for settings, counter in zip(({"scaling": before}, now), counters, strict=True):
+        accelerator, model, optimizer = prepared(make_llama(), setup_backend, **settings)
         accelerator.register_for_checkpointing(counter)
-        if scaling == before:
+        if settings is not now:
             step(accelerator, model, optimizer)
             accelerator.save_state(str(tmp_path))
             expected = [p.detach().clone() for p in model.parameters()]
@@ -151,7 +152,7 @@ def test_trainers_checkpoints_keep_delayed_scales(make_llama, setup_backend, tmp
     resumed = run("resumed", resume=True)
     assert all(torch.equal(resumed[name], w) for name, w in whole.items())
     (tmp_path / "whole" / "checkpoint-3" / "fp8_scaling.safetensors").unlink()
-    with pytest.warns(UserWarning, match="has no scaling state"):
+    with pytest.warns(UserWarning, match="has no FP8 scaling state"):
         fresh = run("fresh", resume=True)
     assert not all(torch.equal(fresh[name], w) for name, w in whole.items()), "histories matter"
 
@@ -200,8 +201,7 @@ def test_a_recipe_inside_a_script_gives_its_session_back(
     else:
         with session.replacing():
             session.install(precision)
-    with pytest.raises(OrderError, match="before a recipe was run"):
-        get_receipt()
+    assert get_receipt().status.startswith("not proven")
     with pytest.raises(OrderError, match=r"replaced[\s\S]*or a recipe was run"):
         model.train()(**batch())
     args = TrainingArguments(

@@ -288,12 +288,3 @@ def test_a_scale_below_one_is_refused(value) -> None:
         load_recipe(
             "tiny_full_bf16", ["precision.compute=fp16", f"precision.loss_scale_init={value}"]
         )
-
-
-def test_scaling_set_twice_is_refused() -> None:
-    from accelerate import Accelerator
-    from accelerate.utils import GradScalerKwargs
-
-    session.install(PrecisionConfig(compute="fp16"))
-    with pytest.raises(PrecisionError, match="loss scaling was set twice"):
-        Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])

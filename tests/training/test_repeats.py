@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate.data_loader import (
     BatchSamplerShard,
-    IterableDatasetShard,
     prepare_data_loader,
     skip_first_batches,
 )
-from datasets import load_dataset
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from transformers import Trainer
 from trl import SFTTrainer
 
-from finetune.config.schema import PrecisionConfig
 from finetune.data.ledger import AccountedTrainer
 from finetune.data.repeats import (
     EvaluatesOnce,
-    eval_line,
     refuse_no_batch,
     refuse_uneven,
     repeated_rows,
@@ -31,9 +24,7 @@ from finetune.data.repeats import (
     uneven_batches,
 )
 from finetune.errors import ConfigError, DataError
-from finetune.training import session
 from finetune.training.health.monitor import HealthMonitor
-from finetune.training.loaders import watch_loaders
 
 
 def loader_of(rows: int, batch: int, *, processes: int = 2, drop: bool = False, **settings):
@@ -107,25 +98,12 @@ def test_a_run_that_goes_on_has_the_shares_of_its_first_part() -> None:
     assert repeated_rows(skip_first_batches(loader_of(5, 2), 1), 9) == (3, 5)
 
 
-@pytest.mark.parametrize(("rows", "said"), [(8, ""), (2, ""), (5, "counts 3 rows more than the 5")])
-def test_eval_losses_that_count_rows_twice_are_said(rows, said) -> None:
-    line = eval_line(loader_of(rows, 2))
-    assert said in line
-    assert bool(said) == bool(line)
-
-
-def test_eval_rows_that_are_left_out_are_said() -> None:
-    assert "leaves out 1 rows" in eval_line(loader_of(5, 2, drop=True))
-    assert not eval_line(loader_of(8, 2, drop=True))
-
-
 def test_rows_that_fill_no_batch_are_refused() -> None:
     """Transformers logs that no step is trained, and the run ended well."""
     args = SimpleNamespace(per_device_train_batch_size=4, world_size=2)
     with pytest.raises(DataError, match=r"7 rows fill no batch[\s\S]*takes 8"):
         refuse_no_batch(loader_of(7, 4, drop=True), args)
     refuse_no_batch(loader_of(8, 4, drop=True), args)
-    refuse_no_batch(DataLoader(Five(), batch_size=8, drop_last=True), args)
 
 
 def test_eval_rows_are_not_left_out_with_those_of_training() -> None:
@@ -171,85 +149,6 @@ def test_unequal_batches_are_refused_where_an_epoch_ends() -> None:
     refuse_uneven(loader_of(7, 2, even_batches=False), 9)
 
 
-# ----------------------------------------------------------------------------------- scripts' loops
-
-
-@pytest.fixture
-def one_of_two(monkeypatch):
-    """A function that trains on a loader's batches as the first of two processes does."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    emulated = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")
-    running = session.install(emulated)
-    watch_loaders(running)
-
-    def loop(loader, *, backward: bool = True, stop: int | None = None) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for index, _ in enumerate(loader):
-                if backward:
-                    torch.ones((), requires_grad=True).backward()
-                if index + 1 == stop:
-                    break
-        return [str(one.message) for one in caught]
-
-    return loop
-
-
-def test_a_loop_is_told_of_rows_that_are_repeated(one_of_two) -> None:
-    (line,) = one_of_two(loader_of(5, 2))
-    assert line.startswith("each epoch of 5 rows has 3 of them once more")
-    assert not one_of_two(loader_of(5, 2), backward=False), "it only evaluates"
-    assert not one_of_two(loader_of(8, 2))
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_loop_over_unequal_batches_ends_in_every_process(index, one_of_two) -> None:
-    def share():
-        plain = DataLoader(list(range(5)), batch_size=2)
-        return prepare_data_loader(plain, None, 2, index, even_batches=False)
-
-    with pytest.raises(ConfigError, match="fewer batches for one process"):
-        one_of_two(share(), stop=1)
-    one_of_two(share(), backward=False)
-
-
-def test_batches_that_torch_would_join_are_refused(one_of_two) -> None:
-    """DDP stands in for a process that has ended, in its own collectives alone."""
-    loader = loader_of(5, 2)
-    loader.batch_sampler.even_batches = False  # as `accelerator.join_uneven_inputs` has it
-    with pytest.raises(ConfigError, match="join_uneven_inputs"):
-        one_of_two(loader)
-
-
-class Five(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
-
-
-@pytest.mark.parametrize("drop", [False, True])
-def test_a_stream_says_what_it_repeats_at_its_end(drop, one_of_two) -> None:
-    plain = DataLoader(Five(), batch_size=2, drop_last=drop)
-    loader = prepare_data_loader(plain, num_processes=2, process_index=0)
-    assert isinstance(loader.dataset, IterableDatasetShard)
-    said = one_of_two(loader)
-    assert [line.partition(", ")[0] for line in said] == [
-        "at the end of 5 streamed rows 3 of its first rows came once more"
-    ] * (not drop)
-
-
-def test_a_stream_that_is_dealt_out_by_file_is_said(one_of_two, tmp_path) -> None:
-    """Its processes end at different steps, and Accelerate does not look at that."""
-    for name, count in (("a", 6), ("b", 2)):
-        (tmp_path / f"{name}.jsonl").write_text('{"x": 1}\n' * count)
-    files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
-    for taken, said in ((files, 1), (files[:1], 0)):
-        rows = load_dataset("json", data_files=taken, split="train", streaming=True)
-        plain = DataLoader(rows, batch_size=2)
-        loader = prepare_data_loader(plain, num_processes=2, process_index=0)
-        lines = [line for line in one_of_two(loader, stop=1) if "dealt out to processes" in line]
-        assert len(lines) == said
-
-
 def test_batches_of_several_lengths_read_by_one_process_are_refused(monkeypatch) -> None:
     def get_batch_samples(*_):
         raise RuntimeError("You can't use batches of different size with `dispatch_batches=True`")
@@ -257,10 +156,3 @@ def test_batches_of_several_lengths_read_by_one_process_are_refused(monkeypatch)
     monkeypatch.setattr(SFTTrainer, "get_batch_samples", get_batch_samples)
     with pytest.raises(ConfigError, match=r"differ in length[\s\S]*~train.accelerator_config"):
         object.__new__(AccountedTrainer).get_batch_samples()
-
-
-def test_evaluation_by_a_stock_trainer_is_looked_at(one_of_two, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match="fewer batches"):
-        Trainer.evaluation_loop(None, loader_of(5, 2, even_batches=False), "Evaluation")
-    with pytest.warns(match="counts 3 rows more"), pytest.raises(AttributeError):
-        Trainer.evaluation_loop(SimpleNamespace(), loader_of(5, 2), "Evaluation")

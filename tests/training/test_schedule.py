@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.training.schedule import LEAST_SHARE, peak_of, remedy, schedule_of, steps_of
+from finetune.training.schedule import peak_of, schedule_of, steps_of
 
 WORDS = [
     *("harbour", "boat", "crane", "cargo", "tide", "keel"),
@@ -66,7 +66,7 @@ def test_own_rows_under_a_recipe_of_eight_billion_are_learned(cli, chat, tmp_pat
     assert ran.code == 0, ran.err
     said = " ".join(ran.out.split())
     assert "gradient accumulation: 1 instead of 4, since rows are few" in said
-    assert "17 optimizer steps are few; train.per_device_train_batch_size=1" in said
+    assert "17 optimizer steps are few; a smaller train.per_device_train_batch_size" in said
     (folder,) = (tmp_path / "runs" / words[0]).iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["eval_loss"] for row in rows if "eval_loss" in row]
@@ -102,7 +102,7 @@ def test_a_rate_that_stays_near_zero_is_refused_before_a_model_is_loaded(cli, tm
     kind=st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_peak_is_that_of_the_trainers_schedule_and_the_remedy_works(steps, warmup, kind):
+def test_the_peak_is_that_of_the_trainers_schedule(steps, warmup, kind):
     """Against the rates that an optimizer really gets."""
     import torch
     from transformers import get_scheduler
@@ -116,9 +116,6 @@ def test_the_peak_is_that_of_the_trainers_schedule_and_the_remedy_works(steps, w
         optimizer.step()
         made.step()
     assert peak_of(args, steps) == pytest.approx(max(seen))
-    key, _, value = remedy(args, steps).partition("=")
-    changed = float(value) if key == "warmup_steps" else value
-    assert peak_of(args_of(**{"lr_scheduler_type": kind, key: changed}), steps) >= LEAST_SHARE
 
 
 @given(

@@ -241,12 +241,3 @@ def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cl
     none = cli("evaluate", str(report.folder))
     assert none.code == 2
     assert "no task is named" in none.err
-
-
-def test_more_examples_than_there_are_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"harbour_choice has no 5,000 examples") as caught:
-        load_tasks(EvalConfig(tasks=("builtin:harbour_choice",), shots=5000))
-    most = int(caught.value.fix.split()[0].partition("=")[2])
-    assert load_tasks(EvalConfig(tasks=("builtin:harbour_choice",), shots=most))
-    with pytest.raises(ConfigError, match="examples"):
-        load_tasks(EvalConfig(tasks=("builtin:harbour_choice",), shots=most + 1))

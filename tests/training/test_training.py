@@ -428,7 +428,8 @@ def test_resuming_under_another_scaling_begins_its_history_anew(tmp_path) -> Non
     run = train(load_recipe("tiny_full_fp8", base), out=tmp_path, console=QUIET)
     resume = f"train.resume_from_checkpoint={run.folder}/checkpoints/checkpoint-2"
     other = load_recipe("tiny_full_fp8", [*base, resume, "precision.amax_history_len=8"])
-    report = train(other, out=tmp_path, console=QUIET)
+    with pytest.warns(UserWarning, match="of another precision: amax histories begin again"):
+        report = train(other, out=tmp_path, console=QUIET)
     assert report.receipt.status == "proven"
     assert report.receipt.run["resumed"]["changed"] == {"precision.amax_history_len": (16, 8)}
 
