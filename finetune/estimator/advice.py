@@ -3,7 +3,7 @@
 Every applicable change (`finetune.estimator.knobs`) is measured by a rehearsal, so "frees 11 GiB"
 and "12 % slower" (time per token and device) hold for this run on this hardware, and savings that
 two changes share are counted once. Memory is extrapolated from the model's first layers
-(`measure_fast`).
+(`predict_fast`).
 
 *A set that fits* is found greedily (`_Advisor.together`). Kinds of changes are added until the run
 fits, by rank (same training, lower precision, adapters, more GPUs) and within a rank by cost in
@@ -39,9 +39,9 @@ from finetune.estimator.knobs import (
     speedups,
     typed,
 )
-from finetune.estimator.measure import FirstLayers, Measured, Option, rehearse_first_layers
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.memory.sharding import shares_model
+from finetune.estimator.predict import FirstLayers, Option, Prediction, rehearse_first_layers
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.logging import PIPE_WIDTH, plain_table
@@ -160,13 +160,13 @@ class _Table:
             yield Padding(Text(outcome, "dim"), (0, 0, 0, 2), expand=False)
 
 
-def advise(measured: Measured) -> Advised:
+def advise(prediction: Prediction) -> Advised:
     """Measure changes that make a run fit, or make one that fits faster."""
-    advisor = _Advisor(measured)
-    if measured.fit == "fits":
-        return Advised(measured.fit, faster=tuple(advisor.faster()))
+    advisor = _Advisor(prediction)
+    if prediction.fit == "fits":
+        return Advised(prediction.fit, faster=tuple(advisor.faster()))
     each = tuple(advisor.each())
-    return Advised(measured.fit, each, advisor.together(each))
+    return Advised(prediction.fit, each, advisor.together(each))
 
 
 class _Pick(NamedTuple):
@@ -196,10 +196,10 @@ class _Variant:
 class _Advisor:
     """Variants of one run, each measured once."""
 
-    def __init__(self, asked: Measured) -> None:
+    def __init__(self, asked: Prediction) -> None:
         self._asked, self._place = asked, asked.place
         self._start = _Variant(asked.config)
-        self._seen: dict[tuple[str, int], Measured | None] = {}
+        self._seen: dict[tuple[str, int], Prediction | None] = {}
         self._last: tuple[str, FirstLayers] | None = None
         self._frees: dict[str, int] = {}  # kind -> most bytes that one of its changes frees alone
 
@@ -214,7 +214,7 @@ class _Advisor:
         every = changes(variant.config, place.device, place.count)
         return [change for change in every if kind in (None, change.kind)]
 
-    def _measured(self, variant: _Variant) -> Measured | None:
+    def _measured(self, variant: _Variant) -> Prediction | None:
         """Memory and time of a variant; None if it cannot run."""
         key = (_key(variant.config), self._there(variant).count)
         if key not in self._seen:
@@ -224,7 +224,7 @@ class _Advisor:
                 self._seen[key] = None
         return self._seen[key]
 
-    def _rehearsed(self, config: RunConfig, place: Place) -> Measured:
+    def _rehearsed(self, config: RunConfig, place: Place) -> Prediction:
         """Rehearse a variant; device counts share a rehearsal if they agree on sharding."""
         check_optimizer_here(config.train, place.device)
         key = f"{shares_model(config, place)} {_key(config, without=('fsdp', 'fsdp_config'))}"
@@ -384,5 +384,5 @@ def _price(slower: float | None) -> float:
     return float("inf") if slower is None else round(slower, 3)
 
 
-def _need(measured: Measured) -> tuple[int, int]:
-    return measured.footprint.allocated, measured.footprint.shown
+def _need(prediction: Prediction) -> tuple[int, int]:
+    return prediction.footprint.allocated, prediction.footprint.shown

@@ -30,11 +30,11 @@ from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
 from finetune.errors import FinetuneError
 from finetune.estimator.knobs import IN_FOUR_BITS, IN_FP8, LORA, as_typed, setting
-from finetune.estimator.measure import (
+from finetune.estimator.predict import (
     FirstLayers,
-    Measured,
     Option,
-    measure_fast,
+    Prediction,
+    predict_fast,
     rehearse_first_layers,
 )
 from finetune.estimator.speed.roofline import shared
@@ -79,7 +79,7 @@ class Alternative(Option):
         return {
             "label": self.label,
             "change": list(self.change),
-            "possible": self.measured is not None,
+            "possible": self.prediction is not None,
             "fit": self.fit,
             "allocated": self.allocated,
             "step_seconds": self.pace.seconds if self.pace else None,
@@ -106,66 +106,66 @@ def table_of(alternatives: Sequence[Alternative]) -> Table:
     return table
 
 
-def twin_of(measured: Measured) -> Alternative | None:
+def twin_of(prediction: Prediction) -> Alternative | None:
     """Measure an FP8 run in BF16 and a BF16 run in FP8; None for other compute types.
 
     If FP8 compiles its layers, so does the BF16 twin: the gain from compiling is not FP8's.
     """
-    config = measured.config
+    config = prediction.config
     match config.precision.compute:
         case "fp8":
-            return _in_bf16(measured)
+            return _in_bf16(prediction)
         case "bf16" if config.model.storage is None:
-            return _alternative(measured, "FP8", *(IN_FP8 if config.lora else (FP8,)))
+            return _alternative(prediction, "FP8", *(IN_FP8 if config.lora else (FP8,)))
         case _:
             return None
 
 
-def _in_bf16(measured: Measured, *more: str) -> Alternative:
+def _in_bf16(prediction: Prediction, *more: str) -> Alternative:
     """The BF16 twin of an FP8 run, with further settings."""
     label, typed = "BF16", (BF16,)
-    if measured.compiled:
+    if prediction.compiled:
         label, typed = "BF16, compiled", (*typed, COMPILED)
-    return _alternative(measured, label + ", checkpointed" * bool(more), *typed, *more)
+    return _alternative(prediction, label + ", checkpointed" * bool(more), *typed, *more)
 
 
-def fitting_twin_of(measured: Measured, twin: Alternative | None) -> Alternative | None:
+def fitting_twin_of(prediction: Prediction, twin: Alternative | None) -> Alternative | None:
     """The BF16 twin with gradient checkpointing, if without it an FP8 run fits and BF16 does not.
 
     FP8 saves about a third less for backward, so there is a range of GPUs and batches in which
     only BF16 has to compute forward twice.
     """
-    low = measured.config.precision.compute == "fp8" and measured.fit != "does not fit"
-    if not low or twin is None or twin.measured is None or twin.fit != "does not fit":
+    low = prediction.config.precision.compute == "fp8" and prediction.fit != "does not fit"
+    if not low or twin is None or twin.prediction is None or twin.fit != "does not fit":
         return None
-    if setting(measured.config, CHECKPOINTING):
+    if setting(prediction.config, CHECKPOINTING):
         return None
-    other = _in_bf16(measured, CHECKPOINTED)
+    other = _in_bf16(prediction, CHECKPOINTED)
     return None if other.fit == "does not fit" else other
 
 
-def alternatives_of(measured: Measured) -> Iterator[Alternative]:
+def alternatives_of(prediction: Prediction) -> Iterator[Alternative]:
     """Measure other backends, scalings, storages and optimizers."""
-    lora = measured.config.lora is not None
-    yield _alternative(measured, "BF16", BF16)
+    lora = prediction.config.lora is not None
+    yield _alternative(prediction, "BF16", BF16)
     cast_each_time = ("precision.frozen=bf16",) if lora else ()
     for scaling in ("tensorwise", "rowwise"):
         typed = (FP8, "precision.backend=torchao", f"precision.scaling={scaling}", *cast_each_time)
-        yield _alternative(measured, f"FP8 torchao {scaling}", *typed)
+        yield _alternative(prediction, f"FP8 torchao {scaling}", *typed)
     typed = (FP8, "precision.backend=te", "precision.scaling=delayed")
-    yield _alternative(measured, "FP8 Transformer Engine delayed", *typed)
+    yield _alternative(prediction, "FP8 Transformer Engine delayed", *typed)
     if lora:
-        yield _alternative(measured, "FP8 frozen base", *IN_FP8, "precision.frozen=fp8")
-        yield _alternative(measured, "QLoRA", *IN_FOUR_BITS)
+        yield _alternative(prediction, "FP8 frozen base", *IN_FP8, "precision.frozen=fp8")
+        yield _alternative(prediction, "QLoRA", *IN_FOUR_BITS)
     else:
-        yield _alternative(measured, "this, 8-bit optimizer", "train.optim=adamw_torch_8bit")
-        yield _alternative(measured, "this, LoRA r=16", *LORA)
+        yield _alternative(prediction, "this, 8-bit optimizer", "train.optim=adamw_torch_8bit")
+        yield _alternative(prediction, "this, LoRA r=16", *LORA)
 
 
-def _alternative(asked: Measured, label: str, *typed: str) -> Alternative:
+def _alternative(asked: Prediction, label: str, *typed: str) -> Alternative:
     """Measure a run with these overrides."""
     try:
-        other = measure_fast(with_overrides(asked.config, typed), asked.place)
+        other = predict_fast(with_overrides(asked.config, typed), asked.place)
     except FinetuneError as error:
         return Alternative(typed, None, label, why=(error.why or error.what,))
     memory = other.footprint.allocated / asked.footprint.allocated
@@ -239,7 +239,7 @@ class Rung(NamedTuple):
 
 
 def ladder_of(
-    measured: Measured, twin: Alternative | None, fitting: Alternative | None = None
+    prediction: Prediction, twin: Alternative | None, fitting: Alternative | None = None
 ) -> tuple[Rung, ...]:
     """Rungs from the stock stack to the run; none where a speed is unknown.
 
@@ -247,27 +247,27 @@ def ladder_of(
         twin: the run in the other precision, already measured.
         fitting: the same with checkpoints, if it needs them: then they are left out last.
     """
-    settings = list(_settings(measured)) if measured.place.device.kind == "cuda" else []
+    settings = list(_settings(prediction)) if prediction.place.device.kind == "cuda" else []
     if fitting is not None:
         twin = fitting
         settings.sort(key=lambda s: s.stock == (CHECKPOINTED,))
-    if not settings or measured.tokens_per_s is None:
+    if not settings or prediction.tokens_per_s is None:
         return ()
     speeds: list[float] = []
     seen: dict[str, FirstLayers] = {}
     try:
         for number in range(len(settings)):
             is_twin = settings[number].typed == FP8
-            if is_twin and twin and twin.measured and twin.pace:
-                speeds.append(twin.pace.tokens_per_s * measured.place.count)
+            if is_twin and twin and twin.prediction and twin.pace:
+                speeds.append(twin.pace.tokens_per_s * prediction.place.count)
                 continue
             # of two values for one key the last one counts, that of the lower rung
             stock = [item for later in reversed(settings[number:]) for item in later.stock]
-            config = with_overrides(measured.config, stock)
-            speeds.append(_tokens_per_s(config, measured.place, seen))
+            config = with_overrides(prediction.config, stock)
+            speeds.append(_tokens_per_s(config, prediction.place, seen))
     except FinetuneError:  # a rung that cannot run leaves no ladder
         return ()
-    speeds.append(measured.tokens_per_s)
+    speeds.append(prediction.tokens_per_s)
     rungs = [Rung("stock settings, BF16", "", speeds[0], 1.0)]
     for step, speed, before in zip(settings, speeds[1:], speeds, strict=False):
         rungs.append(Rung(step.label, step.typed, speed, speed / before))
@@ -283,24 +283,24 @@ def ladder_table(rungs: tuple[Rung, ...]) -> Table:
     return table
 
 
-def _settings(measured: Measured) -> Iterator[_Setting]:
+def _settings(prediction: Prediction) -> Iterator[_Setting]:
     """Settings of a run that differ from the stock stack, in the order of the rungs."""
-    config, precision = measured.config, measured.config.precision
+    config, precision = prediction.config, prediction.config.precision
     model = sketch(config, layers=1)
-    attention = resolve_attention(config, model, measured.place.device).implementation
+    attention = resolve_attention(config, model, prediction.place.device).implementation
     if attention in KERNELS and padding_free(config.train):
         typed = f"model.attention={attention}"
         yield _Setting("attention without a mask", typed, ("model.attention=sdpa",))
     if config.lora is not None and precision.fused_adapters and config.model.storage != "nf4":
         stock = ("precision.fused_adapters=false",)
         yield _Setting("fused adapters", "precision.fused_adapters=true", stock)
-    if measured.compiled:
+    if prediction.compiled:
         yield _Setting("compiled layers", COMPILED, ("precision.compile=off",))
     if not setting(config, CHECKPOINTING):
         yield _Setting("no checkpointing", f"train.{CHECKPOINTING}=false", (CHECKPOINTED,))
     if precision.compute == "fp8":
-        stock = (BF16, *((COMPILED,) if measured.compiled else ()))
-        yield _Setting(measured.resolution.label, FP8, stock)
+        stock = (BF16, *((COMPILED,) if prediction.compiled else ()))
+        yield _Setting(prediction.resolution.label, FP8, stock)
         if precision.map.get("output") == "fp8":
             stock = ("~precision.map.output",)
             yield _Setting("FP8 output head", "precision.map.output=fp8", stock)

@@ -23,7 +23,7 @@ from finetune.config.sft import padding_free
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.knobs import EXPANDABLE, as_typed, changes, rows_of, setting
-from finetune.estimator.measure import Measured, measure
+from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import Device, available_gib, processes
 from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
@@ -291,11 +291,11 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
 # ---------------------------------------------------------------------------------------- rehearsal
 
 
-_KNOWN: dict[str, Measured] = {}
+_KNOWN: dict[str, Prediction] = {}
 """Rehearsals of this process, by everything that memory depends on: its checks repeat some."""
 
 
-def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Measured:
+def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Prediction:
     """Measure a run, or one with another batch, which leaves the precision plan as it is."""
     without = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
     train = {k: v for k, v in config.train.items() if k not in without}
@@ -303,5 +303,5 @@ def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) ->
     key = f"{run.processes} {run.device} {padded} {facts}"
     if key not in _KNOWN:
         place, known = place_here(run.device, run.processes), (run.resolution, run.plan)
-        _KNOWN[key] = measure(config, place, padded=padded, known=known)
+        _KNOWN[key] = predict_whole(config, place, padded=padded, known=known)
     return _KNOWN[key]

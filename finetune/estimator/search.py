@@ -1,6 +1,6 @@
 """Searches: the largest micro-batch, the longest rows, the best GPU, the fewest GPUs.
 
-Every point is a rehearsal of the model's first layers (`measure_fast`). "Fits" includes the margin.
+Every point is a rehearsal of the model's first layers (`predict_fast`). "Fits" includes the margin.
 Functions raise the `FinetuneError` with which the run itself would fail.
 
 *Largest n.* Memory grows monotonically with n, and both the largest n that fits and n + 1 are
@@ -35,15 +35,15 @@ from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, 
 from finetune.errors import FinetuneError
 from finetune.estimator.caveats import ONE_MACHINE
 from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting
-from finetune.estimator.measure import (
+from finetune.estimator.memory.footprint import Fit, Footprint
+from finetune.estimator.predict import (
     FirstLayers,
-    Measured,
     Option,
+    Prediction,
     check_sizes,
-    measure_fast,
+    predict_fast,
     rehearse_first_layers,
 )
-from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
 from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
@@ -89,12 +89,12 @@ class Found(Option):
         }
 
     def __rich__(self) -> RenderableType:
-        if self.measured is None:
+        if self.prediction is None:
             return Text(f"{self.setting}: not even the smallest fits", "bold red")
-        tokens_per_s = self.measured.tokens_per_s
+        tokens_per_s = self.prediction.tokens_per_s
         speed = "" if tokens_per_s is None else f", {count(tokens_per_s)} tokens/s"
         end = f"{self.next} does not fit" if self.next else "nothing larger was looked at"
-        shown = f"{self.measured.footprint.shown / GIB:.1f} GiB"
+        shown = f"{self.prediction.footprint.shown / GIB:.1f} GiB"
         return Text.assemble((as_typed(self.change), "bold green"), f" ({shown}{speed}; {end})")
 
 
@@ -153,7 +153,7 @@ def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, 
     """Search the multiples of `step` up to `most`, starting at the configured value."""
     config = _saving(config)
     value, too_large, seen = search(
-        lambda n: measure_fast(with_overrides(config, (f"{name}={n * step}",)), place),
+        lambda n: predict_fast(with_overrides(config, (f"{name}={n * step}",)), place),
         place.memory_bytes,
         start=max(1, asked // step),
         most=max(1, most // step),
@@ -168,17 +168,17 @@ def _saving(config: RunConfig) -> RunConfig:
 
 
 def search(
-    measure: Callable[[int], Measured], memory: int, *, start: int, most: int
-) -> tuple[int, int | None, dict[int, Measured]]:
+    predict: Callable[[int], Prediction], memory: int, *, start: int, most: int
+) -> tuple[int, int | None, dict[int, Prediction]]:
     """Find the largest n in 1..`most` that fits into `memory` bytes (example: module docstring).
 
     Returns:
         n, 0 if none fits; n + 1, None if that is above `most`; all that was measured.
     """
-    seen: dict[int, Measured] = {}
+    seen: dict[int, Prediction] = {}
     low, high, n, stuck = 0, most + 1, min(start, most), 0
     while True:
-        seen[n] = measure(n)
+        seen[n] = predict(n)
         if seen[n].footprint.fit(memory) == "fits":
             low = n
         else:
@@ -231,7 +231,7 @@ class Choice(Option):
     @property
     def tokens_per_s(self) -> float | None:
         """Throughput of all GPUs."""
-        return self.measured.tokens_per_s if self.measured else None
+        return self.prediction.tokens_per_s if self.prediction else None
 
     @property
     def usd_per_million(self) -> float | None:
@@ -249,7 +249,7 @@ class Choice(Option):
             "fit": self.fit,
             "change": list(self.change),
             "allocated_bytes": self.allocated,
-            "shown_bytes": self.measured.footprint.shown if self.measured else None,
+            "shown_bytes": self.prediction.footprint.shown if self.prediction else None,
             "tokens_per_s": self.tokens_per_s,
             "usd_per_million_tokens": self.usd_per_million,
             "why": self.why,
@@ -277,13 +277,13 @@ class Choices:
         titles = ("GPU", *right[:2], "", *(right[2:] if priced else right[2:3]))
         table = plain_table(*titles, right=right, title=self.order, title_justify="left")
         for choice in self.choices:
-            if choice.measured is None:
+            if choice.prediction is None:
                 table.add_row(str(choice.place), "-", "-", choice.why, style="dim")
                 continue
             speed, cost = choice.tokens_per_s, choice.usd_per_million
             table.add_row(
                 str(choice.place),
-                f"{choice.measured.footprint.shown / GIB:.1f}",
+                f"{choice.prediction.footprint.shown / GIB:.1f}",
                 f"{choice.place.memory_bytes / GIB:.1f}",
                 choice.fit,
                 "?" if speed is None else count(speed),
@@ -320,7 +320,7 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
     return Choices(tuple(found), order)
 
 
-def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measured:
+def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Prediction:
     """Measure on one GPU; GPUs of equal capability and executed precision share a rehearsal."""
     if decides_checkpointing(config):
         off = _on(place, with_checkpointing(config, False), seen)
@@ -340,7 +340,7 @@ def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measur
 def _rank(choice: Choice) -> tuple[int, int, float, float]:
     """Sort key: verdict, then cost if known, then speed, then memory."""
     memory, cost, speed = choice.place.memory_bytes, choice.usd_per_million, choice.tokens_per_s
-    if choice.measured is None:
+    if choice.prediction is None:
         return len(_VERDICTS), 0, 0.0, memory
     verdict = _VERDICTS.index(choice.fit)
     if cost is not None:

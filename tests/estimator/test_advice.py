@@ -15,7 +15,7 @@ from finetune.config.schema import RunConfig
 from finetune.estimator import advice
 from finetune.estimator.advice import Advice, Advised, advise
 from finetune.estimator.knobs import DEFAULTS, RANKS, SHARDED, as_typed, changes
-from finetune.estimator.measure import FirstLayers, Measured, measure
+from finetune.estimator.predict import FirstLayers, Prediction, predict_whole
 from finetune.hardware.gpus import Place, place_of
 from tests.conftest import A100, CPU, H100
 
@@ -71,14 +71,14 @@ def seen(monkeypatch):
 _REAL, _DONE = advice.rehearse_first_layers, {}
 
 
-_MEASURED: dict[tuple[str, str], Measured] = {}
+_MEASURED: dict[tuple[str, str], Prediction] = {}
 
 
-def measured_once(config: RunConfig, place: Place) -> Measured:
+def predicted_once(config: RunConfig, place: Place) -> Prediction:
     """A run measured once for all tests of this file: the size of the memory changes nothing."""
     key = (config.model_dump_json(), str(place))
     if key not in _MEASURED:
-        _MEASURED[key] = measure(config, place)
+        _MEASURED[key] = predict_whole(config, place)
     return dataclasses.replace(_MEASURED[key], place=place)
 
 
@@ -91,9 +91,9 @@ def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
     return load_recipe(str(path), [c for c in found.change if "." in c.split("=")[0]]).config
 
 
-def advised(config: RunConfig, place: Place) -> tuple[Measured, Advised]:
-    measured = measured_once(config, place)
-    return measured, advise(measured)
+def advised(config: RunConfig, place: Place) -> tuple[Prediction, Advised]:
+    prediction = predicted_once(config, place)
+    return prediction, advise(prediction)
 
 
 # ---------------------------------------------------------------------------------- what is offered
@@ -174,8 +174,8 @@ def test_smaller_micro_batches_keep_the_tokens_of_a_step(run, rows, expected):
 def test_a_run_that_fits_and_is_fast_asks_nothing(run, seen):
     config = run("tiny_full_bf16", "train.per_device_train_batch_size=1", "precision.compile=on")
     place = place_of("H100")
-    measured, found = advised(config, place)
-    assert measured.footprint.fit(place.memory_bytes) == found.fit == "fits"
+    prediction, found = advised(config, place)
+    assert prediction.footprint.fit(place.memory_bytes) == found.fit == "fits"
     assert found.each == found.faster == ()
     assert found.together is None
     assert seen == []
@@ -193,11 +193,11 @@ def test_without_speeds_there_is_no_advice_on_speed(run, seen):
 def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
     config = run("tiny_full_bf16", "train.max_length=4096", "model.attention=sdpa")
     place = place_of("H100")
-    measured, found = advised(config, place)
+    prediction, found = advised(config, place)
     best = found.faster[0]
     assert best.change == ("model.attention=auto",)
-    other = measured_once(typed_again(config, best, tmp_path), place)
-    gain = other.pace.tokens_per_s / measured.pace.tokens_per_s
+    other = predicted_once(typed_again(config, best, tmp_path), place)
+    gain = other.pace.tokens_per_s / prediction.pace.tokens_per_s
     assert gain == pytest.approx(1 / (1 + best.slower))
     assert gain > 1.1
     assert len(found.faster) <= 2
@@ -216,15 +216,15 @@ def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
 )
 def test_what_is_advised_frees_what_it_says(run, tmp_path, name, overrides, memory):
     config, place = run(name, *overrides), place_of("4090", memory_gib=memory)
-    measured, found = advised(config, place)
+    prediction, found = advised(config, place)
     assert found.fit != "fits"
     assert len(found.each) >= 3
     for one in found.each[:3]:
-        other = measured_once(typed_again(config, one, tmp_path), place)
-        assert one.frees == measured.footprint.allocated - other.footprint.allocated > 0
+        other = predicted_once(typed_again(config, one, tmp_path), place)
+        assert one.frees == prediction.footprint.allocated - other.footprint.allocated > 0
         assert one.fit == other.footprint.fit(place.memory_bytes)
         assert one.slower == pytest.approx(
-            measured.pace.tokens_per_s / other.pace.tokens_per_s - 1, abs=1e-9
+            prediction.pace.tokens_per_s / other.pace.tokens_per_s - 1, abs=1e-9
         )
 
 
@@ -240,12 +240,12 @@ def test_the_order_is_rank_and_then_cost_in_speed(run):
 @pytest.mark.parametrize("memory", [pytest.param(2.2, marks=pytest.mark.slow), 3.0, 3.6])
 def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=memory)
-    measured, found = advised(config, place)
+    prediction, found = advised(config, place)
     assert found.fit != "fits"
     assert found.together is not None
-    other = measured_once(typed_again(config, found.together, tmp_path), place).footprint
+    other = predicted_once(typed_again(config, found.together, tmp_path), place).footprint
     assert found.together.fit == other.fit(place.memory_bytes) == "fits"
-    assert found.together.frees == measured.footprint.allocated - other.allocated
+    assert found.together.frees == prediction.footprint.allocated - other.allocated
 
 
 @pytest.mark.long
@@ -269,9 +269,9 @@ def test_advice_is_the_same_twice(run):
 @pytest.mark.long
 def test_a_run_at_the_edge_keeps_one_change(run):
     """Its first layers fit without any, the whole does not: fragments are more than they show."""
-    measured = measured_once(run("tiny_full_bf16"), place_of("4090"))
-    fragments = dataclasses.replace(measured.footprint, fragments=24 << 30)
-    found = advise(dataclasses.replace(measured, footprint=fragments))
+    prediction = predicted_once(run("tiny_full_bf16"), place_of("4090"))
+    fragments = dataclasses.replace(prediction.footprint, fragments=24 << 30)
+    found = advise(dataclasses.replace(prediction, footprint=fragments))
     assert found.fit != "fits"
     assert found.together is not None
     assert found.together.change
@@ -302,7 +302,7 @@ def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
 
     monkeypatch.setattr(FirstLayers, "at", shared)
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=2.2)
-    found = advise(measured_once(config, place))
+    found = advise(predicted_once(config, place))
     many = [one for one in found.each if one.rank == "devices"]
     assert found.each[-len(many) :] == tuple(many)
     assert {one.change[0] for one in many} == {"--gpus 2", "--gpus 4", "--gpus 8"}

@@ -32,7 +32,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.alternatives import twin_of
 from finetune.estimator.knobs import rows_of
-from finetune.estimator.measure import measure_fast
+from finetune.estimator.predict import predict_fast
 from finetune.estimator.speed.roofline import efficiency_of, half_peak
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
@@ -101,7 +101,7 @@ def predict(
     try:
         if not config.train.get("packing"):
             config = with_overrides(config, [f"train.max_length={length}"])
-        measured = measure_fast(config, place)
+        measured = predict_fast(config, place)
         beside = twin_of(measured)
     except FinetuneError as error:
         return None, f"nothing is predicted: {error.why or error.what}"

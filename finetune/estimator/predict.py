@@ -35,7 +35,7 @@ FEW = (2, 3)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Prediction:
     """Memory and speed of one configuration at one place.
 
     Attributes:
@@ -75,20 +75,20 @@ class Option:
     """
 
     change: tuple[str, ...]
-    measured: Measured | None
+    prediction: Prediction | None
 
     @property
     def fit(self) -> Fit:
         """Verdict on memory; an impossible run does not fit."""
-        return "does not fit" if self.measured is None else self.measured.fit
+        return "does not fit" if self.prediction is None else self.prediction.fit
 
     @property
     def allocated(self) -> int | None:
-        return self.measured.footprint.allocated if self.measured else None
+        return self.prediction.footprint.allocated if self.prediction else None
 
     @property
     def pace(self) -> Pace | None:
-        return self.measured.pace if self.measured else None
+        return self.prediction.pace if self.prediction else None
 
 
 # ------------------------------------------------------------------------------------ whole or fast
@@ -99,32 +99,32 @@ def decided(config: RunConfig, place: Place) -> RunConfig:
     return _decided(config, place)[0]
 
 
-def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Measured | None]:
+def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Prediction | None]:
     """The same, and its measurement if that decided."""
     if not decides_checkpointing(config):
         return config, None
-    found = measure_fast(with_checkpointing(config, False), place)
+    found = predict_fast(with_checkpointing(config, False), place)
     if found.fit == "fits":
         return found.config, found
     return with_checkpointing(config, True), None
 
 
-def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Measured:
+def predict(config: RunConfig, place: Place, *, whole: bool = False) -> Prediction:
     """Rehearse the first layers, or all layers if `whole`.
 
     Gradient checkpointing is decided first where the run leaves it open.
     """
     config, found = _decided(config, place)
-    return measure(config, place) if whole else found or measure_fast(config, place)
+    return predict_whole(config, place) if whole else found or predict_fast(config, place)
 
 
-def measure(
+def predict_whole(
     config: RunConfig,
     place: Place,
     *,
     padded: bool | None = None,
     known: tuple[Resolution, PrecisionPlan] | None = None,
-) -> Measured:
+) -> Prediction:
     """Rehearse a whole model.
 
     Args:
@@ -139,14 +139,14 @@ def measure(
     return _with_first(*_steps_and_first(config, place, resolution, rehearsal))
 
 
-def measure_fast(config: RunConfig, place: Place) -> Measured:
-    """Estimate the result of `measure` from the model's first layers, in about a second."""
+def predict_fast(config: RunConfig, place: Place) -> Prediction:
+    """Estimate the result of `predict_whole` from the model's first layers, in about a second."""
     return rehearse_first_layers(config, place).at(place)
 
 
 def _steps_and_first(
     config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
-) -> tuple[Measured, Footprint | None]:
+) -> tuple[Prediction, Footprint | None]:
     """A run's steps; and memory of the first micro-step, which the proof observes uncompiled.
 
     None where its layers are not compiled later, and without gradient checkpointing: then it alone
@@ -158,7 +158,7 @@ def _steps_and_first(
             eager = replace(rehearsal, trace=in_eager_kernels(rehearsal.trace))
             first = device_footprint(eager, config, place)
         rehearsal = _compiled(rehearsal)
-    steps = Measured(
+    steps = Prediction(
         config,
         place,
         resolution,
@@ -178,7 +178,7 @@ def in_eager_kernels(trace: Trace) -> Trace:
     return replace(trace, events=events, storages=trace.storages | passing)
 
 
-def _with_first(steps: Measured, first: Footprint | None) -> Measured:
+def _with_first(steps: Prediction, first: Footprint | None) -> Prediction:
     if first is None:
         return steps
     return replace(steps, footprint=sizes.with_first(steps.footprint, first))
@@ -202,7 +202,7 @@ class FirstLayers:
     layers: int
     rehearsals: tuple[Rehearsal, ...]
 
-    def at(self, place: Place) -> Measured:
+    def at(self, place: Place) -> Prediction:
         """Memory and time of all layers at a place with the same kind of GPU."""
         seen = [_steps_and_first(self.config, place, self.resolution, r) for r in self.rehearsals]
         if len(seen) == 1:
@@ -212,7 +212,7 @@ class FirstLayers:
         pace = None
         if few.pace is not None and more.pace is not None:
             pace = timing.extrapolated(few.pace, more.pace, times)
-        steps = Measured(
+        steps = Prediction(
             self.config,
             place,
             self.resolution,
