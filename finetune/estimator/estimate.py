@@ -19,21 +19,19 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
-from finetune.estimator.alternatives import (
-    Alternative,
-    Rung,
-    alternatives_of,
-    fitting_twin_of,
-    ladder_of,
-    ladder_table,
-    table_of,
-    twin_of,
-)
 from finetune.estimator.caveats import caveats
 from finetune.estimator.knobs import setting
+from finetune.estimator.ladder import Rung, ladder_of, ladder_table
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
 from finetune.estimator.speed.timing import Pace
+from finetune.estimator.variants import (
+    Variant,
+    alternatives_of,
+    fitting_twin_of,
+    table_of,
+    twin_of,
+)
 from finetune.hardware.gpus import Gpu, Place, place_of
 from finetune.logging import plain_table
 from finetune.units import GIB, MEMORY, MIB, count, duration, percent, size
@@ -71,9 +69,9 @@ class Estimate(JupyterMixin):
 
     name: str
     prediction: Prediction
-    twin: Alternative | None = None
-    fitting: Alternative | None = None
-    others: tuple[Alternative, ...] = ()
+    twin: Variant | None = None
+    fitting: Variant | None = None
+    others: tuple[Variant, ...] = ()
     advised: Advised | None = None
     notes: tuple[str, ...] = ()
     tokens: int | None = None
@@ -246,7 +244,7 @@ class Estimate(JupyterMixin):
                 f"does not fit without gradient checkpointing ({gain:.2f}x if it did)"
             )
         yield Text(pays if gain > 1.02 else lost, "bold")
-        for reason in self.twin.why:
+        for reason in self.twin.reasons:
             yield Text(f"  {reason}")
 
 

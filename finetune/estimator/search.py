@@ -31,21 +31,13 @@ from rich.text import Text
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
+from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.errors import FinetuneError
 from finetune.estimator.caveats import ONE_MACHINE
 from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting
 from finetune.estimator.memory.footprint import Fit, Footprint
-from finetune.estimator.predict import (
-    FirstLayers,
-    Option,
-    Prediction,
-    check_sizes,
-    predict_fast,
-    rehearse_first_layers,
-)
+from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
-from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
 from finetune.units import GIB, count
@@ -64,27 +56,32 @@ _VERDICTS: tuple[Fit, ...] = ("fits", "tight", "does not fit")
 
 
 @dataclass(frozen=True)
-class Found(Option):
+class Found:
     """The largest `value` of a setting that fits, 0 if none does.
 
     Attributes:
+        change: overrides that set it.
+        prediction: memory and time with it; None if none fits.
         next: Next larger value, which does not fit; None at the upper limit of the search.
         points: Number of values measured.
     """
 
+    change: tuple[str, ...]
+    prediction: Prediction | None
     setting: str
     value: int
     next: int | None
     points: int
 
     def facts(self) -> dict[str, Any]:
+        found = self.prediction
         return {
             "setting": self.setting,
             "largest": self.value,
             "too_large": self.next,
             "change": list(self.change) if self.value else None,
-            "allocated_bytes": self.allocated,
-            "tokens_per_s_and_device": self.pace.tokens_per_s if self.pace else None,
+            "allocated_bytes": found.footprint.allocated if found else None,
+            "tokens_per_s_and_device": found.pace.tokens_per_s if found and found.pace else None,
             "points": self.points,
         }
 
@@ -222,11 +219,17 @@ def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice(Option):
+class Choice:
     """A run at one place, with the overrides it needs; `why` says why it is impossible."""
 
+    change: tuple[str, ...]
+    prediction: Prediction | None
     place: Place
     why: str = ""
+
+    @property
+    def fit(self) -> Fit:
+        return self.prediction.fit if self.prediction else "does not fit"
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -242,14 +245,15 @@ class Choice(Option):
         return price * self.place.count / 3600 / self.tokens_per_s * 1e6
 
     def facts(self) -> dict[str, Any]:
+        held = self.prediction.footprint if self.prediction else None
         return {
             "device": str(self.place),
             "devices": self.place.count,
             "memory_bytes": self.place.memory_bytes,
             "fit": self.fit,
             "change": list(self.change),
-            "allocated_bytes": self.allocated,
-            "shown_bytes": self.prediction.footprint.shown if self.prediction else None,
+            "allocated_bytes": held.allocated if held else None,
+            "shown_bytes": held.shown if held else None,
             "tokens_per_s": self.tokens_per_s,
             "usd_per_million_tokens": self.usd_per_million,
             "why": self.why,
@@ -306,35 +310,17 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
     and both before an H200 without a price.
     """
     check_sizes(config)
-    seen: dict[Any, FirstLayers] = {}
-    found = []
+    found: list[Choice] = []
     for gpu in gpus_with_own() if gpus is None else gpus:
         place = place_of(gpu)
         try:
-            found.append(Choice((), _on(place, config, seen), place))
+            found.append(Choice((), predict(config, place), place))
         except FinetuneError as error:
             found.append(Choice((), None, place, error.what))
     found.sort(key=_rank)
     priced = any(choice.usd_per_million is not None for choice in found)
     order = "the cheapest first" if priced else "the fastest that fits first; no prices known"
     return Choices(tuple(found), order)
-
-
-def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Prediction:
-    """Measure on one GPU; GPUs of equal capability and executed precision share a rehearsal."""
-    if decides_checkpointing(config):
-        off = _on(place, with_checkpointing(config, False), seen)
-        return off if off.fit == "fits" else _on(place, with_checkpointing(config, True), seen)
-    resolution, device = resolve_there(config.precision, place), place.device
-    key = (
-        config.train.get(CHECKPOINTING),
-        device.capability,
-        device.is_rocm,
-        resolution.precision.model_dump_json(),
-    )
-    if key not in seen:
-        seen[key] = rehearse_first_layers(config, place)
-    return replace(seen[key], resolution=resolution).at(place)
 
 
 def _rank(choice: Choice) -> tuple[int, int, float, float]:
@@ -359,21 +345,17 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     """
     check_sizes(config)
     config, place = _saving(config), place_of(gpu)
-    layers = rehearse_first_layers(config, place)
-    change, typed = SHARDED, ()
-    if config.train.get("fsdp"):  # refused on one GPU
-        change, typed = (), tuple(f"~train.{key}" for key in config.train if "fsdp" in key)
-    tried: list[Choice] = []
-    while place.count <= MOST_GPUS and not (tried and tried[-1].fit == "fits"):
-        try:
-            if place.count == 2:  # from here on weights are gathered: one rehearsal for any count
-                layers = rehearse_first_layers(with_overrides(config, change), place)
-            tried.append(Choice(typed, layers.at(place), place))
-        except FinetuneError as error:
-            tried.append(Choice(typed, None, place, error.why or error.what))
-            break
+    alone = tuple(f"~train.{key}" for key in config.train if "fsdp" in key)  # refused on one GPU
+    shared = () if config.train.get("fsdp") else SHARDED
+    tried = [Choice(alone, predict_fast(config, place), place)]
+    while tried[-1].fit != "fits" and tried[-1].prediction and place.count < MOST_GPUS:
         place = replace(place, count=2 * place.count)
-        typed = (f"--gpus {place.count}", *change)
+        change, found, why = (f"--gpus {place.count}", *shared), None, ""
+        try:
+            found = predict_fast(with_overrides(config, shared), place)
+        except FinetuneError as error:
+            why = error.why or error.what
+        tried.append(Choice(change, found, place, why))
     tried.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
     fits = tried[0].fit == "fits"
     order = "the smallest number that fits" if fits else "none of these numbers fits"

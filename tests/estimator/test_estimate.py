@@ -21,8 +21,7 @@ from finetune.errors import (
     PrecisionError,
     RehearsalError,
 )
-from finetune.estimator import alternatives
-from finetune.estimator.alternatives import twin_of
+from finetune.estimator import variants
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.memory.footprint import (
@@ -42,6 +41,7 @@ from finetune.estimator.predict import (
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import rehearse
+from finetune.estimator.variants import twin_of
 from finetune.hardware import requirements
 from finetune.hardware.device import Device, Verdict
 from finetune.hardware.gpus import named_gpu, place_here, place_of
@@ -183,7 +183,7 @@ def test_alternatives_are_possible_or_say_why_not(config):
         alternatives=True,
     )  # fmt: skip
     refused = [other for other in old.others if other.prediction is None]
-    assert "FP8 needs 8.9" in refused[0].why[0]
+    assert "FP8 needs 8.9" in refused[0].why
 
 
 @pytest.mark.parametrize("recipe", ["tiny_lora_fp8", "tiny_lora_bf16", "tiny_full_fp8"])
@@ -197,15 +197,15 @@ def test_settings_of_an_alternative_typed_behind_the_recipe_are_what_was_measure
     def prediction(config: RunConfig, place) -> Prediction:
         return replace(unmeasured, config=config, place=place)
 
-    monkeypatch.setattr(alternatives, "predict_fast", prediction)
-    twin = alternatives.twin_of(unmeasured)
+    monkeypatch.setattr(variants, "predict_fast", prediction)
+    twin = variants.twin_of(unmeasured)
     assert twin is not None
-    for other in (twin, *alternatives.alternatives_of(unmeasured)):
+    for other in (twin, *variants.alternatives_of(unmeasured)):
         assert other.prediction is not None, other
         typed = load_recipe(recipe, [*own, *other.change]).config
         assert other.prediction.config == typed, other.label
         assert typed.precision.keep == ("k_proj",)
-    labels = {other.label: other.prediction for other in alternatives.alternatives_of(unmeasured)}
+    labels = {other.label: other.prediction for other in variants.alternatives_of(unmeasured)}
     cast_each_time = labels["FP8 torchao rowwise"]
     assert cast_each_time is not None
     assert cast_each_time.config.precision.frozen != "fp8"

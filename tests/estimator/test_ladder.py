@@ -7,8 +7,9 @@ import math
 import pytest
 
 from finetune.config.recipe import load_recipe
-from finetune.estimator.alternatives import ladder_of, twin_of
+from finetune.estimator.ladder import ladder_of
 from finetune.estimator.predict import predict
+from finetune.estimator.variants import twin_of
 from finetune.hardware.gpus import place_of
 
 

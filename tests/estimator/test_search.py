@@ -11,10 +11,11 @@ from rich.console import Console
 
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
+from finetune.estimator import predict as predicting
 from finetune.estimator import search as searching
 from finetune.estimator.knobs import SHARDED
 from finetune.estimator.memory.footprint import Footprint
-from finetune.estimator.predict import FirstLayers, Prediction, predict_fast, rehearse_first_layers
+from finetune.estimator.predict import Prediction, predict_fast
 from finetune.estimator.search import (
     Choice,
     Choices,
@@ -55,22 +56,6 @@ def run(shape):
         return load_recipe(name, (*fixed, *overrides)).config
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def remembered(monkeypatch):
-    """Points of searches, each rehearsed once for all tests: memory's size changes nothing."""
-
-    def predicted_once(config, place) -> Prediction:
-        key = (config.model_dump_json(), str(place))
-        if key not in _DONE:
-            _DONE[key] = predict_fast(config, place)
-        return dataclasses.replace(_DONE[key], place=place)
-
-    monkeypatch.setattr(searching, "predict_fast", predicted_once)
-
-
-_DONE: dict[tuple[str, str], Prediction] = {}
 
 
 def pretended(needs) -> tuple:
@@ -178,14 +163,16 @@ def test_where_not_even_one_row_fits_it_says_so(run):
 
 @pytest.fixture
 def rehearsals(monkeypatch):
-    """How often a model was rehearsed."""
-    done: list[str] = []
+    """Kinds of GPU that a model was rehearsed on."""
+    done: list[tuple[int, int] | None] = []
+    real = predicting.rehearse
 
-    def counted(config, place):
-        done.append(str(place))
-        return rehearse_first_layers(config, place)
+    def counted(config, device, *args, **kwargs):
+        done.append(device.capability)
+        return real(config, device, *args, **kwargs)
 
-    monkeypatch.setattr(searching, "rehearse_first_layers", counted)
+    predicting._made.cache_clear()
+    monkeypatch.setattr(predicting, "rehearse", counted)
     return done
 
 
@@ -234,17 +221,17 @@ def test_a_gpu_that_has_no_fp8_is_named_with_the_reason(run):
 @pytest.mark.slow
 def test_the_fewest_gpus_come_from_two_rehearsals(run, rehearsals, monkeypatch):
     """Sharding, pretended: what is held divided by the number of GPUs."""
-    real, asked = FirstLayers.at, []
+    asked = []
 
-    def shared(self, place):
-        asked.append((place.count, bool(self.config.train.get("fsdp"))))
-        found = real(self, place)
+    def shared(config, place):
+        asked.append((place.count, bool(config.train.get("fsdp"))))
+        found = predict_fast(config, place)
         phases = {p: {k: (v + 4 * GIB) // place.count for k, v in kinds.items()}
                   for p, kinds in found.footprint.phases.items()}  # fmt: skip
         held = dataclasses.replace(found.footprint, phases=phases, fragments=0)
         return dataclasses.replace(found, footprint=held)
 
-    monkeypatch.setattr(FirstLayers, "at", shared)
+    monkeypatch.setattr(searching, "predict_fast", shared)
     found = fewest_gpus(run(), "4090")
     assert asked[0] == (1, False)
     assert asked[1:] == [(2**n, True) for n in range(1, len(asked))]
@@ -292,7 +279,7 @@ def test_a_speed_is_that_of_all_gpus(run):
     place = place_of("H100", gpus=4)
     found = searching._largest("train.max_length", run(), place, 64, 64, 64)
     assert found.prediction is not None
-    assert found.prediction.tokens_per_s == pytest.approx(4 * found.pace.tokens_per_s)
+    assert found.prediction.tokens_per_s == pytest.approx(4 * found.prediction.pace.tokens_per_s)
     assert f" {count(found.prediction.tokens_per_s)} tokens/s" in _shown(found)
 
 
