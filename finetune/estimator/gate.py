@@ -288,20 +288,7 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     return 2 * need.total + GIB / 2 + tokens * (ACTIVATION_BYTES * widths + SCORE_BYTES * scores)
 
 
-# ---------------------------------------------------------------------------------------- rehearsal
-
-
-_KNOWN: dict[str, Prediction] = {}
-"""Rehearsals of this process, by everything that memory depends on: its checks repeat some."""
-
-
 def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Prediction:
-    """Measure a run, or one with another batch, which leaves the precision plan as it is."""
-    without = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
-    train = {k: v for k, v in config.train.items() if k not in without}
-    facts = config.model_dump(exclude={"data", "eval"}) | {"train": train}
-    key = f"{run.processes} {run.device} {padded} {facts}"
-    if key not in _KNOWN:
-        place, known = place_here(run.device, run.processes), (run.resolution, run.plan)
-        _KNOWN[key] = predict_whole(config, place, padded=padded, known=known)
-    return _KNOWN[key]
+    """Predict a run, or one with another batch, which leaves the precision plan as it is."""
+    place = place_here(run.device, run.processes)
+    return predict_whole(config, place, padded=padded, known=(run.resolution, run.plan))

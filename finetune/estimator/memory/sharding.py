@@ -157,11 +157,12 @@ class Fsdp2:
         # Whole gradients; those of the batches before are summed in the dtype of the reduction.
         whole = [group.trainable * self.reduce * accumulates for group in self.groups]
         summed = [size * (self.reduce != self.compute) for size in whole]
-        there, left, order, sent = set[int](), set[int](), list[int](), 0
+        there, left, order = set[int](), set[int](), list[int]()
+        buffer = sent = 0
         peaks: list[Peak] = []
         for where, (phase, index, other, gradients) in enumerate(steps):
-            group, buffer = self.groups[index], 0
-            if phase == "forward":
+            group = self.groups[index]
+            if phase == "forward" and index not in there:
                 there.add(index)
                 buffer = self.gathered_bytes(index)  # beside the tensors copied out of it
             elif phase == "backward":
@@ -170,6 +171,7 @@ class Fsdp2:
                 whole[index] = max(whole[index], summed[index] + gradients)
             elif phase == "optimizer":
                 there, sent, other = set[int](), 0, other // self.gpus
+            buffer *= phase == "forward"
             gathered = sum(map(self.gathered_bytes, there)) + buffer + sent
             peaks.append(Peak(shards, gathered, sum(whole), other))
             if last[phase, index] != where:
