@@ -1,6 +1,6 @@
 """Advice on a run: what to change when it does not fit, and what makes it faster when it does.
 
-Every applicable change (`finetune.estimator.knobs`) is measured by a rehearsal, so "frees 11 GiB"
+Every applicable change (`finetune.estimator.knobs`) is predicted by a rehearsal, so "frees 11 GiB"
 and "12 % slower" (time per token and device) hold for this run on this hardware, and savings that
 two changes share are counted once. Memory is extrapolated from the model's first layers
 (`predict_fast`).
@@ -93,7 +93,7 @@ class Advised:
 
     def __rich__(self) -> RenderableType:
         if self.fit == "fits":
-            nothing = f"none of the changes measured makes it {percent(GAIN, 0)} faster"
+            nothing = f"none of the changes looked at makes it {percent(GAIN, 0)} faster"
             return _Table("to make it faster", self.faster) if self.faster else Text(nothing)
         parts: list[RenderableType] = [_Table("what to change", self.each)] if self.each else []
         if (found := self.together) is None:

@@ -27,7 +27,7 @@ def caveats(prediction: Prediction) -> tuple[str, ...]:
         notes.append(
             f"attention is {pace.share('attention'):.0%} of the step: rows packed into one make an "
             "explicit mask, which flash attention does not take and other kernels compute in full. "
-            "~model.attention needs no mask; --advice measures it"
+            "~model.attention needs no mask; --advice predicts it"
         )
     if on_gpu and padding_free(train) and not masked:
         notes.append(

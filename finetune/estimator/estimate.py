@@ -56,7 +56,7 @@ class Estimate(JupyterMixin):
 
     Attributes:
         name: Recipe or model name.
-        measured: Memory and time at a place.
+        prediction: Memory and time at a place.
         twin: The same run in BF16 or FP8, whichever it does not use.
         fitting: The twin with gradient checkpointing, if without it only the FP8 run fits.
         others: Alternatives, if requested.
@@ -313,9 +313,9 @@ def estimate(
         length: Tokens of the longest row; default: `train.max_length`.
         tokens: Tokens of the whole run, for its time and cost; default: from `train.max_steps`.
         price: Price per GPU and hour; default: that of the table, if set there.
-        alternatives: Also measure other scalings, backends, optimizers and storages.
-        twin: Also measure the same run in the other precision.
-        advice: Measure changes that make it fit or faster; default: unless it fits with margin.
+        alternatives: Also predict other scalings, backends, optimizers and storages.
+        twin: Also predict the same run in the other precision.
+        advice: Predict changes that make it fit or faster; default: unless it fits with margin.
         whole: Rehearse all layers. By default the first ones are extrapolated, which is exact.
 
     Raises:

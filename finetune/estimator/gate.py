@@ -164,7 +164,7 @@ def _does_not_fit(
 
 
 def advice(config: RunConfig, device: Device) -> str:
-    """Changes for a run that does not fit, without their measured effect."""
+    """Changes for a run that does not fit, without their effect."""
     hints = {"method": " (adapters: the recipe's _lora_ sibling)"}
     offered = (c for c in changes(config, device) if c.kind in KINDS_IN_BOUND)
     steps = [as_typed(change.typed) + hints.get(change.kind, "") for change in offered]

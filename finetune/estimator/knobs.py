@@ -1,6 +1,6 @@
 """Command-line changes that may free memory or time, limited to those that apply. No torch.
 
-`finetune.estimator.advice` measures their effect; `finetune.estimator.gate` only names them. Ranks:
+`finetune.estimator.advice` predicts their effect; `finetune.estimator.gate` only names them. Ranks:
 
     same        same training: gradients equal up to rounding, or equal in expectation
     otherwise   same weights in other formats: 8-bit optimizer states, a 4-bit base

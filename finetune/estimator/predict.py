@@ -171,6 +171,7 @@ def _rehearsed(
         *(sharded, layers, padded, precision.compute == "fp8" and compiles(precision, device)),
         precision.model_dump_json(exclude={"compile"}),
         given.model_dump_json(exclude={"data": True, "eval": True, "precision": {"compile"}}),
+        load_shape(config.model).to_json_string(),  # a folder may have changed since
     )
     make = functools.partial(
         rehearse, config, device, resolution, layers=layers, padded=padded, sharded=sharded,

@@ -4,7 +4,7 @@ Every point is a rehearsal of the model's first layers (`predict_fast`). "Fits" 
 Functions raise the `FinetuneError` with which the run itself would fail.
 
 *Largest n.* Memory grows monotonically with n, and both the largest n that fits and n + 1 are
-measured. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
+predicted. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
 quadratic), so few points are needed:
 
     24 GiB, start at 4 rows: 8 GiB, fits; one point gives no slope, so double. 8 rows: 12 GiB, fits.
@@ -63,7 +63,7 @@ class Found:
         change: overrides that set it.
         prediction: memory and time with it; None if none fits.
         next: Next larger value, which does not fit; None at the upper limit of the search.
-        points: Number of values measured.
+        points: Number of values predicted.
     """
 
     change: tuple[str, ...]
@@ -170,7 +170,7 @@ def search(
     """Find the largest n in 1..`most` that fits into `memory` bytes (example: module docstring).
 
     Returns:
-        n, 0 if none fits; n + 1, None if that is above `most`; all that was measured.
+        n, 0 if none fits; n + 1, None if that is above `most`; all that was predicted.
     """
     seen: dict[int, Prediction] = {}
     low, high, n, stuck = 0, most + 1, min(start, most), 0

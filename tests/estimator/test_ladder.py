@@ -38,17 +38,6 @@ def test_gains_multiply_to_the_run() -> None:
     assert all(rung.gain > 0.5 for rung in rungs)
 
 
-@pytest.mark.long
-def test_a_rung_is_close_to_its_estimate() -> None:
-    """The rung before low precision, if rehearsed as a rung is, has the twin's speed."""
-    run = predict(load_recipe("gpt2_124m_full_fp8").config, place_of("H100"))
-    twin = twin_of(run)
-    assert twin is not None
-    assert twin.pace is not None
-    rung = ladder_of(run, None)[-2]
-    assert math.isclose(rung.tokens_per_s, twin.pace.tokens_per_s, rel_tol=0.03)
-
-
 @pytest.mark.slow
 def test_a_cpu_has_no_ladder() -> None:
     run = predict(load_recipe("tiny_lora_bf16").config, place_of())

@@ -96,22 +96,7 @@ def test_what_is_found_fits_and_the_next_does_not(kind, start):
     assert following == (None if value == most else value + 1)
     assert len(seen) == len(asked) == len(set(asked))
     assert (value in seen) == (value > 0)
-
-
-@pytest.mark.parametrize("kind", ["linear", "steep", "quadratic"])
-@pytest.mark.parametrize("start", [2, 4, 16])
-def test_few_points_are_enough_where_memory_is_a_polynomial(kind, start):
-    predict, asked = pretended(NEEDS[kind])
-    search(predict, 80 * GIB, start=start, most=10_000)
-    assert len(asked) <= 6
-
-
-def test_more_memory_never_gives_less():
-    for needs in NEEDS.values():
-        values = []
-        for gib in (8, 12, 16, 24, 40, 80):
-            values.append(search(pretended(needs)[0], gib * GIB, start=8, most=500)[0])
-        assert values == sorted(values)
+    assert kind not in ("linear", "steep", "quadratic") or len(asked) <= 6, "a polynomial"
 
 
 # --------------------------------------------------------------------------------- rows and length
@@ -259,12 +244,6 @@ def test_a_sharded_run_on_one_gpu_is_no_longer_sharded(run, rehearsals):
     assert "~train.fsdp" in _shown(found)
 
 
-def test_many_gpus_are_taken_to_be_in_one_machine():
-    few, many = (Choices((Choice((), None, place_of("H100", gpus=n)),), "") for n in (8, 16))
-    assert "one machine" not in _shown(few)
-    assert "one machine" in _shown(many)
-
-
 @pytest.mark.slow
 def test_what_cannot_be_sharded_says_why(run):
     config = run("tiny_lora_bf16", "model.storage=nf4")
@@ -283,8 +262,10 @@ def test_a_speed_is_that_of_all_gpus(run):
     assert f" {count(found.prediction.tokens_per_s)} tokens/s" in _shown(found)
 
 
-def test_nothing_to_choose_from():
-    assert Choices((), "").best is None
+def test_many_gpus_are_taken_to_be_in_one_machine():
+    few, many = (Choices((Choice((), None, place_of("H100", gpus=n)),), "") for n in (8, 16))
+    assert "one machine" not in _shown(few)
+    assert "one machine" in _shown(many)
 
 
 def _shown(found) -> str:
