@@ -42,7 +42,7 @@ def estimate(
     ] = False,
     advice: Annotated[
         bool | None,
-        typer.Option(help="Measure what to change; by itself when it does not fit easily."),
+        typer.Option(help="Predict what to change; by itself when it does not fit easily."),
     ] = None,
     fit: Annotated[
         Fit | None,

@@ -1,9 +1,9 @@
 """Advice on a run: what to change when it does not fit, and what makes it faster when it does.
 
-Every applicable change (`finetune.estimator.knobs`) is measured by a rehearsal, so "frees 11 GiB"
+Every applicable change (`finetune.estimator.knobs`) is predicted by a rehearsal, so "frees 11 GiB"
 and "12 % slower" (time per token and device) hold for this run on this hardware, and savings that
 two changes share are counted once. Memory is extrapolated from the model's first layers
-(`measure_fast`).
+(`predict_fast`).
 
 *A set that fits* is found greedily (`_Advisor.together`). Kinds of changes are added until the run
 fits, by rank (same training, lower precision, adapters, more GPUs) and within a rank by cost in
@@ -18,32 +18,19 @@ most expensive first, and strong ones replaced by milder ones. The set is small,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-from finetune.config.recipe import with_overrides
-from finetune.config.schema import RunConfig
-from finetune.errors import FinetuneError
-from finetune.estimator.knobs import (
-    GAIN,
-    RANKS,
-    Change,
-    Rank,
-    as_typed,
-    changes,
-    speedups,
-    typed,
-)
-from finetune.estimator.measure import FirstLayers, Measured, Option, rehearse_first_layers
+from finetune.estimator.knobs import GAIN, RANKS, Change, as_typed, changes, speedups
 from finetune.estimator.memory.footprint import Fit
-from finetune.estimator.memory.sharding import shares_model
-from finetune.hardware.gpus import Place
-from finetune.hardware.requirements import check_optimizer_here
+from finetune.estimator.predict import Prediction
+from finetune.estimator.variants import Variant, changed, with_changes
 from finetune.logging import PIPE_WIDTH, plain_table
 from finetune.units import MEMORY, percent, size
 
@@ -53,53 +40,35 @@ FREE = 0.01
 LEAST = 0.002
 
 
-@dataclass(frozen=True)
-class Advice(Option):
-    """A measured change.
+def facts_of(advice: Variant) -> dict[str, Any]:
+    return {
+        "change": list(advice.change),
+        "frees_bytes": advice.frees,
+        "slower": advice.slower,
+        "fit": advice.fit,
+        "trains": advice.rank,
+        "why": advice.why,
+    }
 
-    Attributes:
-        frees: Allocated bytes freed; negative: used.
-        slower: Relative increase of the time per token, negative if faster; None if unknown.
-    """
 
-    frees: int
-    slower: float | None
-    why: str
-    rank: Rank = "same"
+def memory_of(advice: Variant) -> str:
+    """`frees 3.0 GiB`."""
+    shown = size(abs(advice.frees), MEMORY, whole_below="GiB")
+    return f"{'frees' if advice.frees >= 0 else 'takes'} {shown}"
 
-    def facts(self) -> dict[str, Any]:
-        return {
-            "change": list(self.change),
-            "frees_bytes": self.frees,
-            "slower": self.slower,
-            "fit": self.fit,
-            "trains": self.rank,
-            "why": self.why,
-        }
 
-    @property
-    def typed(self) -> str:
-        return as_typed(self.change)
-
-    @property
-    def memory(self) -> str:
-        """`frees 3.0 GiB`."""
-        shown = size(abs(self.frees), MEMORY, whole_below="GiB")
-        return f"{'frees' if self.frees >= 0 else 'takes'} {shown}"
-
-    @property
-    def speed(self) -> str:
-        """`12% slower` or `2.1x the time`, each of the GPUs where their number changes."""
-        if self.slower is None:
-            return "?"
-        each = ", each GPU" if self.rank == "devices" else ""
-        if abs(self.slower) < FREE:
-            return f"as fast{each}"
-        if self.slower > 0.5:
-            return f"{1 + self.slower:.1f}x the time{each}"
-        if self.slower > 0:
-            return f"{percent(self.slower, 0)} slower{each}"
-        return f"{percent(1 / (1 + self.slower) - 1, 0)} faster{each}"
+def speed_of(advice: Variant) -> str:
+    """`12% slower` or `2.1x the time`, each of the GPUs where their number changes."""
+    slower, each = advice.slower, ", each GPU" if advice.rank == "devices" else ""
+    if slower is None:
+        return "?"
+    if abs(slower) < FREE:
+        return f"as fast{each}"
+    if slower > 0.5:
+        return f"{1 + slower:.1f}x the time{each}"
+    if slower > 0:
+        return f"{percent(slower, 0)} slower{each}"
+    return f"{percent(1 / (1 + slower) - 1, 0)} faster{each}"
 
 
 @dataclass(frozen=True)
@@ -110,21 +79,21 @@ class Advised:
     """
 
     fit: Fit
-    each: tuple[Advice, ...] = ()
-    together: Advice | None = None
-    faster: tuple[Advice, ...] = ()
+    each: tuple[Variant, ...] = ()
+    together: Variant | None = None
+    faster: tuple[Variant, ...] = ()
 
     def facts(self) -> dict[str, Any]:
         return {
             "fit": self.fit,
-            "each": [advice.facts() for advice in self.each],
-            "together": None if self.together is None else self.together.facts(),
-            "faster": [advice.facts() for advice in self.faster],
+            "each": [*map(facts_of, self.each)],
+            "together": None if self.together is None else facts_of(self.together),
+            "faster": [*map(facts_of, self.faster)],
         }
 
     def __rich__(self) -> RenderableType:
         if self.fit == "fits":
-            nothing = f"none of the changes measured makes it {percent(GAIN, 0)} faster"
+            nothing = f"none of the changes looked at makes it {percent(GAIN, 0)} faster"
             return _Table("to make it faster", self.faster) if self.faster else Text(nothing)
         parts: list[RenderableType] = [_Table("what to change", self.each)] if self.each else []
         if (found := self.together) is None:
@@ -132,9 +101,11 @@ class Advised:
                 "no set of these changes makes it fit: a smaller model, or a GPU with more memory"
             )
             return Group(*parts, Text(nothing, "bold"))
-        cost = [found.memory, *([] if found.slower is None else [found.speed])]
+        cost = [memory_of(found), *([] if found.slower is None else [speed_of(found)])]
         cost += ["changes training"] if found.rank in ("otherwise", "adapters") else []
-        line = Text.assemble(("fits with ", "bold green"), found.typed, f" ({', '.join(cost)})")
+        line = Text.assemble(
+            ("fits with ", "bold green"), as_typed(found.change), f" ({', '.join(cost)})"
+        )
         return Group(*parts, line)
 
 
@@ -143,30 +114,30 @@ class _Table:
     """A change per line; in a terminal its settings, and below them what comes of it."""
 
     title: str
-    advices: Sequence[Advice]
+    advices: Sequence[Variant]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width >= PIPE_WIDTH:
             titles = (self.title, "memory", "speed", "then it", "what that is")
             table = plain_table(*titles)
             for one in self.advices:
-                table.add_row(one.typed, one.memory, one.speed, one.fit, one.why)
+                table.add_row(as_typed(one.change), memory_of(one), speed_of(one), one.fit, one.why)
             yield table
             return
         yield Text(self.title, "bold")
         for one in self.advices:
-            yield Text(one.typed)
-            outcome = f"{one.memory}, {one.speed}, {one.fit}: {one.why}"
+            yield Text(as_typed(one.change))
+            outcome = f"{memory_of(one)}, {speed_of(one)}, {one.fit}: {one.why}"
             yield Padding(Text(outcome, "dim"), (0, 0, 0, 2), expand=False)
 
 
-def advise(measured: Measured) -> Advised:
-    """Measure changes that make a run fit, or make one that fits faster."""
-    advisor = _Advisor(measured)
-    if measured.fit == "fits":
-        return Advised(measured.fit, faster=tuple(advisor.faster()))
+def advise(asked: Prediction) -> Advised:
+    """Predict changes that make a run fit, or make one that fits faster."""
+    advisor = _Advisor(asked)
+    if asked.fit == "fits":
+        return Advised(asked.fit, faster=tuple(advisor.faster()))
     each = tuple(advisor.each())
-    return Advised(measured.fit, each, advisor.together(each))
+    return Advised(asked.fit, each, advisor.together(each))
 
 
 class _Pick(NamedTuple):
@@ -176,124 +147,61 @@ class _Pick(NamedTuple):
     index: int
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """The run with some changes made."""
-
-    config: RunConfig
-    made: tuple[Change, ...] = ()
-
-    @property
-    def gpus(self) -> int | None:
-        """Number of GPUs, if changed."""
-        return next((c.gpus for c in reversed(self.made) if c.gpus is not None), None)
-
-    def but(self, change: Change) -> _Variant:
-        """Add one change; raises ConfigError if it conflicts with the others."""
-        return _Variant(with_overrides(self.config, change.overrides), (*self.made, change))
+Made = tuple[Change, ...]
+"""Changes made one after the other; none: the run as asked for."""
 
 
 class _Advisor:
-    """Variants of one run, each measured once."""
+    """Variants of one run, each predicted once."""
 
-    def __init__(self, asked: Measured) -> None:
-        self._asked, self._place = asked, asked.place
-        self._start = _Variant(asked.config)
-        self._seen: dict[tuple[str, int], Measured | None] = {}
-        self._last: tuple[str, FirstLayers] | None = None
+    def __init__(self, asked: Prediction) -> None:
+        self._asked = asked
+        self._seen: dict[Made, Variant] = {}
         self._frees: dict[str, int] = {}  # kind -> most bytes that one of its changes frees alone
 
-    # --------------------------------------------------------------------------------- one variant
+    def _with(self, made: Made) -> Variant:
+        if made not in self._seen:
+            self._seen[made] = with_changes(self._asked, made)
+        return self._seen[made]
 
-    def _there(self, variant: _Variant) -> Place:
-        return self._place if variant.gpus is None else replace(self._place, count=variant.gpus)
-
-    def _offered(self, variant: _Variant, kind: str | None = None) -> list[Change]:
+    def _offered(self, made: Made, kind: str | None = None) -> list[Change]:
         """Changes that still apply (of one kind, if given), mildest first."""
-        place = self._there(variant)
-        every = changes(variant.config, place.device, place.count)
+        config, place = changed(self._asked, made)
+        every = changes(config, place.device, place.count)
         return [change for change in every if kind in (None, change.kind)]
-
-    def _measured(self, variant: _Variant) -> Measured | None:
-        """Memory and time of a variant; None if it cannot run."""
-        key = (_key(variant.config), self._there(variant).count)
-        if key not in self._seen:
-            try:
-                self._seen[key] = self._rehearsed(variant.config, self._there(variant))
-            except FinetuneError:
-                self._seen[key] = None
-        return self._seen[key]
-
-    def _rehearsed(self, config: RunConfig, place: Place) -> Measured:
-        """Rehearse a variant; device counts share a rehearsal if they agree on sharding."""
-        check_optimizer_here(config.train, place.device)
-        key = f"{shares_model(config, place)} {_key(config, without=('fsdp', 'fsdp_config'))}"
-        if self._last is None or self._last[0] != key:
-            self._last = key, rehearse_first_layers(config, place)
-        return replace(self._last[1], config=config).at(place)
-
-    def _advice(self, variant: _Variant, why: str, rank: Rank) -> Advice | None:
-        """Compare a variant with the unchanged run; None if it cannot run."""
-        found = self._measured(variant)
-        if found is None:
-            return None
-        frees = self._asked.footprint.allocated - found.footprint.allocated
-        return Advice(typed(variant.made), found, frees, self._slower(variant), why, rank)
-
-    def _alone(self, change: Change) -> Advice | None:
-        try:
-            variant = self._start.but(change)
-        except FinetuneError:
-            return None
-        return self._advice(variant, change.why, change.rank)
-
-    def _slower(self, variant: _Variant) -> float | None:
-        """Relative increase of the time per token; None if unknown."""
-        found, before = self._measured(variant), self._asked.pace
-        if found is None or found.pace is None or before is None:
-            return None
-        return before.tokens_per_s / found.pace.tokens_per_s - 1
-
-    def _fits(self, picks: Iterable[_Pick]) -> bool:
-        found = self._measured(self._composed(picks))
-        return found is not None and found.fit == "fits"
 
     # ------------------------------------------------------------------------------ single changes
 
-    def each(self) -> list[Advice]:
+    def each(self) -> list[Variant]:
         """Single changes that free memory; of micro-batch sizes only the largest and smallest."""
-        between = self._offered(self._start, "micro-batch")[1:-1]
-        found: list[Advice] = []
-        for change in self._offered(self._start):
+        between = self._offered((), "micro-batch")[1:-1]
+        found: list[Variant] = []
+        for change in self._offered(()):
             if change in between:
                 continue
-            advice = self._alone(change)
-            if advice is not None and advice.frees > LEAST * self._asked.footprint.allocated:
-                found.append(advice)
-                self._frees[change.kind] = max(advice.frees, self._frees.get(change.kind, 0))
+            alone = self._with((change,))
+            if alone.frees > LEAST * self._asked.footprint.allocated:
+                found.append(alone)
+                self._frees[change.kind] = max(alone.frees, self._frees.get(change.kind, 0))
         return sorted(found, key=lambda a: (RANKS.index(a.rank), _price(a.slower), -a.frees))
 
-    def faster(self) -> list[Advice]:
+    def faster(self) -> list[Variant]:
         """At most two changes that fit and gain more than `GAIN` in speed."""
         asked, pace = self._asked, self._asked.pace
         if pace is None:
             return []
-        found = []
-        device = self._place.device
-        for change in speedups(asked.config, device, pace.share, compiled=asked.compiled):
-            advice = self._alone(change)
-            if advice is None or advice.fit != "fits" or advice.slower is None:
-                continue
-            if 1 / (1 + advice.slower) - 1 > GAIN:
-                found.append(advice)
-        best: dict[str, Advice] = {}
-        for advice in sorted(found, key=lambda a: (_price(a.slower), -a.frees)):
-            best.setdefault(advice.why, advice)
+        device = asked.place.device
+        every = speedups(asked.config, device, pace.share, compiled=asked.compiled)
+        alone = [self._with((change,)) for change in every]
+        found = [a for a in alone if a.fit == "fits" and a.times is not None and a.times - 1 > GAIN]
+        best: dict[str, Variant] = {}
+        for one in sorted(found, key=lambda a: (_price(a.slower), -a.frees)):
+            best.setdefault(one.why, one)
         return list(best.values())[:2]
 
     # ------------------------------------------------------------------------------ sets of changes
 
-    def together(self, each: Sequence[Advice]) -> Advice | None:
+    def together(self, each: Sequence[Variant]) -> Variant | None:
         """The cheapest set of changes found that fits (see the module docstring), or None."""
         picks: list[_Pick] = []
         for kind in self._order(each):
@@ -301,20 +209,15 @@ class _Advisor:
             if added is None:
                 continue
             picks.append(added)
-            if self._fits(picks):
-                break
-        else:
-            return None
-        variant = self._composed(self._without_waste(picks))
-        why = "; ".join(change.why for change in variant.made)
-        rank = RANKS[max(RANKS.index(change.rank) for change in variant.made)]
-        return self._advice(variant, why, rank)
+            if self._picked(picks).fit == "fits":
+                return self._picked(self._without_waste(picks))
+        return None
 
-    def _order(self, each: Sequence[Advice]) -> list[str]:
+    def _order(self, each: Sequence[Variant]) -> list[str]:
         """Kinds of changes in the order in which they are tried."""
         prices: dict[str, tuple[int, float]] = {}
-        costs = {advice.change: advice.slower for advice in each}
-        for number, change in enumerate(self._offered(self._start)):
+        costs = {one.change: one.slower for one in each}
+        for number, change in enumerate(self._offered(())):
             cost = costs.get(change.typed)
             # A change that frees nothing alone comes last in its rank: combined it may.
             price = (RANKS.index(change.rank), 1e9 + number if cost is None else _price(cost))
@@ -323,14 +226,12 @@ class _Advisor:
 
     def _strongest(self, picks: list[_Pick], kind: str) -> _Pick | None:
         """The strongest change of a kind that still frees memory after `picks`."""
-        variant = self._composed(picks)
-        count = len(self._offered(variant, kind))
+        count = len(self._offered(self._made(picks), kind))
         if count and kind in self._frees and self._is_far(picks, kind):
             return _Pick(kind, count - 1)
-        before = self._measured(variant)
+        before = _need(self._picked(picks))
         for index in reversed(range(count)):
-            found = self._measured(self._composed([*picks, _Pick(kind, index)]))
-            if found is not None and (before is None or _need(found) < _need(before)):
+            if _need(self._picked([*picks, _Pick(kind, index)])) < before:
                 return _Pick(kind, index)
         return None
 
@@ -338,15 +239,18 @@ class _Advisor:
         """True if twice the sum of the individual savings would not suffice."""
         freed = sum(self._frees.get(name, 0) for name in (kind, *(pick.kind for pick in picks)))
         asked = self._asked.footprint
-        return asked.allocated + asked.outside - 2 * freed > self._place.memory_bytes
+        return asked.allocated + asked.outside - 2 * freed > self._asked.place.memory_bytes
 
-    def _composed(self, picks: Iterable[_Pick]) -> _Variant:
-        """The run with the picks applied in order, skipping those that no longer apply."""
-        variant = self._start
+    def _made(self, picks: Iterable[_Pick]) -> Made:
+        """The picks as changes in order, without those that no longer apply."""
+        made: Made = ()
         for pick in picks:
-            if alike := self._offered(variant, pick.kind):
-                variant = variant.but(alike[min(pick.index, len(alike) - 1)])
-        return variant
+            if alike := self._offered(made, pick.kind):
+                made = (*made, alike[min(pick.index, len(alike) - 1)])
+        return made
+
+    def _picked(self, picks: Iterable[_Pick]) -> Variant:
+        return self._with(self._made(picks))
 
     def _without_waste(self, picks: list[_Pick]) -> list[_Pick]:
         """Drop unneeded picks that cost speed; replace others by milder ones that suffice."""
@@ -354,35 +258,31 @@ class _Advisor:
             number = picks.index(pick)
             before, after = picks[:number], picks[number + 1 :]
             # At the edge a run may fit by its first layers, and not as a whole: one pick stays.
-            if (before or after) and self._fits([*before, *after]):
+            if (before or after) and self._picked([*before, *after]).fit == "fits":
                 if self._worth(pick) > (0, -FREE):
                     picks = [*before, *after]
             elif pick.index:
                 milder = (_Pick(pick.kind, index) for index in range(pick.index + 1))
                 sets = [[*before, other, *after] for other in milder]
-                fitting = [s for s in sets if self._fits(s)]
-                picks = min(fitting, key=lambda s: _price(self._slower(self._composed(s))))
+                fitting = [s for s in sets if self._picked(s).fit == "fits"]
+                picks = min(fitting, key=lambda s: _price(self._picked(s).slower))
         return picks
 
     def _worth(self, pick: _Pick) -> tuple[int, float]:
         """Cost of a pick: rank, then its slowdown alone."""
-        alike = self._offered(self._start, pick.kind)
+        alike = self._offered((), pick.kind)
         if not alike:  # applies only after another change: takes that one's rank
             return 1, 0.0
-        change = alike[min(pick.index, len(alike) - 1)]
-        slower = self._slower(self._start.but(change))
-        return RANKS.index(change.rank), FREE if slower is None else _price(slower)
-
-
-def _key(config: RunConfig, without: tuple[str, ...] = ()) -> str:
-    train = {k: v for k, v in config.train.items() if k not in without}
-    return config.model_copy(update={"train": train}).model_dump_json()
+        alone = self._with((alike[min(pick.index, len(alike) - 1)],))
+        return RANKS.index(alone.rank), FREE if alone.slower is None else _price(alone.slower)
 
 
 def _price(slower: float | None) -> float:
     # in steps of 0.001, so that rounding noise does not affect the order
-    return float("inf") if slower is None else round(slower, 3)
+    return math.inf if slower is None else round(slower, 3)
 
 
-def _need(measured: Measured) -> tuple[int, int]:
-    return measured.footprint.allocated, measured.footprint.shown
+def _need(variant: Variant) -> tuple[float, float]:
+    if variant.prediction is None:
+        return math.inf, math.inf
+    return variant.prediction.footprint.allocated, variant.prediction.footprint.shown

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings, padding_free
 from finetune.estimator.knobs import EXPANDABLE, attends_by_mask
-from finetune.estimator.measure import Measured
+from finetune.estimator.predict import Prediction
 from finetune.hardware.device import shown_capability
 from finetune.hardware.requirements import TAKEN
 
@@ -17,17 +17,17 @@ ONE_MACHINE = (
 )
 
 
-def caveats(measured: Measured) -> tuple[str, ...]:
+def caveats(prediction: Prediction) -> tuple[str, ...]:
     """Caveats that apply to one configuration at one place."""
-    config, train, place = measured.config, measured.config.train, measured.place
+    config, train, place = prediction.config, prediction.config.train, prediction.place
     on_gpu, notes = place.device.kind == "cuda", []
-    pace = measured.pace
+    pace = prediction.pace
     masked = on_gpu and attends_by_mask(config, place.device)
     if masked and pace is not None and pace.share("attention") > 0.2:
         notes.append(
             f"attention is {pace.share('attention'):.0%} of the step: rows packed into one make an "
             "explicit mask, which flash attention does not take and other kernels compute in full. "
-            "~model.attention needs no mask; --advice measures it"
+            "~model.attention needs no mask; --advice predicts it"
         )
     if on_gpu and padding_free(train) and not masked:
         notes.append(
@@ -44,7 +44,7 @@ def caveats(measured: Measured) -> tuple[str, ...]:
             "predicts for one that is"
         )
     capability = place.device.capability or (8, 0)
-    in_bf16 = measured.resolution.precision.compute == "bf16"
+    in_bf16 = prediction.resolution.precision.compute == "bf16"
     if on_gpu and not place.device.is_rocm and capability < (8, 0) and in_bf16:
         name = place.gpu.name if place.gpu is not None else place.device.name
         notes.append(
@@ -52,16 +52,16 @@ def caveats(measured: Measured) -> tuple[str, ...]:
             "8.0): torch converts each operand, and steps take longer than predicted, which is for "
             "FP16; precision.compute=fp16"
         )
-    if on_gpu and measured.compiled:
+    if on_gpu and prediction.compiled:
         notes.append(
             "torch.compile is modelled by its own rules of fusion and partition, and not run"
         )
-    if measured.resolution.precision.compile_requested == "on" and not measured.compiled:
+    if prediction.resolution.precision.compile_requested == "on" and not prediction.compiled:
         notes.append(
             "precision.compile=on is predicted to change nothing: it leaves out layers that "
             "multiply by parameters in FP8, and one layer called many times is not modelled"
         )
-    if TAKEN.reason in measured.resolution.reason:
+    if TAKEN.reason in prediction.resolution.reason:
         notes.append(
             "Transformer Engine is taken to be installed there; its layers are modelled from its "
             "sources, not run: memory within some per cent of the FP8 copies either way"
@@ -89,12 +89,12 @@ def caveats(measured: Measured) -> tuple[str, ...]:
             "rows are taken to have train.max_length tokens: shorter ones take less memory and "
             f"time, and reserve more where lengths change, without {EXPANDABLE}"
         )
-    return (*notes, *_of_several(measured))
+    return (*notes, *_of_several(prediction))
 
 
-def _of_several(measured: Measured) -> Iterator[str]:
+def _of_several(prediction: Prediction) -> Iterator[str]:
     """Caveats of training on several devices."""
-    train, place = measured.config.train, measured.place
+    train, place = prediction.config.train, prediction.place
     if place.count == 1:
         if train.get("fsdp"):
             yield "train.fsdp needs several GPUs, refused on one; predicted without it"

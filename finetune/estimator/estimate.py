@@ -19,21 +19,19 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
-from finetune.estimator.alternatives import (
-    Alternative,
-    Rung,
+from finetune.estimator.caveats import caveats
+from finetune.estimator.knobs import setting
+from finetune.estimator.ladder import Rung, ladder_of, ladder_table
+from finetune.estimator.memory.footprint import Fit
+from finetune.estimator.predict import Prediction, check_sizes, predict
+from finetune.estimator.speed.timing import Pace
+from finetune.estimator.variants import (
+    Variant,
     alternatives_of,
     fitting_twin_of,
-    ladder_of,
-    ladder_table,
     table_of,
     twin_of,
 )
-from finetune.estimator.caveats import caveats
-from finetune.estimator.knobs import setting
-from finetune.estimator.measure import Measured, check_sizes, measure_well
-from finetune.estimator.memory.footprint import Fit
-from finetune.estimator.speed.timing import Pace
 from finetune.hardware.gpus import Gpu, Place, place_of
 from finetune.logging import plain_table
 from finetune.units import GIB, MEMORY, MIB, count, duration, percent, size
@@ -58,7 +56,7 @@ class Estimate(JupyterMixin):
 
     Attributes:
         name: Recipe or model name.
-        measured: Memory and time at a place.
+        prediction: Memory and time at a place.
         twin: The same run in BF16 or FP8, whichever it does not use.
         fitting: The twin with gradient checkpointing, if without it only the FP8 run fits.
         others: Alternatives, if requested.
@@ -70,10 +68,10 @@ class Estimate(JupyterMixin):
     """
 
     name: str
-    measured: Measured
-    twin: Alternative | None = None
-    fitting: Alternative | None = None
-    others: tuple[Alternative, ...] = ()
+    prediction: Prediction
+    twin: Variant | None = None
+    fitting: Variant | None = None
+    others: tuple[Variant, ...] = ()
     advised: Advised | None = None
     notes: tuple[str, ...] = ()
     tokens: int | None = None
@@ -83,20 +81,20 @@ class Estimate(JupyterMixin):
     @cached_property
     def ladder(self) -> tuple[Rung, ...]:
         """What each setting of the run brings in speed, from stock settings on; takes seconds."""
-        return ladder_of(self.measured, self.twin, self.fitting) if self.compares else ()
+        return ladder_of(self.prediction, self.twin, self.fitting) if self.compares else ()
 
     @property
     def place(self) -> Place:
-        return self.measured.place
+        return self.prediction.place
 
     @property
     def fit(self) -> Fit:
-        return self.measured.fit
+        return self.prediction.fit
 
     @property
     def tokens_per_s(self) -> float | None:
         """Throughput of all devices."""
-        return self.measured.tokens_per_s
+        return self.prediction.tokens_per_s
 
     @property
     def run_seconds(self) -> float | None:
@@ -121,7 +119,7 @@ class Estimate(JupyterMixin):
             "devices": self.place.count,
             "memory_bytes": self.place.memory_bytes,
             "fit": self.fit,
-            **_facts(self.measured),
+            **_facts(self.prediction),
             "run": {
                 "tokens": self.tokens,
                 "seconds": self.run_seconds,
@@ -141,23 +139,29 @@ class Estimate(JupyterMixin):
 
     def answer(self) -> Iterator[RenderableType]:
         """Memory, time and alternatives of the run."""
-        measured, held, memory = self.measured, self.measured.footprint, self.place.memory_bytes
+        prediction, held, memory = (
+            self.prediction,
+            self.prediction.footprint,
+            self.place.memory_bytes,
+        )
         need = f"{_size(held.shown)} of {_size(memory)}"
         if self.fit == "does not fit":
             need = f"needs {_size(held.allocated + held.outside)} of {_size(memory)}"
         yield Text.assemble(
-            (self.name, "bold"), f" on {self.place}: ", (measured.resolution.label, "bold"), ", ",
+            (self.name, "bold"), f" on {self.place}: ", (prediction.resolution.label, "bold"), ", ",
             (self.fit, STYLE[self.fit]), f" ({need})",
         )  # fmt: skip
-        counts = f"{count(measured.parameters)} parameters, {count(measured.trainable)} trainable"
-        saving = "on" if setting(measured.config, CHECKPOINTING) else "off"
+        counts = (
+            f"{count(prediction.parameters)} parameters, {count(prediction.trainable)} trainable"
+        )
+        saving = "on" if setting(prediction.config, CHECKPOINTING) else "off"
         yield Text(f"{counts}; gradient checkpointing {saving}", "dim")
         yield Text()
         yield self._memory()
         yield from self._allocator()
-        if measured.pace is not None:
+        if prediction.pace is not None:
             yield Text()
-            yield from self._time(measured.pace)
+            yield from self._time(prediction.pace)
         twin = [each for each in (self.twin, self.fitting) if each]
         beside = twin + [x for x in self.others if x.change not in {t.change for t in twin}]
         if beside:
@@ -177,7 +181,7 @@ class Estimate(JupyterMixin):
             yield ladder_table(self.ladder)
 
     def _memory(self) -> Table:
-        held = self.measured.footprint
+        held = self.prediction.footprint
         table = plain_table("peak memory during")
         for phase in held.phases:
             style = "bold" if phase == held.highest else "dim"
@@ -192,7 +196,7 @@ class Estimate(JupyterMixin):
         return table
 
     def _allocator(self) -> Iterator[Text]:
-        held = self.measured.footprint
+        held = self.prediction.footprint
         if held.owned > 0.05 * held.tensors:
             owner = held.owner or "output head and loss"
             yield Text(f"largest temporary at the peak: {owner}, {_size(held.owned)}")
@@ -230,7 +234,7 @@ class Estimate(JupyterMixin):
     def _verdict(self) -> Iterator[Text]:
         if self.twin is None or self.twin.speed is None:
             return
-        is_fp8 = self.measured.config.precision.compute == "fp8"
+        is_fp8 = self.prediction.config.precision.compute == "fp8"
         gain = 1 / self.twin.speed.value if is_fp8 else self.twin.speed.value
         pays = f"FP8 runs at {gain:.2f}x the speed of BF16 here"
         lost = f"FP8 does not pay here: {gain:.2f}x the speed of BF16"
@@ -240,7 +244,7 @@ class Estimate(JupyterMixin):
                 f"does not fit without gradient checkpointing ({gain:.2f}x if it did)"
             )
         yield Text(pays if gain > 1.02 else lost, "bold")
-        for reason in self.twin.why:
+        for reason in self.twin.reasons:
             yield Text(f"  {reason}")
 
 
@@ -249,14 +253,14 @@ def _rough(number: float) -> str:
     return count(float(f"{number:.2g}"))
 
 
-def _facts(measured: Measured) -> dict[str, Any]:
+def _facts(prediction: Prediction) -> dict[str, Any]:
     """Memory and time of one configuration as plain data, in bytes and seconds."""
-    held, pace = measured.footprint, measured.pace
+    held, pace = prediction.footprint, prediction.pace
     return {
-        "precision": measured.resolution.label,
-        "parameters": measured.parameters,
-        "trainable": measured.trainable,
-        "compiled": measured.compiled,
+        "precision": prediction.resolution.label,
+        "parameters": prediction.parameters,
+        "trainable": prediction.trainable,
+        "compiled": prediction.compiled,
         "memory": {
             "tensors": held.tensors,
             "allocated": held.allocated,
@@ -309,9 +313,9 @@ def estimate(
         length: Tokens of the longest row; default: `train.max_length`.
         tokens: Tokens of the whole run, for its time and cost; default: from `train.max_steps`.
         price: Price per GPU and hour; default: that of the table, if set there.
-        alternatives: Also measure other scalings, backends, optimizers and storages.
-        twin: Also measure the same run in the other precision.
-        advice: Measure changes that make it fit or faster; default: unless it fits with margin.
+        alternatives: Also predict other scalings, backends, optimizers and storages.
+        twin: Also predict the same run in the other precision.
+        advice: Predict changes that make it fit or faster; default: unless it fits with margin.
         whole: Rehearse all layers. By default the first ones are extrapolated, which is exact.
 
     Raises:
@@ -332,21 +336,21 @@ def estimate(
     if length is not None:
         config = with_overrides(config, [f"train.max_length={length}"])
     check_sizes(config)
-    measured = measure_well(config, place, whole=whole)
+    prediction = predict(config, place, whole=whole)
     if price is None and place.gpu is not None:
         price = place.gpu.price_usd_per_hour
     steps = int(config.train.get("max_steps", -1))
-    if tokens is None and steps > 0 and measured.pace is not None:
-        tokens = steps * measured.pace.tokens * place.count
-    other = twin_of(measured) if twin else None
+    if tokens is None and steps > 0 and prediction.pace is not None:
+        tokens = steps * prediction.pace.tokens * place.count
+    other = twin_of(prediction) if twin else None
     return Estimate(
         name,
-        measured,
+        prediction,
         other,
-        fitting_twin_of(measured, other),
-        tuple(alternatives_of(measured)) if alternatives else (),
-        advise(measured) if advice or (advice is None and measured.fit != "fits") else None,
-        caveats(measured),
+        fitting_twin_of(prediction, other),
+        tuple(alternatives_of(prediction)) if alternatives else (),
+        advise(prediction) if advice or (advice is None and prediction.fit != "fits") else None,
+        caveats(prediction),
         tokens,
         price,
         twin,

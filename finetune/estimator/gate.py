@@ -23,7 +23,7 @@ from finetune.config.sft import padding_free
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.knobs import EXPANDABLE, as_typed, changes, rows_of, setting
-from finetune.estimator.measure import Measured, measure
+from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import Device, available_gib, processes
 from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
@@ -164,7 +164,7 @@ def _does_not_fit(
 
 
 def advice(config: RunConfig, device: Device) -> str:
-    """Changes for a run that does not fit, without their measured effect."""
+    """Changes for a run that does not fit, without their effect."""
     hints = {"method": " (adapters: the recipe's _lora_ sibling)"}
     offered = (c for c in changes(config, device) if c.kind in KINDS_IN_BOUND)
     steps = [as_typed(change.typed) + hints.get(change.kind, "") for change in offered]
@@ -288,20 +288,7 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     return 2 * need.total + GIB / 2 + tokens * (ACTIVATION_BYTES * widths + SCORE_BYTES * scores)
 
 
-# ---------------------------------------------------------------------------------------- rehearsal
-
-
-_KNOWN: dict[str, Measured] = {}
-"""Rehearsals of this process, by everything that memory depends on: its checks repeat some."""
-
-
-def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Measured:
-    """Measure a run, or one with another batch, which leaves the precision plan as it is."""
-    without = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
-    train = {k: v for k, v in config.train.items() if k not in without}
-    facts = config.model_dump(exclude={"data", "eval"}) | {"train": train}
-    key = f"{run.processes} {run.device} {padded} {facts}"
-    if key not in _KNOWN:
-        place, known = place_here(run.device, run.processes), (run.resolution, run.plan)
-        _KNOWN[key] = measure(config, place, padded=padded, known=known)
-    return _KNOWN[key]
+def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Prediction:
+    """Predict a run, or one with another batch, which leaves the precision plan as it is."""
+    place = place_here(run.device, run.processes)
+    return predict_whole(config, place, padded=padded, known=(run.resolution, run.plan))

@@ -1,6 +1,6 @@
 """Command-line changes that may free memory or time, limited to those that apply. No torch.
 
-`finetune.estimator.advice` measures their effect; `finetune.estimator.gate` only names them. Ranks:
+`finetune.estimator.advice` predicts their effect; `finetune.estimator.gate` only names them. Ranks:
 
     same        same training: gradients equal up to rounding, or equal in expectation
     otherwise   same weights in other formats: 8-bit optimizer states, a 4-bit base
@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from finetune.config.optimizers import chosen
 from finetune.config.schema import FROZEN_SCALINGS, RunConfig
 from finetune.config.sft import padding_free
+from finetune.config.train_section import CHECKPOINTING
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device
 
@@ -38,9 +39,11 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forward: true}")
 # Shortest row length suggested, in tokens.
 SHORTEST = 256
+FP8, BF16, COMPILED = "precision.compute=fp8", "precision.compute=bf16", "precision.compile=on"
+CHECKPOINTED = f"train.{CHECKPOINTING}=true"
 LORA = ("lora.r=16", "lora.alpha=32")
-IN_FP8 = ("precision.compute=fp8", "precision.scaling=rowwise")
-IN_FOUR_BITS = ("precision.compute=bf16", "model.storage=nf4")
+IN_FP8 = (FP8, "precision.scaling=rowwise")
+IN_FOUR_BITS = (BF16, "model.storage=nf4")
 UNMASKED = "model.attention=auto"
 # Adapters need about ten times the learning rate of full fine-tuning; as in the LoRA recipes.
 LORA_RATE = 2e-4
@@ -169,7 +172,7 @@ def _smaller_batches(config: RunConfig) -> Iterator[Change]:
 def _recomputed(config: RunConfig) -> Iterator[Change]:
     if not setting(config, "gradient_checkpointing"):
         why = "activations of a layer are computed again in backward instead of being kept"
-        yield Change("checkpointing", ("train.gradient_checkpointing=true",), why)
+        yield Change("checkpointing", (CHECKPOINTED,), why)
 
 
 def _narrower(config: RunConfig) -> Iterator[Change]:
@@ -246,4 +249,4 @@ def speedups(
     chains = sum(map(share, (StepPart.POINTWISE, StepPart.FP8_CASTS, StepPart.WAITING)))
     if device.kind == "cuda" and not compiled and chains > GAIN:
         why = "torch.compile joins chains of small kernels; the first step takes minutes"
-        yield Change("compile", ("precision.compile=on",), why)
+        yield Change("compile", (COMPILED,), why)

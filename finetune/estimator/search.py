@@ -1,10 +1,10 @@
 """Searches: the largest micro-batch, the longest rows, the best GPU, the fewest GPUs.
 
-Every point is a rehearsal of the model's first layers (`measure_fast`). "Fits" includes the margin.
+Every point is a rehearsal of the model's first layers (`predict_fast`). "Fits" includes the margin.
 Functions raise the `FinetuneError` with which the run itself would fail.
 
 *Largest n.* Memory grows monotonically with n, and both the largest n that fits and n + 1 are
-measured. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
+predicted. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
 quadratic), so few points are needed:
 
     24 GiB, start at 4 rows: 8 GiB, fits; one point gives no slope, so double. 8 rows: 12 GiB, fits.
@@ -31,21 +31,13 @@ from rich.text import Text
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
+from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.errors import FinetuneError
 from finetune.estimator.caveats import ONE_MACHINE
 from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting
-from finetune.estimator.measure import (
-    FirstLayers,
-    Measured,
-    Option,
-    check_sizes,
-    measure_fast,
-    rehearse_first_layers,
-)
 from finetune.estimator.memory.footprint import Fit, Footprint
+from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
-from finetune.hardware.requirements import resolve_there
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
 from finetune.units import GIB, count
@@ -64,37 +56,42 @@ _VERDICTS: tuple[Fit, ...] = ("fits", "tight", "does not fit")
 
 
 @dataclass(frozen=True)
-class Found(Option):
+class Found:
     """The largest `value` of a setting that fits, 0 if none does.
 
     Attributes:
+        change: overrides that set it.
+        prediction: memory and time with it; None if none fits.
         next: Next larger value, which does not fit; None at the upper limit of the search.
-        points: Number of values measured.
+        points: Number of values predicted.
     """
 
+    change: tuple[str, ...]
+    prediction: Prediction | None
     setting: str
     value: int
     next: int | None
     points: int
 
     def facts(self) -> dict[str, Any]:
+        found = self.prediction
         return {
             "setting": self.setting,
             "largest": self.value,
             "too_large": self.next,
             "change": list(self.change) if self.value else None,
-            "allocated_bytes": self.allocated,
-            "tokens_per_s_and_device": self.pace.tokens_per_s if self.pace else None,
+            "allocated_bytes": found.footprint.allocated if found else None,
+            "tokens_per_s_and_device": found.pace.tokens_per_s if found and found.pace else None,
             "points": self.points,
         }
 
     def __rich__(self) -> RenderableType:
-        if self.measured is None:
+        if self.prediction is None:
             return Text(f"{self.setting}: not even the smallest fits", "bold red")
-        tokens_per_s = self.measured.tokens_per_s
+        tokens_per_s = self.prediction.tokens_per_s
         speed = "" if tokens_per_s is None else f", {count(tokens_per_s)} tokens/s"
         end = f"{self.next} does not fit" if self.next else "nothing larger was looked at"
-        shown = f"{self.measured.footprint.shown / GIB:.1f} GiB"
+        shown = f"{self.prediction.footprint.shown / GIB:.1f} GiB"
         return Text.assemble((as_typed(self.change), "bold green"), f" ({shown}{speed}; {end})")
 
 
@@ -153,7 +150,7 @@ def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, 
     """Search the multiples of `step` up to `most`, starting at the configured value."""
     config = _saving(config)
     value, too_large, seen = search(
-        lambda n: measure_fast(with_overrides(config, (f"{name}={n * step}",)), place),
+        lambda n: predict_fast(with_overrides(config, (f"{name}={n * step}",)), place),
         place.memory_bytes,
         start=max(1, asked // step),
         most=max(1, most // step),
@@ -168,17 +165,17 @@ def _saving(config: RunConfig) -> RunConfig:
 
 
 def search(
-    measure: Callable[[int], Measured], memory: int, *, start: int, most: int
-) -> tuple[int, int | None, dict[int, Measured]]:
+    predict: Callable[[int], Prediction], memory: int, *, start: int, most: int
+) -> tuple[int, int | None, dict[int, Prediction]]:
     """Find the largest n in 1..`most` that fits into `memory` bytes (example: module docstring).
 
     Returns:
-        n, 0 if none fits; n + 1, None if that is above `most`; all that was measured.
+        n, 0 if none fits; n + 1, None if that is above `most`; all that was predicted.
     """
-    seen: dict[int, Measured] = {}
+    seen: dict[int, Prediction] = {}
     low, high, n, stuck = 0, most + 1, min(start, most), 0
     while True:
-        seen[n] = measure(n)
+        seen[n] = predict(n)
         if seen[n].footprint.fit(memory) == "fits":
             low = n
         else:
@@ -222,16 +219,22 @@ def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice(Option):
+class Choice:
     """A run at one place, with the overrides it needs; `why` says why it is impossible."""
 
+    change: tuple[str, ...]
+    prediction: Prediction | None
     place: Place
     why: str = ""
 
     @property
+    def fit(self) -> Fit:
+        return self.prediction.fit if self.prediction else "does not fit"
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Throughput of all GPUs."""
-        return self.measured.tokens_per_s if self.measured else None
+        return self.prediction.tokens_per_s if self.prediction else None
 
     @property
     def usd_per_million(self) -> float | None:
@@ -242,14 +245,15 @@ class Choice(Option):
         return price * self.place.count / 3600 / self.tokens_per_s * 1e6
 
     def facts(self) -> dict[str, Any]:
+        held = self.prediction.footprint if self.prediction else None
         return {
             "device": str(self.place),
             "devices": self.place.count,
             "memory_bytes": self.place.memory_bytes,
             "fit": self.fit,
             "change": list(self.change),
-            "allocated_bytes": self.allocated,
-            "shown_bytes": self.measured.footprint.shown if self.measured else None,
+            "allocated_bytes": held.allocated if held else None,
+            "shown_bytes": held.shown if held else None,
             "tokens_per_s": self.tokens_per_s,
             "usd_per_million_tokens": self.usd_per_million,
             "why": self.why,
@@ -277,13 +281,13 @@ class Choices:
         titles = ("GPU", *right[:2], "", *(right[2:] if priced else right[2:3]))
         table = plain_table(*titles, right=right, title=self.order, title_justify="left")
         for choice in self.choices:
-            if choice.measured is None:
+            if choice.prediction is None:
                 table.add_row(str(choice.place), "-", "-", choice.why, style="dim")
                 continue
             speed, cost = choice.tokens_per_s, choice.usd_per_million
             table.add_row(
                 str(choice.place),
-                f"{choice.measured.footprint.shown / GIB:.1f}",
+                f"{choice.prediction.footprint.shown / GIB:.1f}",
                 f"{choice.place.memory_bytes / GIB:.1f}",
                 choice.fit,
                 "?" if speed is None else count(speed),
@@ -306,12 +310,11 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
     and both before an H200 without a price.
     """
     check_sizes(config)
-    seen: dict[Any, FirstLayers] = {}
-    found = []
+    found: list[Choice] = []
     for gpu in gpus_with_own() if gpus is None else gpus:
         place = place_of(gpu)
         try:
-            found.append(Choice((), _on(place, config, seen), place))
+            found.append(Choice((), predict(config, place), place))
         except FinetuneError as error:
             found.append(Choice((), None, place, error.what))
     found.sort(key=_rank)
@@ -320,27 +323,10 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
     return Choices(tuple(found), order)
 
 
-def _on(place: Place, config: RunConfig, seen: dict[Any, FirstLayers]) -> Measured:
-    """Measure on one GPU; GPUs of equal capability and executed precision share a rehearsal."""
-    if decides_checkpointing(config):
-        off = _on(place, with_checkpointing(config, False), seen)
-        return off if off.fit == "fits" else _on(place, with_checkpointing(config, True), seen)
-    resolution, device = resolve_there(config.precision, place), place.device
-    key = (
-        config.train.get(CHECKPOINTING),
-        device.capability,
-        device.is_rocm,
-        resolution.precision.model_dump_json(),
-    )
-    if key not in seen:
-        seen[key] = rehearse_first_layers(config, place)
-    return replace(seen[key], resolution=resolution).at(place)
-
-
 def _rank(choice: Choice) -> tuple[int, int, float, float]:
     """Sort key: verdict, then cost if known, then speed, then memory."""
     memory, cost, speed = choice.place.memory_bytes, choice.usd_per_million, choice.tokens_per_s
-    if choice.measured is None:
+    if choice.prediction is None:
         return len(_VERDICTS), 0, 0.0, memory
     verdict = _VERDICTS.index(choice.fit)
     if cost is not None:
@@ -359,21 +345,17 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     """
     check_sizes(config)
     config, place = _saving(config), place_of(gpu)
-    layers = rehearse_first_layers(config, place)
-    change, typed = SHARDED, ()
-    if config.train.get("fsdp"):  # refused on one GPU
-        change, typed = (), tuple(f"~train.{key}" for key in config.train if "fsdp" in key)
-    tried: list[Choice] = []
-    while place.count <= MOST_GPUS and not (tried and tried[-1].fit == "fits"):
-        try:
-            if place.count == 2:  # from here on weights are gathered: one rehearsal for any count
-                layers = rehearse_first_layers(with_overrides(config, change), place)
-            tried.append(Choice(typed, layers.at(place), place))
-        except FinetuneError as error:
-            tried.append(Choice(typed, None, place, error.why or error.what))
-            break
+    alone = tuple(f"~train.{key}" for key in config.train if "fsdp" in key)  # refused on one GPU
+    shared = () if config.train.get("fsdp") else SHARDED
+    tried = [Choice(alone, predict_fast(config, place), place)]
+    while tried[-1].fit != "fits" and tried[-1].prediction and place.count < MOST_GPUS:
         place = replace(place, count=2 * place.count)
-        typed = (f"--gpus {place.count}", *change)
+        change, found, why = (f"--gpus {place.count}", *shared), None, ""
+        try:
+            found = predict_fast(with_overrides(config, shared), place)
+        except FinetuneError as error:
+            why = error.why or error.what
+        tried.append(Choice(change, found, place, why))
     tried.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
     fits = tried[0].fit == "fits"
     order = "the smallest number that fits" if fits else "none of these numbers fits"

@@ -12,7 +12,7 @@ from finetune.config.paths import list_recipes
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
-from finetune.estimator.measure import measure_fast
+from finetune.estimator.predict import predict_fast
 from finetune.estimator.search import cheapest_gpu
 from finetune.hardware.gpus import gpu_table, place_of
 from finetune.units import GIB
@@ -25,7 +25,7 @@ def preview_gib(recipe: str) -> float:
     config = _compiled(recipe)
     if decides_checkpointing(config):
         config = with_checkpointing(config, True)
-    held = measure_fast(config, place_of("H100")).footprint
+    held = predict_fast(config, place_of("H100")).footprint
     return round((held.allocated + held.outside) / GIB, 2)
 
 

@@ -23,15 +23,15 @@ RECIPES = {"llama_8b_full_fp8": 10.0, "llama_8b_lora_bf16": 10.0, "llama_70b_lor
 IMPORTS = "import gc, os; gc.disable(); import trl.trainer.sft_trainer; os._exit(0)"
 POINT = """
 import json, resource, sys, time
-from finetune.estimator.measure import measure_fast
+from finetune.estimator.predict import predict_fast
 from finetune.hardware.gpus import place_of
 from finetune.config.recipe import load_recipe, with_overrides
 config, place = load_recipe(sys.argv[1]).config, place_of("H100")
-measure_fast(config, place)
+predict_fast(config, place)
 times = []
 for rows in (1, 2, 3):
     started = time.perf_counter()
-    measure_fast(with_overrides(config, (f"train.per_device_train_batch_size={rows}",)), place)
+    predict_fast(with_overrides(config, (f"train.per_device_train_batch_size={rows}",)), place)
     times.append(time.perf_counter() - started)
 print(json.dumps([min(times), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]))
 """

@@ -206,13 +206,13 @@ def test_the_parts_of_a_peak_are_there(job) -> None:
 
 
 def test_rows_go_through_the_functions_of_estimate(job, monkeypatch) -> None:
-    from finetune.estimator import measure
+    from finetune.estimator import predict
     from tests.benchmarks.score.memory import memory_of
 
     seen = []
-    rehearse = measure.rehearse
+    rehearse = predict.rehearse
     monkeypatch.setattr(
-        measure, "rehearse", lambda *args, **kw: seen.append(kw) or rehearse(*args, **kw)
+        predict, "rehearse", lambda *args, **kw: seen.append(kw) or rehearse(*args, **kw)
     )
     memory_of(replace(job, length=128))
     assert [call["layers"] for call in seen] == [2, 3]

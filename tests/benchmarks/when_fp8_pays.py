@@ -43,7 +43,7 @@ def cell(recipe: str, gpu: str, gpus: int = 1) -> str:
         found, speed = ask(f"{recipe}_fp8", gpu, gpus), True
     except (PrecisionError, RecipeNotFoundError):  # no FP8 on this GPU, or none of this recipe
         found, speed = ask(f"{recipe}_bf16", gpu, gpus), False
-    held = found.measured.footprint
+    held = found.prediction.footprint
     if found.fit == "does not fit":
         return f"no ({(held.allocated + held.outside) / GIB:.0f} GiB)"
     tight = "" if found.fit == "fits" else ", tight"
@@ -60,7 +60,7 @@ CHECKPOINTING = "train.gradient_checkpointing"
 
 def checkpoints(found: Any) -> bool:
     """True if an estimate is of a run with gradient checkpointing."""
-    return bool(found.measured.config.train["gradient_checkpointing"])
+    return bool(found.prediction.config.train["gradient_checkpointing"])
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def ask(recipe: str, gpu: str, gpus: int, overrides: tuple[str, ...] = ()) -> An
 
 def faster(found: Any, other: Any) -> float:
     """How many times as fast one estimate is as another; NaN where a time is not known."""
-    pace, against = found.measured.pace, other.measured.pace
+    pace, against = found.prediction.pace, other.prediction.pace
     return against.seconds / pace.seconds if pace and against else float("nan")
 
 
@@ -147,7 +147,7 @@ def speeds(gpus: tuple[str, ...]) -> str:
                 ratio += f" ({faster(fp8, smaller):.2f})"
             cells = [f"{x.tokens_per_s:,.0f}" for x in (fp8, other)]
             cells += [ratio, "on" if checkpoints(fp8) else "off"]
-            held = [x.measured.footprint.shown / GIB for x in (fp8, other)]
+            held = [x.prediction.footprint.shown / GIB for x in (fp8, other)]
             fits = ["" if x.fit == "fits" else f", {x.fit}" for x in (fp8, other)]
             cells += [f"{size:.1f}{fit}" for size, fit in zip(held, fits, strict=True)]
             cells.append(f"{held[0] / held[1]:.2f}")

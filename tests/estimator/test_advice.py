@@ -6,16 +6,19 @@ import dataclasses
 import io
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.estimator import advice
-from finetune.estimator.advice import Advice, Advised, advise
+from finetune.estimator import predict as predicting
+from finetune.estimator import variants
+from finetune.estimator.advice import Advised, advise, speed_of
 from finetune.estimator.knobs import DEFAULTS, RANKS, SHARDED, as_typed, changes
-from finetune.estimator.measure import FirstLayers, Measured, measure
+from finetune.estimator.predict import Prediction, predict_whole
+from finetune.estimator.variants import Variant
 from finetune.hardware.gpus import Place, place_of
 from tests.conftest import A100, CPU, H100
 
@@ -52,37 +55,22 @@ def run(shape):
     return make
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def seen(monkeypatch):
-    """Rehearsals asked for, each done once for all tests of this file."""
+    """Runs that were rehearsed."""
     asked: list[RunConfig] = []
+    real = predicting.rehearse
 
-    def remembered(config: RunConfig, place: Place) -> FirstLayers:
+    def counted(config, *args, **kwargs):
         asked.append(config)
-        key = (config.model_dump_json(), place.device.capability)
-        if key not in _DONE:
-            _DONE[key] = _REAL(config, place)
-        return _DONE[key]
+        return real(config, *args, **kwargs)
 
-    monkeypatch.setattr(advice, "rehearse_first_layers", remembered)
+    predicting._made.cache_clear()
+    monkeypatch.setattr(predicting, "rehearse", counted)
     return asked
 
 
-_REAL, _DONE = advice.rehearse_first_layers, {}
-
-
-_MEASURED: dict[tuple[str, str], Measured] = {}
-
-
-def measured_once(config: RunConfig, place: Place) -> Measured:
-    """A run measured once for all tests of this file: the size of the memory changes nothing."""
-    key = (config.model_dump_json(), str(place))
-    if key not in _MEASURED:
-        _MEASURED[key] = measure(config, place)
-    return dataclasses.replace(_MEASURED[key], place=place)
-
-
-def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
+def typed_again(config: RunConfig, found: Variant, tmp_path) -> RunConfig:
     """The run as a user would get it: the recipe written down, and the change typed behind it."""
     from finetune.config.yaml import dump_yaml
 
@@ -91,9 +79,9 @@ def typed_again(config: RunConfig, found: Advice, tmp_path) -> RunConfig:
     return load_recipe(str(path), [c for c in found.change if "." in c.split("=")[0]]).config
 
 
-def advised(config: RunConfig, place: Place) -> tuple[Measured, Advised]:
-    measured = measured_once(config, place)
-    return measured, advise(measured)
+def advised(config: RunConfig, place: Place) -> tuple[Prediction, Advised]:
+    prediction = predict_whole(config, place)
+    return prediction, advise(prediction)
 
 
 # ---------------------------------------------------------------------------------- what is offered
@@ -174,11 +162,11 @@ def test_smaller_micro_batches_keep_the_tokens_of_a_step(run, rows, expected):
 def test_a_run_that_fits_and_is_fast_asks_nothing(run, seen):
     config = run("tiny_full_bf16", "train.per_device_train_batch_size=1", "precision.compile=on")
     place = place_of("H100")
-    measured, found = advised(config, place)
-    assert measured.footprint.fit(place.memory_bytes) == found.fit == "fits"
+    prediction, found = advised(config, place)
+    assert prediction.footprint.fit(place.memory_bytes) == found.fit == "fits"
     assert found.each == found.faster == ()
     assert found.together is None
-    assert seen == []
+    assert len(seen) == 1, "the run itself alone"
 
 
 @pytest.mark.slow
@@ -186,18 +174,18 @@ def test_without_speeds_there_is_no_advice_on_speed(run, seen):
     _, found = advised(run("tiny_full_bf16"), place_of(memory_gib=40))
     assert found.fit == "fits"
     assert found.faster == ()
-    assert seen == []
+    assert len(seen) == 1, "the run itself alone"
 
 
 @pytest.mark.long
 def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
     config = run("tiny_full_bf16", "train.max_length=4096", "model.attention=sdpa")
     place = place_of("H100")
-    measured, found = advised(config, place)
+    prediction, found = advised(config, place)
     best = found.faster[0]
     assert best.change == ("model.attention=auto",)
-    other = measured_once(typed_again(config, best, tmp_path), place)
-    gain = other.pace.tokens_per_s / measured.pace.tokens_per_s
+    other = predict_whole(typed_again(config, best, tmp_path), place)
+    gain = other.pace.tokens_per_s / prediction.pace.tokens_per_s
     assert gain == pytest.approx(1 / (1 + best.slower))
     assert gain > 1.1
     assert len(found.faster) <= 2
@@ -216,36 +204,34 @@ def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
 )
 def test_what_is_advised_frees_what_it_says(run, tmp_path, name, overrides, memory):
     config, place = run(name, *overrides), place_of("4090", memory_gib=memory)
-    measured, found = advised(config, place)
+    prediction, found = advised(config, place)
     assert found.fit != "fits"
     assert len(found.each) >= 3
-    for one in found.each[:3]:
-        other = measured_once(typed_again(config, one, tmp_path), place)
-        assert one.frees == measured.footprint.allocated - other.footprint.allocated > 0
-        assert one.fit == other.footprint.fit(place.memory_bytes)
-        assert one.slower == pytest.approx(
-            measured.pace.tokens_per_s / other.pace.tokens_per_s - 1, abs=1e-9
-        )
-
-
-@pytest.mark.long
-def test_the_order_is_rank_and_then_cost_in_speed(run):
-    _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=3))
     order = [(RANKS.index(one.rank), round(one.slower, 3)) for one in found.each]
     assert order == sorted(order)
-    assert len({one.change for one in found.each}) == len(found.each)
+    shown = "".join(_shown(found).split())  # long ones are folded
+    assert all("".join(word.split()) in shown for one in found.each for word in one.change)
+    facts = json.loads(json.dumps(found.facts()))
+    assert [fact["change"] for fact in facts["each"]] == [list(one.change) for one in found.each]
+    for one in found.each[:3]:
+        other = predict_whole(typed_again(config, one, tmp_path), place)
+        assert one.frees == prediction.footprint.allocated - other.footprint.allocated > 0
+        assert one.fit == other.footprint.fit(place.memory_bytes)
+        assert one.slower == pytest.approx(
+            prediction.pace.tokens_per_s / other.pace.tokens_per_s - 1, abs=1e-9
+        )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("memory", [pytest.param(2.2, marks=pytest.mark.slow), 3.0, 3.6])
 def test_what_is_said_to_fit_together_fits(run, tmp_path, memory):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=memory)
-    measured, found = advised(config, place)
+    prediction, found = advised(config, place)
     assert found.fit != "fits"
     assert found.together is not None
-    other = measured_once(typed_again(config, found.together, tmp_path), place).footprint
+    other = predict_whole(typed_again(config, found.together, tmp_path), place).footprint
     assert found.together.fit == other.fit(place.memory_bytes) == "fits"
-    assert found.together.frees == measured.footprint.allocated - other.allocated
+    assert found.together.frees == prediction.footprint.allocated - other.allocated
 
 
 @pytest.mark.long
@@ -261,17 +247,11 @@ def test_with_more_memory_less_is_changed(run):
 
 
 @pytest.mark.long
-def test_advice_is_the_same_twice(run):
-    config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=3)
-    assert advised(config, place)[1] == advised(config, place)[1]
-
-
-@pytest.mark.long
 def test_a_run_at_the_edge_keeps_one_change(run):
     """Its first layers fit without any, the whole does not: fragments are more than they show."""
-    measured = measured_once(run("tiny_full_bf16"), place_of("4090"))
-    fragments = dataclasses.replace(measured.footprint, fragments=24 << 30)
-    found = advise(dataclasses.replace(measured, footprint=fragments))
+    prediction = predict_whole(run("tiny_full_bf16"), place_of("4090"))
+    fragments = dataclasses.replace(prediction.footprint, fragments=24 << 30)
+    found = advise(dataclasses.replace(prediction, footprint=fragments))
     assert found.fit != "fits"
     assert found.together is not None
     assert found.together.change
@@ -287,11 +267,11 @@ def test_where_nothing_helps_it_says_so(run):
 @pytest.mark.long
 def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
     """Sharding, pretended: what is held divided by the number of GPUs."""
-    real = FirstLayers.at
+    real = variants.predict_fast
 
-    def shared(self, place):
-        found = real(self, place)
-        if place.count == 1 or not self.config.train.get("fsdp"):
+    def shared(config, place):
+        found = real(config, place)
+        if place.count == 1 or not config.train.get("fsdp"):
             return found
         held = found.footprint
         phases = {
@@ -300,16 +280,18 @@ def test_more_gpus_come_last_and_from_one_rehearsal(run, seen, monkeypatch):
         less = dataclasses.replace(held, phases=phases, fragments=0)
         return dataclasses.replace(found, footprint=less)
 
-    monkeypatch.setattr(FirstLayers, "at", shared)
+    monkeypatch.setattr(variants, "predict_fast", shared)
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=2.2)
-    found = advise(measured_once(config, place))
+    found = advise(predict_whole(config, place))
     many = [one for one in found.each if one.rank == "devices"]
     assert found.each[-len(many) :] == tuple(many)
     assert {one.change[0] for one in many} == {"--gpus 2", "--gpus 4", "--gpus 8"}
     assert all("train.fsdp=true" in one.change for one in many)
     sharded = [config for config in seen if config.train.get("fsdp")]
     assert len(sharded) == 1
-    assert "'train.fsdp_config={version: 2, reshard_after_forward: true}'" in many[0].typed
+    assert "'train.fsdp_config={version: 2, reshard_after_forward: true}'" in as_typed(
+        many[0].change
+    )
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -321,24 +303,24 @@ def _shown(found: Advised) -> str:
     return console.export_text()
 
 
-@pytest.mark.long
-def test_advice_in_words_and_as_data(run):
-    _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=3))
-    shown = _shown(found)
-    unfolded = "".join(shown.split())
-    for one in found.each:
-        for word in one.change:
-            assert "".join(word.split()) in unfolded  # long ones are folded
-    assert "fits with" in shown
-    facts = json.loads(json.dumps(found.facts()))
-    assert facts["together"]["fit"] == "fits"
-    assert [fact["change"] for fact in facts["each"]] == [list(one.change) for one in found.each]
+def made_up(*change: str, frees: int = 0, slower: float | None = None, rank="same") -> Variant:
+    """A variant of a run of a TiB, whose memory and speed are as given."""
+
+    def found(allocated: int, speed: float | None):
+        pace = None if speed is None else SimpleNamespace(tokens_per_s=speed)
+        return SimpleNamespace(
+            footprint=SimpleNamespace(allocated=allocated), pace=pace, fit="fits"
+        )
+
+    speed = None if slower is None else 1 / (1 + slower)
+    asked, other = found(2**40, 1.0), found(2**40 - frees, speed)
+    return Variant(asked, change, other, "why", "", rank)  # pyright: ignore
 
 
 @pytest.mark.parametrize("width", [60, 1000])
 def test_no_setting_of_advice_is_broken_and_a_pipe_has_one_line_for_each(width):
     change = ("train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=8")
-    found = Advised("does not fit", (Advice(change, None, 2**30, 0.5, "why", "same"),))
+    found = Advised("does not fit", (made_up(*change, frees=2**30, slower=0.5),))
     console = Console(file=io.StringIO(), width=width)
     console.print(found)
     lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
@@ -350,19 +332,19 @@ def test_no_setting_of_advice_is_broken_and_a_pipe_has_one_line_for_each(width):
 
 def test_a_change_of_gpus_is_priced_by_the_gpu():
     """Four GPUs at half the speed each are twice as fast together."""
-    four = Advice(("--gpus 4",), None, 0, 1.0, "", "devices")
-    assert four.speed == "2.0x the time, each GPU"
-    assert dataclasses.replace(four, rank="same").speed == "2.0x the time"
+    four = made_up("--gpus 4", slower=1.0, rank="devices")
+    assert speed_of(four) == "2.0x the time, each GPU"
+    assert speed_of(dataclasses.replace(four, rank="same")) == "2.0x the time"
 
 
 def test_advice_that_finds_nothing_says_so():
-    assert "none of the changes measured" in str(Advised("fits").__rich__())
+    assert "none of the changes looked at" in str(Advised("fits").__rich__())
 
 
 def test_a_set_that_fits_is_shown_with_what_it_costs():
-    one = Advice(("train.optim=adamw_8bit",), None, 3 * 2**30, 0.02, "why", "otherwise")
+    one = made_up("train.optim=adamw_8bit", frees=3 * 2**30, slower=0.02, rank="otherwise")
     assert "fits with train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, changes training)" in (
         _shown(Advised("tight", (), one))
     )
-    both = Advice(("a=1", "b=2"), None, 5 * 2**30, None, "both")
+    both = made_up("a=1", "b=2", frees=5 * 2**30)
     assert "fits with a=1 b=2 (frees 5.0 GiB)" in _shown(Advised("tight", (one,), both))

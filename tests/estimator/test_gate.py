@@ -10,7 +10,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.train_section import with_checkpointing
 from finetune.estimator import gate
 from finetune.estimator.gate import MemoryForecast, bound_of, most_bytes
-from finetune.estimator.measure import measure
+from finetune.estimator.predict import predict_whole
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import place_here
 from finetune.training.model import sketch
@@ -34,7 +34,7 @@ def test_no_step_takes_more_than_the_upper_bound(name) -> None:
     config = with_checkpointing(load_recipe(RUNS[name][0], RUNS[name][1]).config, False)
     model = sketch(config)
     need = bound_of(config, model, check_settings(config, model))
-    held = measure(config, place_here(H100)).footprint
+    held = predict_whole(config, place_here(H100)).footprint
     assert need.total <= held.allocated + held.outside <= most_bytes(config, model, need)
 
 

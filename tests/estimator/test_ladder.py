@@ -7,8 +7,9 @@ import math
 import pytest
 
 from finetune.config.recipe import load_recipe
-from finetune.estimator.alternatives import ladder_of, twin_of
-from finetune.estimator.measure import measure_well
+from finetune.estimator.ladder import ladder_of
+from finetune.estimator.predict import predict
+from finetune.estimator.variants import twin_of
 from finetune.hardware.gpus import place_of
 
 
@@ -20,7 +21,7 @@ def test_gains_multiply_to_the_run() -> None:
         "train.packing=true", "train.max_length=512", "train.per_device_train_batch_size=4",
         "precision.map.output=fp8",
     )  # fmt: skip
-    run = measure_well(load_recipe("tiny_lora_fp8", changes).config, place_of("H100"))
+    run = predict(load_recipe("tiny_lora_fp8", changes).config, place_of("H100"))
     twin = twin_of(run)
     rungs = ladder_of(run, twin)
     assert [rung.setting.partition("=")[0] for rung in rungs] == [
@@ -37,26 +38,15 @@ def test_gains_multiply_to_the_run() -> None:
     assert all(rung.gain > 0.5 for rung in rungs)
 
 
-@pytest.mark.long
-def test_a_rung_is_close_to_its_estimate() -> None:
-    """The rung before low precision, if rehearsed as a rung is, has the twin's speed."""
-    run = measure_well(load_recipe("gpt2_124m_full_fp8").config, place_of("H100"))
-    twin = twin_of(run)
-    assert twin is not None
-    assert twin.pace is not None
-    rung = ladder_of(run, None)[-2]
-    assert math.isclose(rung.tokens_per_s, twin.pace.tokens_per_s, rel_tol=0.03)
-
-
 @pytest.mark.slow
 def test_a_cpu_has_no_ladder() -> None:
-    run = measure_well(load_recipe("tiny_lora_bf16").config, place_of())
+    run = predict(load_recipe("tiny_lora_bf16").config, place_of())
     assert ladder_of(run, None) == ()
 
 
 def test_rungs_of_layers_that_share_their_weights() -> None:
     """A BDH calls one block again and again: its second layer is no other module."""
-    run = measure_well(load_recipe("bdh_tiny_full_fp8").config, place_of("H100"))
+    run = predict(load_recipe("bdh_tiny_full_fp8").config, place_of("H100"))
     twin = twin_of(run)
     assert twin is not None
     assert twin.pace is not None

@@ -19,8 +19,8 @@ from finetune.config.train_section import decides_checkpointing, with_checkpoint
 from finetune.errors import RehearsalError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.gate import bound
-from finetune.estimator.measure import in_eager_kernels, measure_fast
 from finetune.estimator.memory.footprint import tensor_footprint
+from finetune.estimator.predict import in_eager_kernels, predict_fast
 from finetune.estimator.speed.step_parts import StepPart, classes_of, in_layer
 from finetune.estimator.trace import rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
@@ -63,7 +63,7 @@ def test_dora_over_a_stored_base_is_predicted(recipe, tmp_path) -> None:
     given = ("lora.use_dora=true",)
     row = predicted_memory.run(predicted_memory.Case(recipe, recipe, given), tmp_path)
     assert abs(row.error) < 0.01
-    assert measure_fast(load_recipe(recipe, given).config, place_of("H100")).pace is not None
+    assert predict_fast(load_recipe(recipe, given).config, place_of("H100")).pace is not None
 
 
 def test_the_benchmark_has_twenty_runs_and_a_table() -> None:
@@ -222,7 +222,7 @@ def test_checkpointing_and_accumulation_act() -> None:
 def test_an_uncompiled_optimizer_of_torchao_is_named_for_a_gpu() -> None:
     config = load_recipe("tiny_full_bf16", ["train.optim=adamw_torch_8bit"]).config
     for place, named in ((place_of("H100"), True), (place_of(), False)):
-        notes = caveats(measure_fast(config, place))
+        notes = caveats(predict_fast(config, place))
         assert any("torchao compiles its optimizer" in note for note in notes) is named
 
 

@@ -11,10 +11,11 @@ from rich.console import Console
 
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
+from finetune.estimator import predict as predicting
 from finetune.estimator import search as searching
 from finetune.estimator.knobs import SHARDED
-from finetune.estimator.measure import FirstLayers, Measured, measure_fast, rehearse_first_layers
 from finetune.estimator.memory.footprint import Footprint
+from finetune.estimator.predict import Prediction, predict_fast
 from finetune.estimator.search import (
     Choice,
     Choices,
@@ -57,32 +58,16 @@ def run(shape):
     return make
 
 
-@pytest.fixture(autouse=True)
-def remembered(monkeypatch):
-    """Points of searches, each rehearsed once for all tests: memory's size changes nothing."""
-
-    def measure_once(config, place) -> Measured:
-        key = (config.model_dump_json(), str(place))
-        if key not in _DONE:
-            _DONE[key] = measure_fast(config, place)
-        return dataclasses.replace(_DONE[key], place=place)
-
-    monkeypatch.setattr(searching, "measure_fast", measure_once)
-
-
-_DONE: dict[tuple[str, str], Measured] = {}
-
-
 def pretended(needs) -> tuple:
     """A measure of a run that needs `needs(n)` bytes beside the margin, and the n it was asked."""
     asked: list[int] = []
 
-    def measure(n: int) -> Measured:
+    def predict(n: int) -> Prediction:
         asked.append(n)
         held = Footprint({"forward": {"saved": int(needs(n))}})
-        return Measured(None, None, None, held, None, 0, 0, False)  # pyright: ignore
+        return Prediction(None, None, None, held, None, 0, 0, False)  # pyright: ignore
 
-    return measure, asked
+    return predict, asked
 
 
 # ------------------------------------------------------------------------------------ the search
@@ -101,32 +86,17 @@ NEEDS = {
 @pytest.mark.parametrize("start", [1, 4, 64, 900])
 @pytest.mark.parametrize("kind", NEEDS)
 def test_what_is_found_fits_and_the_next_does_not(kind, start):
-    measure, asked = pretended(NEEDS[kind])
+    predict, asked = pretended(NEEDS[kind])
     memory, most = 24 * GIB, 1000
-    value, following, seen = search(measure, memory, start=start, most=most)
+    value, following, seen = search(predict, memory, start=start, most=most)
     fitting = [n for n in range(1, most + 1)
-               if measure(n).footprint.fit(memory) == "fits"]  # fmt: skip
+               if predict(n).footprint.fit(memory) == "fits"]  # fmt: skip
     asked = asked[:-most]
     assert value == max(fitting, default=0)
     assert following == (None if value == most else value + 1)
     assert len(seen) == len(asked) == len(set(asked))
     assert (value in seen) == (value > 0)
-
-
-@pytest.mark.parametrize("kind", ["linear", "steep", "quadratic"])
-@pytest.mark.parametrize("start", [2, 4, 16])
-def test_few_points_are_enough_where_memory_is_a_polynomial(kind, start):
-    measure, asked = pretended(NEEDS[kind])
-    search(measure, 80 * GIB, start=start, most=10_000)
-    assert len(asked) <= 6
-
-
-def test_more_memory_never_gives_less():
-    for needs in NEEDS.values():
-        values = []
-        for gib in (8, 12, 16, 24, 40, 80):
-            values.append(search(pretended(needs)[0], gib * GIB, start=8, most=500)[0])
-        assert values == sorted(values)
+    assert kind not in ("linear", "steep", "quadratic") or len(asked) <= 6, "a polynomial"
 
 
 # --------------------------------------------------------------------------------- rows and length
@@ -140,7 +110,7 @@ def test_the_largest_micro_batch_has_a_neighbour_that_does_not_fit(run):
     assert found.points <= 10
     for rows, expected in ((found.value, True), (found.next, False)):
         typed = with_overrides(config, (f"train.per_device_train_batch_size={rows}",))
-        held = measure_fast(typed, place).footprint
+        held = predict_fast(typed, place).footprint
         assert (held.fit(place.memory_bytes) == "fits") is expected
     assert load_recipe("tiny_full_bf16", found.change)
     more = largest_rows(config, place_of("4090", memory_gib=5))
@@ -155,7 +125,7 @@ def test_the_longest_row_has_a_neighbour_that_does_not_fit(run):
     assert found.change[1] == "train.per_device_train_batch_size=2"
     for length, expected in ((found.value, True), (found.next, False)):
         typed = with_overrides(config, (*found.change[1:], f"train.max_length={length}"))
-        held = measure_fast(typed, place).footprint
+        held = predict_fast(typed, place).footprint
         assert (held.fit(place.memory_bytes) == "fits") is expected
 
 
@@ -168,7 +138,7 @@ def test_rows_end_where_the_model_does(run):
 @pytest.mark.slow
 def test_where_not_even_one_row_fits_it_says_so(run):
     found = largest_rows(run(), place_of("4090", memory_gib=1))
-    assert (found.value, found.next, found.measured) == (0, 1, None)
+    assert (found.value, found.next, found.prediction) == (0, 1, None)
     assert "not even the smallest fits" in _shown(found)
     assert json.loads(json.dumps(found.facts()))["change"] is None
 
@@ -178,14 +148,16 @@ def test_where_not_even_one_row_fits_it_says_so(run):
 
 @pytest.fixture
 def rehearsals(monkeypatch):
-    """How often a model was rehearsed."""
-    done: list[str] = []
+    """Kinds of GPU that a model was rehearsed on."""
+    done: list[tuple[int, int] | None] = []
+    real = predicting.rehearse
 
-    def counted(config, place):
-        done.append(str(place))
-        return rehearse_first_layers(config, place)
+    def counted(config, device, *args, **kwargs):
+        done.append(device.capability)
+        return real(config, device, *args, **kwargs)
 
-    monkeypatch.setattr(searching, "rehearse_first_layers", counted)
+    predicting._made.cache_clear()
+    monkeypatch.setattr(predicting, "rehearse", counted)
     return done
 
 
@@ -201,8 +173,8 @@ def test_gpus_of_one_capability_share_a_rehearsal_and_differ_in_speed(run, rehea
     speeds = {c.place.gpu.name: c.tokens_per_s for c in found.choices}
     assert speeds["H100"] > speeds["H100-PCIe"] > speeds["RTX 4090"] > speeds["L4"]
     assert [c.tokens_per_s for c in found.choices] == sorted(speeds.values(), reverse=True)
-    alone = measure_fast(run(), place_of("H100-PCIe"))
-    shared = next(c.measured for c in found.choices if c.place.gpu.name == "H100-PCIe")
+    alone = predict_fast(run(), place_of("H100-PCIe"))
+    shared = next(c.prediction for c in found.choices if c.place.gpu.name == "H100-PCIe")
     assert shared.footprint == alone.footprint
     assert shared.pace == alone.pace
 
@@ -234,17 +206,17 @@ def test_a_gpu_that_has_no_fp8_is_named_with_the_reason(run):
 @pytest.mark.slow
 def test_the_fewest_gpus_come_from_two_rehearsals(run, rehearsals, monkeypatch):
     """Sharding, pretended: what is held divided by the number of GPUs."""
-    real, asked = FirstLayers.at, []
+    asked = []
 
-    def shared(self, place):
-        asked.append((place.count, bool(self.config.train.get("fsdp"))))
-        found = real(self, place)
+    def shared(config, place):
+        asked.append((place.count, bool(config.train.get("fsdp"))))
+        found = predict_fast(config, place)
         phases = {p: {k: (v + 4 * GIB) // place.count for k, v in kinds.items()}
                   for p, kinds in found.footprint.phases.items()}  # fmt: skip
         held = dataclasses.replace(found.footprint, phases=phases, fragments=0)
         return dataclasses.replace(found, footprint=held)
 
-    monkeypatch.setattr(FirstLayers, "at", shared)
+    monkeypatch.setattr(searching, "predict_fast", shared)
     found = fewest_gpus(run(), "4090")
     assert asked[0] == (1, False)
     assert asked[1:] == [(2**n, True) for n in range(1, len(asked))]
@@ -272,12 +244,6 @@ def test_a_sharded_run_on_one_gpu_is_no_longer_sharded(run, rehearsals):
     assert "~train.fsdp" in _shown(found)
 
 
-def test_many_gpus_are_taken_to_be_in_one_machine():
-    few, many = (Choices((Choice((), None, place_of("H100", gpus=n)),), "") for n in (8, 16))
-    assert "one machine" not in _shown(few)
-    assert "one machine" in _shown(many)
-
-
 @pytest.mark.slow
 def test_what_cannot_be_sharded_says_why(run):
     config = run("tiny_lora_bf16", "model.storage=nf4")
@@ -291,13 +257,15 @@ def test_what_cannot_be_sharded_says_why(run):
 def test_a_speed_is_that_of_all_gpus(run):
     place = place_of("H100", gpus=4)
     found = searching._largest("train.max_length", run(), place, 64, 64, 64)
-    assert found.measured is not None
-    assert found.measured.tokens_per_s == pytest.approx(4 * found.pace.tokens_per_s)
-    assert f" {count(found.measured.tokens_per_s)} tokens/s" in _shown(found)
+    assert found.prediction is not None
+    assert found.prediction.tokens_per_s == pytest.approx(4 * found.prediction.pace.tokens_per_s)
+    assert f" {count(found.prediction.tokens_per_s)} tokens/s" in _shown(found)
 
 
-def test_nothing_to_choose_from():
-    assert Choices((), "").best is None
+def test_many_gpus_are_taken_to_be_in_one_machine():
+    few, many = (Choices((Choice((), None, place_of("H100", gpus=n)),), "") for n in (8, 16))
+    assert "one machine" not in _shown(few)
+    assert "one machine" in _shown(many)
 
 
 def _shown(found) -> str:

@@ -14,9 +14,9 @@ from finetune.config.sft import FsdpSettings, fsdp_settings
 from finetune.errors import ConfigError, FinetuneError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import estimate
-from finetune.estimator.measure import Measured, measure, measure_fast
 from finetune.estimator.memory.overheads import nccl_bytes
 from finetune.estimator.memory.sharding import sharded_footprint
+from finetune.estimator.predict import Prediction, predict_fast, predict_whole
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import Place, place_of
@@ -55,9 +55,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def sharded(config: RunConfig) -> dict[int, Measured]:
+def sharded(config: RunConfig) -> dict[int, Prediction]:
     """The same on 2, 8 and very many H100."""
-    return {count: measure(config, gpus(count)) for count in (2, 8, 4096)}
+    return {count: predict_whole(config, gpus(count)) for count in (2, 8, 4096)}
 
 
 def gpus(count: int) -> Place:
@@ -65,7 +65,7 @@ def gpus(count: int) -> Place:
 
 
 @pytest.mark.slow
-def test_shards_are_parts_of_the_whole(config: RunConfig, sharded: dict[int, Measured]) -> None:
+def test_shards_are_parts_of_the_whole(config: RunConfig, sharded: dict[int, Prediction]) -> None:
     trainable = sharded[2].trainable
     for count in (2, 8):
         kinds = sharded[count].footprint.phases["optimizer"]
@@ -75,7 +75,7 @@ def test_shards_are_parts_of_the_whole(config: RunConfig, sharded: dict[int, Mea
 
 
 @pytest.mark.slow
-def test_more_gpus_never_need_more(sharded: dict[int, Measured]) -> None:
+def test_more_gpus_never_need_more(sharded: dict[int, Prediction]) -> None:
     two, eight, many = (found.footprint for found in sharded.values())
     assert two.tensors > eight.tensors > many.tensors
     for phase in ("load", "optimizer"):
@@ -93,7 +93,7 @@ def test_more_gpus_never_need_more(sharded: dict[int, Measured]) -> None:
 @pytest.mark.slow
 def test_copies_are_one_gpu_with_buckets(config: RunConfig) -> None:
     copies = changed(config, train={"fsdp": None, "fsdp_config": None})
-    alone, two = measure(copies, gpus(1)), measure(copies, gpus(2))
+    alone, two = predict_whole(copies, gpus(1)), predict_whole(copies, gpus(2))
     sent = 2 * alone.trainable
     assert two.footprint.tensors == alone.footprint.tensors + sent
     assert two.footprint.kinds["buckets"] == sent
@@ -108,15 +108,15 @@ def test_copies_are_one_gpu_with_buckets(config: RunConfig) -> None:
 @pytest.mark.slow
 def test_one_gpu_shards_nothing(config: RunConfig) -> None:
     alone = changed(config, train={"fsdp": None, "fsdp_config": None})
-    asked, not_asked = measure(config, gpus(1)), measure(alone, gpus(1))
+    asked, not_asked = predict_whole(config, gpus(1)), predict_whole(alone, gpus(1))
     assert asked.footprint == not_asked.footprint
     assert any("train.fsdp needs several GPUs" in note for note in caveats(asked))
     assert not any("fsdp" in note for note in caveats(not_asked))
 
 
 @pytest.mark.slow
-def test_every_micro_batch_gathers(config: RunConfig, sharded: dict[int, Measured]) -> None:
-    four = measure(changed(config, train={"gradient_accumulation_steps": 4}), gpus(2))
+def test_every_micro_batch_gathers(config: RunConfig, sharded: dict[int, Prediction]) -> None:
+    four = predict_whole(changed(config, train={"gradient_accumulation_steps": 4}), gpus(2))
     once, often = (
         found.pace.classes["communication"] for found in (sharded[2], four) if found.pace
     )
@@ -132,7 +132,7 @@ def test_the_first_layers_say_what_all_of_them_take(config: RunConfig, fsdp) -> 
     deep.mkdir(exist_ok=True)
     (deep / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 8}))
     asked = changed(config, model={"name": str(deep)}, train={"fsdp": fsdp})
-    whole, fast = measure(asked, gpus(4)), measure_fast(asked, gpus(4))
+    whole, fast = predict_whole(asked, gpus(4)), predict_fast(asked, gpus(4))
     assert fast.footprint.tensors == pytest.approx(whole.footprint.tensors, rel=5e-3)
     assert fast.footprint.outside == whole.footprint.outside
     assert whole.pace is not None
@@ -171,12 +171,12 @@ def test_words_and_json_tell_of_several(config: RunConfig) -> None:
 )
 def test_what_cannot_be_sharded_is_refused(config: RunConfig, sections, words) -> None:
     with pytest.raises(FinetuneError, match=words):
-        measure(changed(config, **sections), gpus(2))
+        predict_whole(changed(config, **sections), gpus(2))
 
 
 def test_a_cpu_shards_nothing(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"train\.fsdp was requested on 2 x"):
-        measure(config, Place(this_device(), None, 2))
+        predict_whole(config, Place(this_device(), None, 2))
 
 
 def test_settings_of_fsdp(tmp_path: Path) -> None:

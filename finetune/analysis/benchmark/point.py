@@ -32,7 +32,7 @@ from finetune.config.sft import sft_config
 from finetune.data.dataset import random_rows
 from finetune.errors import ConfigError, FinetuneError, MemoryShortError
 from finetune.estimator.gate import MemoryForecast
-from finetune.estimator.measure import check_sizes, measure_well
+from finetune.estimator.predict import check_sizes, predict
 from finetune.hardware.device import Device, available_gib, this_device
 from finetune.hardware.gpus import place_here
 from finetune.logging import output, quiet_libraries
@@ -87,7 +87,7 @@ def measure_point(job: Job, emit: Emit, train: Train | None = None) -> None:
 def forecast(job: Job, device: Device) -> dict[str, Any]:
     """Predict memory (GiB) and time (seconds) of a point, or give the reason why not."""
     try:
-        found = measure_well(job.config, place_here(device))
+        found = predict(job.config, place_here(device))
     except FinetuneError as error:
         return {"why": f"not predicted: {error.what}"}
     memory, pace = found.footprint, found.pace

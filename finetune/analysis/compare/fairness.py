@@ -26,7 +26,7 @@ from finetune.config.paths import ASSETS
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
-from finetune.estimator.measure import decided
+from finetune.estimator.predict import decided
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import place_here
 from finetune.hardware.requirements import compiles, resolve

@@ -30,12 +30,12 @@ from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.alternatives import twin_of
 from finetune.estimator.knobs import rows_of
-from finetune.estimator.measure import measure_fast
+from finetune.estimator.predict import predict_fast
 from finetune.estimator.speed.roofline import efficiency_of, half_peak
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
+from finetune.estimator.variants import twin_of
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import Gpu, place_here
 from finetune.hardware.requirements import emulates
@@ -101,7 +101,7 @@ def predict(
     try:
         if not config.train.get("packing"):
             config = with_overrides(config, [f"train.max_length={length}"])
-        measured = measure_fast(config, place)
+        measured = predict_fast(config, place)
         beside = twin_of(measured)
     except FinetuneError as error:
         return None, f"nothing is predicted: {error.why or error.what}"
@@ -113,7 +113,7 @@ def predict(
     for name, seconds in pace.classes.items():
         part = StepPart(name).profiled(fp8=fp8)
         parts[part] = parts.get(part, 0.0) + seconds
-    speed, why = (beside.speed, beside.why) if beside is not None else (None, ())
+    speed, why = (beside.speed, beside.reasons) if beside is not None else (None, ())
     return Prediction(pace.seconds, parts, speed, why), ""
 
 

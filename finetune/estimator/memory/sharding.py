@@ -2,26 +2,22 @@
 
 *With `train.fsdp`* a GPU stores 1/N of weights, gradients and optimizer states at all times, and
 the whole of a *group* of parameters (`finetune.estimator.trace.fsdp_groups`) while that group
-computes. What else is alive follows from the order of the allocations in
+computes. With G_i bytes of a group's weights, T_i of its gradients and R_i of these in the dtype of
+the reduction, what is alive besides is, by the order of allocations in
 `torch.distributed.fsdp._fully_shard` (the host runs ahead of the GPU, so kernel timing does not
-matter to the allocator). With G_i bytes of a group's weights, T_i of its gradients and R_i of these
-in the dtype of the reduction:
+matter to the allocator):
 
-* forward enters i: it is gathered into one buffer, G_i, beside the buffer of the previous group,
-  which is then freed; and copied out into tensors, G_i more. The buffer stays until the next
-  gather, so a group computes with **2 G_i**.
-* backward enters i: the same, but the buffer is freed at once and the next group is prefetched into
-  a buffer of its own: **G_i + G_(i-1)**, the gradients so far, and **R_(i+1)**, still being
-  reduced.
+* forward of i: its weights in the buffer of the gather and in tensors copied out of it, **2 G_i**.
+* backward of i: the group before it is gathered ahead, **G_i + G_(i-1)**, the gradients so far, and
+  **R_(i+1)**, still being reduced.
 * backward leaves i: its weights and R_(i+1) are freed, and the gradients are copied to be reduced:
   **G_(i-1) + T_i + R_i**, of which R_i stays, and the reduced shard.
 
 An example: 3 groups of 5 parameters on 5 GPUs, computing in 2 bytes, stored in 4. A GPU stores 12
 bytes of weights, G = T = R = 10. Besides the 12 there are
 
-    forward enters 0      20        buffer and tensors of 0
-    forward enters 1      22        tensors and buffer of 1, the buffer of 0 until then, a cast of 2
-    backward enters 2     20        2 gathered, 1 prefetched
+    forward of 0 or 1     20        buffer and tensors
+    backward enters 2     20        2 gathered, and 1 ahead
     backward leaves 2     30        1; gradients of 2, and their copy to be reduced
     in backward of 1      34        1 and 0; 10 being reduced; 4 of the shard of 2's gradients
 
@@ -44,8 +40,9 @@ whose memory activations cannot use.
 Sources: `_fsdp_param_group.py`, `_fsdp_collectives.py` and `_fsdp_state.py` of torch 2.13,
 `fsdp2_prepare_model` of accelerate 1.15.
 
-Limits: FSDP2 on one machine, no hybrid sharding, no CPU offload; padding of a first dimension that
-N does not divide is not counted. `finetune.estimator.caveats` reports the other cases.
+Limits: FSDP2 on one machine, no hybrid sharding, no CPU offload. Not counted: what is there for a
+moment between two groups (the buffer before, casts of shards), and padding of a first dimension
+that N does not divide. `finetune.estimator.caveats` reports the other cases.
 """
 
 from __future__ import annotations
@@ -98,21 +95,22 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of one GPU.
+    """Peak memory of one GPU at a moment.
 
     Attributes:
-        moment: index of the moment of the peak.
         shards: bytes of sharded weights, gradients and optimizer states.
-        gathered: bytes of gathered weights, communication buffers and whole gradients.
-        whole: bytes of whole gradients, part of `gathered`.
+        gathered: bytes of gathered weights and communication buffers.
+        whole: bytes of whole gradients.
     """
 
-    total: int
-    moment: int
     shards: int
     gathered: int
+    whole: int
     other: int
-    whole: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.shards + self.gathered + self.whole + self.other
 
 
 @dataclass(frozen=True)
@@ -153,116 +151,45 @@ class Fsdp2:
             accumulates: gradients of several batches are summed before the reduction (`no_sync`),
                 so every GPU stores whole gradients.
         """
-        step = tuple(moments)
-        run = _Step(self, step, optimizer_bytes, accumulates)
-        for where in range(len(step)):
-            run.enter(where)
-        run.leave(len(step) - 1)
-        return [run.peaks[where] for where in range(len(step))]
-
-
-class _Step:
-    """FSDP's own memory along the moments."""
-
-    def __init__(
-        self, model: Fsdp2, moments: Sequence[Moment], optimizer_bytes: int, accumulates: bool
-    ) -> None:
-        self.model, self.moments = model, moments
-        self.peaks: dict[int, Peak] = {}
-        self.steady = model.weight_bytes() + optimizer_bytes // model.gpus
-        self.whole: set[int] = set()  # groups whose weights are there
-        self.ahead: dict[int, int] = {}  # gathered ahead, by group
-        self.buffer = 0  # of the last gather of forward
-        self.sending = self.reduced = 0
-        # Whole gradients, of batches before and of this one; summed in the dtype of reduction.
-        sizes = [group.trainable * model.reduce * accumulates for group in model.groups]
-        self.summed = sizes if model.reduce != model.compute else [0] * len(sizes)
-        self.pending = dict(enumerate(sizes))
-        self.order: list[int] = []  # in which groups ended forward
-        self.last = {(moment.phase, moment.group): i for i, moment in enumerate(moments)}
-        self.begun: set[int] = set()  # groups whose backward has begun
-
-    def enter(self, where: int) -> None:
-        moment = self.moments[where]
-        before = self.moments[where - 1] if where else None
-        if before is None or before[:2] != moment[:2]:
-            if before is not None:
-                self.leave(where - 1)
-            if before is not None and before.phase != moment.phase:
-                self.buffer = 0  # dropped at the end of the outermost forward
-                if moment.phase == "optimizer":
-                    self.sending = 0
-                    self.ahead.clear()
-                    self.whole.clear()
-            if moment.phase == "forward":
-                self._gather(where)
-            elif moment.phase == "backward" and moment.group not in self.begun:
-                self._gather(where)
-                self.begun.add(moment.group)
-                self._gather_ahead(where)
-        if moment.phase == "backward":
-            own = self.summed[moment.group] + moment.gradients
-            self.pending[moment.group] = max(self.pending[moment.group], own)
-        self._record(where)
-
-    def leave(self, where: int) -> None:
-        """Free and reduce after the last moment of a visit."""
-        phase, index = self.moments[where][:2]
-        model, group = self.model, self.model.groups[index]
-        if phase in ("loss", "optimizer") or self.last[phase, index] != where:
-            return
-        if phase == "forward":
-            self.order.append(index)
-            if group.reshard:
-                self.whole.discard(index)
-            return
-        self.whole.discard(index)
-        self.pending[index] = self.summed[index] or self.pending[index]
-        self.sending = group.trainable * model.reduce
-        self._record(where)  # the gradients, and their copy
-        self.pending[index] = 0
-        self.reduced += group.trainable * model.stored // model.gpus
-        self._record(where, self.sending // model.gpus if model.stored != model.reduce else 0)
-
-    def _gather(self, where: int) -> None:
-        phase, index = self.moments[where][:2]
-        if index in self.whole:
-            return
-        size = self.model.gathered_bytes(index)
-        if self.ahead.pop(index, None) is None:
-            self._record(where, size + self._cast(index))
-        if phase == "forward":
-            self.buffer = 0
-        self.whole.add(index)
-        self._record(where, size)
-        if phase == "forward":
-            self.buffer = size
-
-    def _gather_ahead(self, where: int) -> None:
-        before = self.order.index(self.moments[where].group) - 1
-        if before < 0 or self.order[before] in self.whole:
-            return
-        index = self.order[before]
-        self.ahead[index] = self.model.gathered_bytes(index)
-        self._record(where, self._cast(index))
-
-    def _cast(self, index: int) -> int:
-        """Bytes of a group's shard cast to the compute dtype before the gather."""
-        if self.model.stored == self.model.compute:
-            return 0
-        return self.model.groups[index].trainable * self.model.compute // self.model.gpus
-
-    def _record(self, where: int, more: int = 0) -> None:
-        """Record the peak of this moment: the bytes alive now plus `more` temporary ones."""
-        moment = self.moments[where]
-        whole = sum(self.pending.values())
-        gathered = sum(map(self.model.gathered_bytes, self.whole)) + sum(self.ahead.values())
-        gathered += self.buffer + self.sending + whole + more
-        other = moment.other // (self.model.gpus if moment.phase == "optimizer" else 1)
-        shards = self.steady + self.reduced
-        total = shards + gathered + other
-        if where not in self.peaks or total > self.peaks[where].total:
-            self.peaks[where] = Peak(total, where, shards, gathered, other, whole)
+        steps = tuple(moments)
+        last = {moment[:2]: where for where, moment in enumerate(steps)}
+        shards = self.weight_bytes() + optimizer_bytes // self.gpus
+        # Whole gradients; those of the batches before are summed in the dtype of the reduction.
+        whole = [group.trainable * self.reduce * accumulates for group in self.groups]
+        summed = [size * (self.reduce != self.compute) for size in whole]
+        there, left, order = set[int](), set[int](), list[int]()
+        buffer = sent = 0
+        peaks: list[Peak] = []
+        for where, (phase, index, other, gradients) in enumerate(steps):
+            group = self.groups[index]
+            if phase == "forward" and index not in there:
+                there.add(index)
+                buffer = self.gathered_bytes(index)  # beside the tensors copied out of it
+            elif phase == "backward":
+                at = order.index(index)  # the one before it in forward is gathered ahead
+                there |= {index, *order[max(at - 1, 0) : at]} - left
+                whole[index] = max(whole[index], summed[index] + gradients)
+            elif phase == "optimizer":
+                there, sent, other = set[int](), 0, other // self.gpus
+            buffer *= phase == "forward"
+            gathered = sum(map(self.gathered_bytes, there)) + buffer + sent
+            peaks.append(Peak(shards, gathered, sum(whole), other))
+            if last[phase, index] != where:
+                continue
+            if phase == "forward":
+                order.append(index)
+                there -= {index} if group.reshard else set()
+            elif phase == "backward":
+                there.discard(index)
+                left.add(index)
+                sent = group.trainable * self.reduce  # a copy of the gradients
+                whole[index] = summed[index] or whole[index]
+                gathered = sum(map(self.gathered_bytes, there)) + sent
+                leaving = Peak(shards, gathered, sum(whole), other)
+                peaks[-1] = max(peaks[-1], leaving, key=lambda peak: peak.total)
+                whole[index] = 0
+                shards += group.trainable * self.stored // self.gpus
+        return peaks
 
 
 # ------------------------------------------------------------------------------ of a rehearsed step
@@ -314,8 +241,8 @@ def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> 
     )
     phases = {"load": _kinds(weights=step.model.weight_bytes() + step.constant)}
     for phase in ("forward", "backward", "optimizer"):
-        own = [peak for peak, name in zip(peaks, step.phases, strict=True) if name == phase]
-        phases[phase] = step.kinds_at(max(own, key=lambda peak: peak.total))
+        own = [each for each in enumerate(peaks) if step.phases[each[0]] == phase]
+        phases[phase] = step.kinds_at(*max(own, key=lambda pair: pair[1].total))
     alone = tensor_footprint(rehearsal.trace)
     bare = Footprint(phases, alone.owner, alone.owned)
     if place.device.kind != "cuda" or place.device.capability is None:
@@ -402,14 +329,15 @@ class _ShardedStep:
             return block.nbytes * model.stored // model.compute
         return block.nbytes
 
-    def kinds_at(self, peak: Peak) -> dict[str, int]:
+    def kinds_at(self, where: int, peak: Peak) -> dict[str, int]:
+        """Bytes by kind at a moment."""
         model, trace = self.model, self.trace
         states, weights = self.optimizer_bytes // model.gpus, model.weight_bytes()
         rest: Counter[str] = Counter()
-        for storage in trace.alive(self.events[peak.moment]) - trace.initial.keys():
+        for storage in trace.alive(self.events[where]) - trace.initial.keys():
             if (kind := trace.storages[storage].kind) not in LASTING:
                 rest[kind] += self._size(storage)
-        if self.moments[peak.moment].phase == "optimizer":
+        if self.moments[where].phase == "optimizer":
             rest = Counter({kind: nbytes // model.gpus for kind, nbytes in rest.items()})
         rest["temporary"] += peak.other - sum(rest.values())
         return _kinds(
@@ -417,14 +345,14 @@ class _ShardedStep:
             weights=weights + self.constant,
             optimizer=states,
             gradients=peak.shards - weights - states + peak.whole,
-            gathered=peak.gathered - peak.whole,
+            gathered=peak.gathered,
         )
 
 
 def _unused_by_others(peaks: Sequence[Peak]) -> int:
     """Bytes of the gathers' stream beyond what is gathered at the peak."""
     highest = max(peaks, key=lambda peak: peak.total)
-    return max(p.gathered - p.whole for p in peaks) - (highest.gathered - highest.whole)
+    return max(p.gathered for p in peaks) - highest.gathered
 
 
 def _kinds(**sizes: int) -> dict[str, int]:

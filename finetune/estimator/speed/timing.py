@@ -12,22 +12,13 @@ one also reduces gradients, and the update covers one GPU's shards in their stor
 gradients of the last micro-batch are all-reduced (DDP).
 
 *Communication.* In a ring of N GPUs each sends (N-1)/N of a buffer for an all-gather or a
-reduce-scatter and twice that for an all-reduce; time = bytes / speed of the slowest link + latency.
-Collectives of a process group run one after the other, overlapping computation, and are simulated
-in torch's order:
-
-* FSDP2, forward: group i+1 is gathered while i computes, once i has been gathered and group i-1
-  copied out. Only the first all-gather is fully exposed.
-* FSDP2, backward: group i-1 is gathered from the start of i on. The gradients of i are reduced
-  during i-1, whose own reduction starts only after that.
-* DDP: buckets of 25 MiB (the first of 1 MiB) are reduced as gradients arrive; the last is exposed.
-
-Overlap needs seconds by group: decoder layers are taken as equal, the rest belongs to the embedding
-and the head. Collectives reach a fraction of the link's nominal speed, a small one over PCIe
-without peer access (data passes through host memory). Overlapped communication is not free either:
-NCCL kernels occupy multiprocessors, copies use bandwidth. So at least half of it is added to the
-step (`Communication.added`). Source: `_fsdp_param_group.py` of torch 2.13 (`unshard`,
-`wait_for_unshard`, `post_backward`), `DistributedDataParallel`. Limit: a single machine.
+reduce-scatter and twice that for an all-reduce; time = bytes / speed of the slowest link + latency
+(`Ring`). Gathers of forward hide behind its computation, those of backward and reductions behind
+that of backward; what takes longer than these is waited for. Collectives reach a fraction of the
+link's nominal speed, a small one over PCIe without peer access (data passes through host memory).
+Overlapped communication is not free either: NCCL kernels occupy multiprocessors, copies use
+bandwidth. So at least half of it is added to the step. Limits: a single machine; the first gather
+and the last reduction, behind which nothing is computed, count as the others.
 
 *Scatter.* `scatter_*` in `assets/efficiency.yaml` is the standard deviation of ln(predicted /
 published) over published step times and over FP8-to-BF16 pairs. Two runs share most of their error
@@ -48,10 +39,10 @@ from finetune.config.schema import RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
 from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
-from finetune.estimator.speed.step_parts import StepPart, in_layer
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
-from finetune.hardware.gpus import Place
+from finetune.hardware.gpus import Gpu, Place
 from finetune.units import MIB
 
 # Standard deviations to either side that hold 90% of a normal distribution.
@@ -138,11 +129,13 @@ def pace_of_one(
         classes[name] = classes.get(name, 0.0) + value
     traffic = None
     if gpu is not None:
-        halves = [[op for op in micro if (op.phase == "forward") == x] for x in (True, False)]
-        beside = [[op for op in ops if not in_layer(op.module)] for ops in halves]
-        passes, rest = ([timed(ops).seconds for ops in each] for each in (halves, beside))
-        sent, gb_s = rehearsal.groups.trainable_bytes, collective_gb_s(gpu.link, gpu.link_gb_s)
-        traffic = Traffic(model, sent, passes, rest, place.count, batches, gb_s)
+        forward = timed([op for op in micro if op.phase == "forward"]).seconds
+        computed, ring = (forward, batch.seconds - forward), ring_of(gpu, place.count)
+        if model is not None:
+            traffic = sharded_traffic(model, ring, computed, batches)
+        else:
+            sent = rehearsal.groups.trainable_bytes
+            traffic = copied_traffic(sent, ring, computed, batches)
         classes[StepPart.COMMUNICATION] = traffic.added
     seconds = sum(classes.values())
     return Pace(
@@ -167,8 +160,8 @@ def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
     """Extrapolate linearly, part by part, by `times` the difference of two models.
 
     With 5 ms at 2 layers and 6 ms at 3, a model of 32 layers takes 5 + 30 x 1 = 35 ms. What
-    several devices send is simulated anew, with all layers: how much computation hides does not
-    grow evenly.
+    several devices send is compared with what all layers compute: how much of it these hide does
+    not grow evenly.
     """
 
     def grown(a: float, b: float) -> float:
@@ -213,171 +206,84 @@ LATENCY_S = 30e-6
 SHARE = {"nvlink": 0.35, "infinity-fabric": 0.35, "pcie": 0.10}
 # Fraction of communication that always adds to the step: fitted to the same speeds.
 SHOWN = 0.5
-# Buckets of `DistributedDataParallel` (`bucket_cap_mb`); the first has 1 MiB.
+# Buckets of `DistributedDataParallel` (`bucket_cap_mb`).
 BUCKET_BYTES = 25 * MIB
 
 
-@dataclass(frozen=True)
-class Communication:
-    """Communication of one GPU in a step: bytes sent, and seconds of all collectives.
+class Ring(NamedTuple):
+    """GPUs of one machine in a ring, of which each sends `gb_s` GB/s to the next."""
 
-    `exposed` is the part of `seconds` during which computation waits.
-    """
+    gpus: int
+    gb_s: float
 
-    nbytes: int
-    seconds: float
-    exposed: float
+    def seconds(self, nbytes: float, collectives: int = 1) -> float:
+        """Seconds to gather, or to reduce and scatter, `nbytes` in some collectives.
 
-    @property
-    def added(self) -> float:
-        return max(self.exposed, SHOWN * self.seconds)
-
-
-def collective_gb_s(link: str, gb_s: float) -> float:
-    """GB/s per direction that collectives reach on a link of nominal speed `gb_s`."""
-    return SHARE[link] * gb_s
+        A GPU sends all parts but one: 8 GPUs gather 8 GB at 70 GB/s in 0.1 s.
+        """
+        if not nbytes:
+            return 0.0
+        share = (self.gpus - 1) / self.gpus
+        return collectives * LATENCY_S + nbytes * share / (self.gb_s * 1e9)
 
 
-def fsdp2_communication(
-    model: Fsdp2,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    *,
-    gb_s: float,
-    latency_s: float = LATENCY_S,
-    reduces: bool = True,
-) -> Communication:
-    """Simulate a micro-batch under FSDP2.
-
-    Two equal groups, the second kept gathered; gathers and reductions 2 s, forward 3, backward 6:
-    forward starts after the first gather (2) and computes until 5 and 8; in backward the first
-    group is gathered during the second (8 to 14), whose reduction (until 16) overlaps the first
-    (until 20); the last reduction (until 22) is exposed. Of 22 s, 18 are computation: 4 s exposed.
-
-    Args:
-        model: Groups in forward order.
-        forward_s: Computation of each group in forward.
-        backward_s: Computation of each group in backward, recomputation included.
-        gb_s: Speed of the slowest link per direction (`collective_gb_s`).
-        reduces: True for the last micro-batch of a step, which reduces gradients.
-
-    Raises:
-        ValueError: not one time per group, or `gb_s` is not positive.
-    """
-    count = len(model.groups)
-    if len(forward_s) != count or len(backward_s) != count:
-        raise ValueError(f"{count} groups, {len(forward_s)} and {len(backward_s)} times of them")
-    link = _Link(model.gpus, gb_s, latency_s)
-    started = [0.0] * count
-    now = 0.0
-    for i in range(count):
-        gathered = link.send(model.gathered_bytes(i), after=started[i - 2] if i > 1 else 0.0)
-        started[i] = max(now, gathered)
-        now = started[i] + forward_s[i]
-    ready = [0.0] * count  # when the weights are gathered
-    for i in reversed(range(count)):
-        group = model.groups[i]
-        if i == count - 1 and group.reshard:
-            ready[i] = link.send(model.gathered_bytes(i), after=now)
-        now = max(now, ready[i])
-        if i and model.groups[i - 1].reshard:
-            ready[i - 1] = link.send(model.gathered_bytes(i - 1), after=now)
-        # The gradients go into a buffer that the previous reduction may still be reading.
-        now = max(now + backward_s[i], link.reduced)
-        if reduces:
-            link.reduce(group.trainable * model.reduce, after=now)
-    now = max(now, link.reduced)
-    return Communication(link.nbytes, link.seconds, now - sum(forward_s) - sum(backward_s))
+def ring_of(gpu: Gpu, gpus: int) -> Ring:
+    """The ring that collectives of several GPUs make, at the speed they reach."""
+    return Ring(gpus, SHARE[gpu.link] * gpu.link_gb_s)
 
 
-def ddp_communication(
-    gradient_bytes: int, backward_s: float, *, gpus: int, gb_s: float, latency_s: float = LATENCY_S
-) -> Communication:
-    """Simulate DDP, with gradients arriving evenly over backward; ValueError unless `gb_s` > 0."""
-    link = _Link(gpus, gb_s, latency_s)
-    done = 0
-    while done < gradient_bytes:
-        size = min(BUCKET_BYTES if done else MIB, gradient_bytes - done)
-        done += size
-        link.reduce(2 * size, after=backward_s * done / gradient_bytes)
-    return Communication(link.nbytes, link.seconds, max(0.0, link.reduced - backward_s))
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one of several GPUs sends in an optimizer step, and what hides it.
+class Traffic(NamedTuple):
+    """Seconds of what one of several GPUs sends, and of what it computes meanwhile.
 
     Attributes:
-        model: the sharded model; None for DDP.
-        sent: bytes of gradients that DDP reduces.
-        passes: seconds of forward and of backward, of one micro-batch.
-        beside: of these, seconds outside of decoder layers.
+        forward, backward: sent in each micro-batch, to gather weights.
+        reduced: sent in backward of a step's last micro-batch, to sum gradients.
+        computed_forward, computed_backward: computation of a micro-batch.
+        batches: micro-batches of a step.
     """
 
-    model: Fsdp2 | None
-    sent: int
-    passes: list[float]
-    beside: list[float]
-    gpus: int
-    batches: int
-    gb_s: float
+    forward: float
+    backward: float
+    reduced: float
+    computed_forward: float
+    computed_backward: float
+    batches: float = 1
 
     @property
     def added(self) -> float:
         """Seconds that it adds to a step."""
-        gb_s, model = self.gb_s, self.model
-        if model is None:
-            return ddp_communication(self.sent, self.passes[1], gpus=self.gpus, gb_s=gb_s).added
-        by_group = [_by_group(model, *each) for each in zip(self.passes, self.beside, strict=True)]
-        last, other = (
-            fsdp2_communication(model, *by_group, gb_s=gb_s, reduces=reduces).added
-            for reduces in (True, False)
-        )
-        return last + (self.batches - 1) * other
+        return self._of_one(self.reduced) + (self.batches - 1) * self._of_one(0.0)
+
+    def _of_one(self, reduced: float) -> float:
+        """Seconds that sending adds to a micro-batch, in which it reduces gradients or not."""
+        backward = self.backward + reduced
+        waits = max(0.0, self.forward - self.computed_forward)
+        waits += max(0.0, backward - self.computed_backward)
+        return max(waits, SHOWN * (self.forward + backward))
 
     def extrapolated(self, more: Traffic, times: float) -> Traffic:
         """That of a model with `times` the layers that `more` has beyond this one's."""
-        model = more.model
-        if self.model is not None and model is not None:
-            first, layer, *rest = model.groups
-            added = len(model.groups) - len(self.model.groups)
-            layers = [layer] * (1 + round((times - 1) * added))
-            model = replace(model, groups=(first, *layers, *rest))
-        passes = [a + times * (b - a) for a, b in zip(self.passes, more.passes, strict=True)]
-        sent = round(self.sent + times * (more.sent - self.sent))
-        return replace(more, model=model, sent=sent, passes=passes)
+        return Traffic._make(a + times * (b - a) for a, b in zip(self, more, strict=True))
 
 
-def _by_group(model: Fsdp2, seconds: float, outside: float) -> list[float]:
-    """Seconds of each group; the head is last, or first if embeddings are tied."""
-    count = len(model.groups)
-    tied = not model.groups[0].reshard and (count == 1 or model.groups[-1].name != "head")
-    layers = count - (1 if tied else 2)
-    outside = min(outside, seconds)
-    each = [(seconds - outside) / layers] * layers if layers else []
-    rest = outside if layers else seconds
-    return [rest, *each] if tied else [0.0, *each, rest]
+def sharded_traffic(
+    model: Fsdp2, ring: Ring, computed: tuple[float, float], batches: int = 1
+) -> Traffic:
+    """FSDP2 gathers each group in forward, and again in backward if it was freed between."""
+
+    def gathers(groups: list[int]) -> float:
+        return ring.seconds(sum(map(model.gathered_bytes, groups)), len(groups))
+
+    every = list(range(len(model.groups)))
+    freed = [i for i in every if model.groups[i].reshard]
+    trained = [group.trainable for group in model.groups if group.trainable]
+    reduced = ring.seconds(sum(trained) * model.reduce, len(trained))
+    return Traffic(gathers(every), gathers(freed), reduced, *computed, batches)
 
 
-class _Link:
-    def __init__(self, gpus: int, gb_s: float, latency_s: float) -> None:
-        if gb_s <= 0:
-            raise ValueError(f"a link of {gb_s} GB/s")
-        self.share = (gpus - 1) / gpus
-        self.gb_s, self.latency_s = gb_s, latency_s
-        self.free = self.reduced = self.seconds = 0.0
-        self.nbytes = 0
-
-    def send(self, buffer: int, *, after: float) -> float:
-        """End time of an all-gather or reduce-scatter of a buffer."""
-        if not buffer or not self.share:
-            return after
-        sent = round(buffer * self.share)
-        took = self.latency_s + sent / (self.gb_s * 1e9)
-        self.nbytes += sent
-        self.seconds += took
-        self.free = max(self.free, after) + took
-        return self.free
-
-    def reduce(self, buffer: int, *, after: float) -> None:
-        self.reduced = max(self.reduced, self.send(buffer, after=after))
+def copied_traffic(
+    gradients: int, ring: Ring, computed: tuple[float, float], batches: int = 1
+) -> Traffic:
+    """DDP reduces and scatters all gradients, and gathers the sums, in buckets."""
+    buckets = math.ceil(gradients / BUCKET_BYTES)
+    return Traffic(0.0, 0.0, ring.seconds(2 * gradients, buckets), *computed, batches)

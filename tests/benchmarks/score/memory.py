@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.measure import measure, measure_well
 from finetune.estimator.memory.overheads import context_bytes, nccl_bytes
+from finetune.estimator.predict import predict, predict_whole
 from finetune.hardware.gpus import Gpu, named_gpu, place_of
 from tests.benchmarks.score.jobs import Job, gpu_of
 from tests.benchmarks.score.published_stack import as_published
@@ -94,7 +94,7 @@ def memory_of(job: Job, *, whole: bool = False) -> Memory:
     outside = context_bytes(place.device.capability) + nccl_bytes(job.gpus, "nvlink")
     config = run_config(job)
     # Under FSDP 1 memory grows through backward, so that its peak is elsewhere in fewer layers.
-    measuring = measure if whole or job.sharding == "fsdp1" else measure_well
+    measuring = predict_whole if whole or job.sharding == "fsdp1" else predict
     try:
         with as_published(job):
             found = measuring(config, place)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.estimator import measure
+from finetune.estimator import predict
 from finetune.estimator.memory import overheads
 from finetune.estimator.trace import fake_cuda, rehearsal
 from finetune.estimator.trace.fake_cuda import replaced
@@ -52,7 +52,7 @@ def as_published(job: Job) -> Iterator[None]:
 
     register_repeated_keys()
     store_base, make_adapters = rehearsal.store_base, peft.get_peft_model
-    rehearse = measure.rehearse
+    rehearse = predict.rehearse
 
     def store(model: Any, storage: str | None) -> None:
         store_base(model, storage)
@@ -68,7 +68,8 @@ def as_published(job: Job) -> Iterator[None]:
         return rehearse(*args, **{**kwargs, "padded": job.padded})
 
     changes: list[tuple[Any, str, Any]] = [
-        (measure, "rehearse", rehearse_rows),
+        (predict, "rehearse", rehearse_rows),
+        (predict, "_made", lambda wanted: wanted.make()),  # each with libraries of its own
         (overheads, "installed_torch", lambda: job.torch),
         (fake_cuda, "installed_torch", lambda: job.torch),
         (rehearsal, "check_settings", lambda _, *planned: plan(*planned)),

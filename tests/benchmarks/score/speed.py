@@ -21,7 +21,7 @@ from typing import Any
 from finetune.errors import ConfigError
 from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.speed.roofline import roofline_of
-from finetune.estimator.speed.timing import collective_gb_s, fsdp2_communication
+from finetune.estimator.speed.timing import ring_of, sharded_traffic
 from finetune.estimator.trace.fsdp_groups import Group
 from tests.benchmarks.score.published import Case, Row, read_case
 from tests.benchmarks.score.rows import held_out
@@ -54,11 +54,8 @@ def _waited(case: Case, seconds: float) -> float:
     trained = round(each) if setting.method == "full" else 0
     group = Group("layer", frozen=round(each * bits / 8) - 2 * trained, trainable=trained)
     model = Fsdp2((group,) * shape.layers, case.gpus)
-    forward_s, backward_s = (
-        [seconds * part / shape.layers] * shape.layers for part in (1 / 3, 2 / 3)
-    )
-    gb_s = collective_gb_s(case.gpu.link, case.gpu.link_gb_s)
-    return fsdp2_communication(model, forward_s, backward_s, gb_s=gb_s).added
+    computed = seconds / 3, seconds * 2 / 3
+    return sharded_traffic(model, ring_of(case.gpu, case.gpus), computed).added
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -35,7 +37,7 @@ FEW = (2, 3)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Prediction:
     """Memory and speed of one configuration at one place.
 
     Attributes:
@@ -65,32 +67,6 @@ class Measured:
         return None if self.pace is None else self.pace.tokens_per_s * self.place.count
 
 
-@dataclass(frozen=True)
-class Option:
-    """A run with changed settings or on other GPUs.
-
-    Attributes:
-        change: Command-line parts that produce it: `--gpus N`, overrides.
-        measured: Memory and time; None if it cannot run.
-    """
-
-    change: tuple[str, ...]
-    measured: Measured | None
-
-    @property
-    def fit(self) -> Fit:
-        """Verdict on memory; an impossible run does not fit."""
-        return "does not fit" if self.measured is None else self.measured.fit
-
-    @property
-    def allocated(self) -> int | None:
-        return self.measured.footprint.allocated if self.measured else None
-
-    @property
-    def pace(self) -> Pace | None:
-        return self.measured.pace if self.measured else None
-
-
 # ------------------------------------------------------------------------------------ whole or fast
 
 
@@ -99,32 +75,32 @@ def decided(config: RunConfig, place: Place) -> RunConfig:
     return _decided(config, place)[0]
 
 
-def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Measured | None]:
-    """The same, and its measurement if that decided."""
+def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Prediction | None]:
+    """The same, and its prediction if that decided."""
     if not decides_checkpointing(config):
         return config, None
-    found = measure_fast(with_checkpointing(config, False), place)
+    found = predict_fast(with_checkpointing(config, False), place)
     if found.fit == "fits":
         return found.config, found
     return with_checkpointing(config, True), None
 
 
-def measure_well(config: RunConfig, place: Place, *, whole: bool = False) -> Measured:
+def predict(config: RunConfig, place: Place, *, whole: bool = False) -> Prediction:
     """Rehearse the first layers, or all layers if `whole`.
 
     Gradient checkpointing is decided first where the run leaves it open.
     """
     config, found = _decided(config, place)
-    return measure(config, place) if whole else found or measure_fast(config, place)
+    return predict_whole(config, place) if whole else found or predict_fast(config, place)
 
 
-def measure(
+def predict_whole(
     config: RunConfig,
     place: Place,
     *,
     padded: bool | None = None,
     known: tuple[Resolution, PrecisionPlan] | None = None,
-) -> Measured:
+) -> Prediction:
     """Rehearse a whole model.
 
     Args:
@@ -132,43 +108,118 @@ def measure(
         known: the run's resolution and plan, if already made.
     """
     resolution, plan = known or (resolve_there(config.precision, place), None)
-    sharded = shares_model(config, place)
-    rehearsal = rehearse(
-        config, place.device, resolution, padded=padded, sharded=sharded, plan=plan
-    )
-    return _with_first(*_steps_and_first(config, place, resolution, rehearsal))
+    whole = _rehearsed(config, place, resolution, padded=padded, plan=plan)
+    return _prediction(config, place, resolution, _step_of(config, place, resolution, whole))
 
 
-def measure_fast(config: RunConfig, place: Place) -> Measured:
-    """Estimate the result of `measure` from the model's first layers, in about a second."""
-    return rehearse_first_layers(config, place).at(place)
+def predict_fast(config: RunConfig, place: Place) -> Prediction:
+    """Estimate the result of `predict_whole` from the model's first layers, in about a second.
 
-
-def _steps_and_first(
-    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
-) -> tuple[Measured, Footprint | None]:
-    """A run's steps; and memory of the first micro-step, which the proof observes uncompiled.
-
-    None where its layers are not compiled later, and without gradient checkpointing: then it alone
-    has that (`finetune.precision.compiling.recomputed`), and holds less than the others.
+    The whole model is rehearsed if it is shallower than these, or if its layers differ.
     """
+    shape, resolution = load_shape(config.model), resolve_there(config.precision, place)
+    layers = int(shape.get_text_config(decoder=True).num_hidden_layers)
+    if layers > FEW[1] and are_alike(shape) and are_treated_alike(config):
+        # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
+        with contextlib.suppress(PlanError):
+            few, more = (_rehearsed(config, place, resolution, layers=n) for n in FEW)
+            if few.parameters < more.parameters:  # else layers share their weights
+                few, more = (_step_of(config, place, resolution, r) for r in (few, more))
+                return _prediction(config, place, resolution, _extrapolated(few, more, layers))
+    return predict_whole(config, place)
+
+
+# --------------------------------------------------------------------------------------- rehearsals
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A rehearsal; two of one `key` are the same."""
+
+    key: str
+    make: Callable[[], Rehearsal] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _made(wanted: _Wanted) -> Rehearsal:
+    return wanted.make()
+
+
+_compiled = functools.lru_cache(maxsize=16)(as_compiled)
+"""The same rehearsals serve many GPUs of a search, and a run's checks repeat some."""
+
+
+def _rehearsed(
+    config: RunConfig,
+    place: Place,
+    resolution: Resolution,
+    *,
+    layers: int | None = None,
+    padded: bool | None = None,
+    plan: PrecisionPlan | None = None,
+) -> Rehearsal:
+    """Rehearse a run, once for all places of one kind of GPU, whatever their number and memory.
+
+    Compiled and uncompiled layers are rehearsed alike, but for casts to FP8.
+    """
+    device, sharded = place.device, shares_model(config, place)
+    train = {key: value for key, value in config.train.items() if key not in _SAME_STEP}
+    given = config.model_copy(update={"train": train})
+    precision = resolution.precision
+    key = (
+        *(device.kind, device.capability, bool(device.has_fp8), device.is_rocm),
+        *(sharded, layers, padded, precision.compute == "fp8" and compiles(precision, device)),
+        precision.model_dump_json(exclude={"compile"}),
+        given.model_dump_json(exclude={"data": True, "eval": True, "precision": {"compile"}}),
+        load_shape(config.model).to_json_string(),  # a folder may have changed since
+    )
+    make = functools.partial(
+        rehearse, config, device, resolution, layers=layers, padded=padded, sharded=sharded,
+        plan=plan,
+    )  # fmt: skip
+    return _made(_Wanted(repr(key), make))
+
+
+_SAME_STEP = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps")
+"""Settings that change nothing in a rehearsed step."""
+
+
+class _Step(NamedTuple):
+    """What is read off one rehearsal, or extrapolated from two.
+
+    Attributes:
+        footprint: memory of each step but the first micro-step.
+        first: memory of the first, which runs uncompiled while FP8 is proven. None where its layers
+            are not compiled later, and without gradient checkpointing: then it alone has that
+            (`finetune.precision.compiling.recomputed`), and holds less than the others.
+        compiled: decoder layers are compiled.
+    """
+
+    footprint: Footprint
+    first: Footprint | None
+    pace: Pace | None
+    parameters: int
+    trainable: int
+    compiled: bool
+
+
+def _step_of(
+    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
+) -> _Step:
     compiled, first = rehearsal.compiles and compiles(resolution.precision, place.device), None
     if compiled:
         if any(op.phase == "recompute" for op in rehearsal.trace.ops):
             eager = replace(rehearsal, trace=in_eager_kernels(rehearsal.trace))
             first = device_footprint(eager, config, place)
         rehearsal = _compiled(rehearsal)
-    steps = Measured(
-        config,
-        place,
-        resolution,
+    return _Step(
         device_footprint(rehearsal, config, place),
+        first,
         pace_of_one(rehearsal, config, place, compiled=compiled),
         rehearsal.parameters,
         rehearsal.trainable,
         compiled,
     )
-    return steps, first
 
 
 def in_eager_kernels(trace: Trace) -> Trace:
@@ -178,70 +229,35 @@ def in_eager_kernels(trace: Trace) -> Trace:
     return replace(trace, events=events, storages=trace.storages | passing)
 
 
-def _with_first(steps: Measured, first: Footprint | None) -> Measured:
-    if first is None:
-        return steps
-    return replace(steps, footprint=sizes.with_first(steps.footprint, first))
+def _extrapolated(few: _Step, more: _Step, layers: int) -> _Step:
+    """The step of a model with all its layers, from those with `FEW`."""
+    times = (layers - FEW[0]) / (FEW[1] - FEW[0])
+    first, pace = None, None
+    if few.first is not None and more.first is not None:
+        first = sizes.extrapolated(few.first, more.first, times)
+    if few.pace is not None and more.pace is not None:
+        pace = timing.extrapolated(few.pace, more.pace, times)
+    return _Step(
+        sizes.extrapolated(few.footprint, more.footprint, times),
+        first,
+        pace,
+        round(few.parameters + times * (more.parameters - few.parameters)),
+        round(few.trainable + times * (more.trainable - few.trainable)),
+        more.compiled,
+    )
 
 
-_compiled = functools.lru_cache(maxsize=2 * len(FEW))(as_compiled)
-"""The same rehearsals serve many GPUs of a search."""
-
-
-@dataclass(frozen=True)
-class FirstLayers:
-    """Rehearsals of a model's first layers, shared by all GPUs of one kind.
-
-    Attributes:
-        layers: layers of the whole model.
-        rehearsals: one of all layers, or two of `FEW`.
-    """
-
-    config: RunConfig
-    resolution: Resolution
-    layers: int
-    rehearsals: tuple[Rehearsal, ...]
-
-    def at(self, place: Place) -> Measured:
-        """Memory and time of all layers at a place with the same kind of GPU."""
-        seen = [_steps_and_first(self.config, place, self.resolution, r) for r in self.rehearsals]
-        if len(seen) == 1:
-            return _with_first(*seen[0])
-        (few, few_first), (more, more_first) = seen
-        times = (self.layers - FEW[0]) / (FEW[1] - FEW[0])
-        pace = None
-        if few.pace is not None and more.pace is not None:
-            pace = timing.extrapolated(few.pace, more.pace, times)
-        steps = Measured(
-            self.config,
-            place,
-            self.resolution,
-            sizes.extrapolated(few.footprint, more.footprint, times),
-            pace,
-            round(few.parameters + times * (more.parameters - few.parameters)),
-            round(few.trainable + times * (more.trainable - few.trainable)),
-            more.compiled,
-        )
-        if few_first is None or more_first is None:
-            return steps
-        return _with_first(steps, sizes.extrapolated(few_first, more_first, times))
-
-
-def rehearse_first_layers(config: RunConfig, place: Place) -> FirstLayers:
-    """Rehearse two and three layers; the whole model if it is shallower or layers differ."""
-    shape = load_shape(config.model)
-    layers = int(shape.get_text_config(decoder=True).num_hidden_layers)
-    resolution, sharded = resolve_there(config.precision, place), shares_model(config, place)
-    if layers > FEW[1] and are_alike(shape) and are_treated_alike(config):
-        # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
-        with contextlib.suppress(PlanError):
-            seen = tuple(
-                rehearse(config, place.device, resolution, layers=n, sharded=sharded) for n in FEW
-            )
-            if seen[0].parameters < seen[1].parameters:  # else layers share their weights
-                return FirstLayers(config, resolution, layers, seen)
-    whole = rehearse(config, place.device, resolution, sharded=sharded)
-    return FirstLayers(config, resolution, layers, (whole,))
+def _prediction(config: RunConfig, place: Place, resolution: Resolution, step: _Step) -> Prediction:
+    return Prediction(
+        config,
+        place,
+        resolution,
+        step.footprint if step.first is None else sizes.with_first(step.footprint, step.first),
+        step.pace,
+        step.parameters,
+        step.trainable,
+        step.compiled,
+    )
 
 
 def are_alike(shape: PretrainedConfig) -> bool:
