@@ -134,13 +134,7 @@ class CheckpointKeeper(TrainerCallback):
             self._name_the_best(partial / final.name, folder)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
-                if problem := unreadable(partial / final.name):  # now, not when a run resumes
-                    raise CheckpointError(
-                        "the checkpoint could not be read again: no run would resume from it",
-                        where="train.optim",
-                        why=problem,
-                        fix="train.optim=adamw_torch_fused; or train.save_strategy=no",
-                    )
+                _refuse_unwritten(partial / final.name)  # now, not when a run resumes
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
                 self._delete_older(folder, self._limit)
@@ -216,11 +210,22 @@ def unreadable(folder: Path) -> str:
             elif file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
                     pass
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # whatever a damaged pickle or header raises
             return f"{file.name} cannot be read, it is damaged: {first_line(error)}"
         if found:
             return f"{file.name} holds more than tensors and numbers: {', '.join(found)}"
     return ""
+
+
+def _refuse_unwritten(folder: Path) -> None:
+    """Refuse to keep a new checkpoint that no run could resume from."""
+    if problem := unreadable(folder):
+        raise CheckpointError(
+            "the checkpoint could not be read again: no run would resume from it",
+            where="train.optim",
+            why=problem,
+            fix="train.optim=adamw_torch_fused; or train.save_strategy=no",
+        )
 
 
 def refuse_unreadable(checkpoint: Path | None) -> None:
