@@ -10,7 +10,7 @@
     ├── MissingExtraError      (ImportError)        an optional library is not installed
     ├── PrecisionError         (RuntimeError)       the precision asked for cannot be had here
     │   └── StorageNotComputeError                  FP8 compute asked of a quantized model
-    ├── PlanError              (ValueError)         the precision plan cannot be honoured
+    ├── PlanError              (ValueError)         the precision plan cannot be honored
     ├── ConversionError        (RuntimeError)       the model does not equal its plan
     ├── OrderError             (RuntimeError)       helper and trainer called in the wrong order
     ├── ProofError             (RuntimeError)       the run is not what was asked: stopped
@@ -117,7 +117,7 @@ class StorageNotComputeError(PrecisionError):
 
 
 class PlanError(FinetuneError, ValueError):
-    """The precision plan cannot be honoured on this model."""
+    """The precision plan cannot be honored on this model."""
 
 
 class ConversionError(FinetuneError, RuntimeError):

@@ -140,7 +140,7 @@ def compare(
                 f"{', '.join(idle)} would change nothing",
                 where=names[0],
                 why="the runs of this comparison are done; they are judged again",
-                fix="leave it out; or compare the recipes anew",
+                fix="leave it out; or compare the recipes again",
             )
         found = comparing.judge_again(folder, margin=margin, confidence=confidence, allow=allow)
     else:

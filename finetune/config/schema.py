@@ -131,7 +131,7 @@ class PrecisionConfig(Section):
         default={},
         description="precision by part: `embed`, `attn`, `mlp`, `norm`, `output`, `router` or a "
         "module pattern, to `fp8`, `bf16`, `fp16` or `fp32` (or a torch dtype); one that cannot be "
-        "honoured is an error. `output: fp8` is for a frozen head (LoRA with `frozen: fp8`), "
+        "honored is an error. `output: fp8` is for a frozen head (LoRA with `frozen: fp8`), "
         "stored in FP8 as well. Attention scores and softmax are never touched",
     )
     first_n: NonNegativeInt = Field(

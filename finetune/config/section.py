@@ -136,7 +136,7 @@ class DataConfig(Section):
     streaming: bool = Field(
         default=False,
         description="read rows while training, without a copy on disk and with flat memory; needs "
-        "`train.max_steps`. Rows begin anew when all were read; resuming reads skipped rows again",
+        "`train.max_steps`. Rows start again when all were read; resuming reads skipped rows again",
     )
     shuffle_buffer: PositiveInt = Field(
         default=1000,
@@ -335,7 +335,7 @@ class CheckpointsConfig(Section):
 
 
 class ResumeConfig(Section):
-    """Going on from a checkpoint (`train.resume_from_checkpoint`, or the verb `resume`)."""
+    """Resuming from a checkpoint (`train.resume_from_checkpoint`, or the verb `resume`)."""
 
     allow: tuple[str, ...] = Field(
         default=(),

@@ -283,7 +283,7 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
                 setattr(args, key, value)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers'; rows by length in an order that a run which goes on makes again."""
+        """Transformers'; rows by length in an order that a resumed run makes again."""
         found, seed = super()._get_train_sampler(*args, **kwargs), self.args.data_seed
         seed = self.args.seed if seed is None else seed
         return ByLength(found, seed) if isinstance(found, LengthGroupedSampler) else found

@@ -186,7 +186,7 @@ def _share(part: Part, total: float) -> str:
 
 
 def _unending(rows: Any, data: DataConfig, seed: int) -> Any:
-    """A stream in another order than its source's, which begins anew at its end.
+    """A stream in another order than its source's, which starts again at its end.
 
     Without an end the trainer counts no epochs, of which it could not know the length.
     """

@@ -1,9 +1,9 @@
 """Rows that Accelerate repeats, so that each process has a whole batch; and batches that one lacks.
 
 Accelerate 1.15 (`BatchSamplerShard`, `even_batches`) gives processes equally many batches, all of
-the same size: where an epoch does not divide among them, it goes on with the first rows. Of 5 rows
-in batches of 2, two processes train on 4 in the first step; in the second on the fifth, and on the
-first three once more:
+the same size: where an epoch does not divide among them, it continues with the first rows. Of 5
+rows in batches of 2, two processes train on 4 in the first step; in the second on the fifth, and
+on the first three once more:
 
     process 0   1 2 | 5 1
     process 1   3 4 | 2 3
@@ -36,7 +36,7 @@ def share_of(loader: Any) -> Any:
     """The `BatchSamplerShard` of a prepared `DataLoader`, a process's batches; None without one."""
     for name in ("batch_sampler", "sampler"):  # the second where a script's sampler makes batches
         sampler = getattr(loader, name, None)
-        if isinstance(sampler, SkipBatchSampler):  # of a run that goes on
+        if isinstance(sampler, SkipBatchSampler):  # of a resumed run
             sampler = sampler.batch_sampler
         if isinstance(sampler, BatchSamplerShard):
             return sampler

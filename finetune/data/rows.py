@@ -118,7 +118,7 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
 class SkippedLate:
     """Rows that are skipped while a stream is read, each counted once.
 
-    Workers read whole streams in processes of their own, and streams begin anew at their end.
+    Workers read whole streams in processes of their own, and streams start again at their end.
 
     Args:
         behind: rows at the begin of the stream that were counted before.

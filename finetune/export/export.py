@@ -202,12 +202,12 @@ def export_run(
             form = compressed_tensors.quantization_config(to, kept) if quantized else None
             write_config(checkpoint, folder, untied=untied, quantization=form)
         if quantized:
-            left = f"; as they were: {', '.join(kept)}" if kept else ""
-            say(f"in {to}: {len(quantized)} linear layers{left}")
+            left = f"; kept in high precision: {', '.join(kept)}" if kept else ""
+            say(f"quantized to {to}: {len(quantized)} linear layers{left}")
         mib = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
         say(f"written: {mib:,.1f} MiB; now loading it to compare")
         measured = check_export(folder, to, finished, batches.evaluation, reference)
-        layers = {"quantised": quantized, "kept_in_high_precision": kept}
+        layers = {"quantized": quantized, "kept_in_high_precision": kept}
         record = _record(finished, to, source, batches.rows, measured) | layers
         write_json(folder / RECORD, record, indent=1)
         parity.check(measured, to, str(folder))
@@ -217,7 +217,7 @@ def export_run(
 
 
 def _write_card(finished: FinishedRun, folder: Path, to: str, compared: str) -> None:
-    """Write the card of the run's model anew, with the form of the weights and the comparison."""
+    """Write the card of the run's model again, with the form of the weights and the comparison."""
     run = read_run(finished.folder)
     card = model_card(
         finished.config,

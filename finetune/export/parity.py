@@ -108,7 +108,7 @@ class Parity:
         compared: number of positions behind the other figures.
         answer: tokens of an answer by the export.
         ended: it came to an end token.
-        ran_on: it went on behind one of the reference's.
+        ran_on: it continued after one of the reference's.
     """
 
     loss_reference: float
@@ -134,7 +134,7 @@ class Parity:
         if other > max(1, _most_others(bounds.agreement, self.compared)):  # one is always allowed
             found.append(f"agreement {self.agreement:.1%} (at least {bounds.agreement:.0%})")
         if self.ran_on:
-            found.append("an answer that goes on behind its end token")
+            found.append("an answer that continues after its end token")
         return found
 
     def __str__(self) -> str:

@@ -141,7 +141,7 @@ def _leave_cached(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 def _does_not_repeat(layer: nn.Module) -> bool:
     """True if a recomputation would differ from the forward: aLoRA's and MonteCLoRA's of PEFT 0.21.
 
-    aLoRA looks for checkpointed layers when its offsets are handed out; MonteCLoRA draws anew.
+    aLoRA looks for checkpointed layers when its offsets are handed out; MonteCLoRA draws again.
     """
     variants = [v for m in layer.modules() for v in getattr(m, "lora_variant", {}).values()]
     return any(type(v).__name__ in UNREPEATABLE for v in variants)

@@ -3,7 +3,7 @@
 Two rules hold the design together. *Modules change class, parameters never change*: every trainable
 parameter stays the object the optimizer knows. *The model equals the plan or an error is raised.*
 
-A frozen weight may be stored anew, as FP8 codes, where the plan says so. Reverting does not undo
+A frozen weight may be replaced by FP8 codes, where the plan says so. Reverting does not undo
 that: the high-precision weight is gone, and the layer dequantizes its codes.
 """
 

@@ -444,12 +444,12 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
     """
     prefix, _, local = name.rpartition(".")
     if parametrize.is_parametrized(owner, local):
-        return "parametrised: the operand is made anew in each forward"
+        return "parametrized: the operand is computed again in each forward"
     while prefix.rpartition(".")[2] == "base_layer":
         prefix = prefix.rpartition(".")[0]
         wrapper: Any = model.get_submodule(prefix)
         if type(wrapper).__name__ == "ParamWrapper" and wrapper.parameter_name == local:
-            return "adapted by PEFT's target_parameters: the operand is W + BA, made anew"
+            return "adapted by PEFT's target_parameters: the operand is W + BA, computed again"
     return ""
 
 

@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     Attributes:
         compute: requested precision.
         reason: setting that requested it.
-        asked: True if requested for this very part or name: honoured or refused.
+        asked: True if requested for this very part or name: honored or refused.
     """
 
     compute: Compute
@@ -83,7 +83,7 @@ class Choices:
             blocks: name and length of the list of decoder blocks that `first_n` and `last_n` count.
 
         Raises:
-            PlanError: a choice reaches nothing, or cannot be honoured.
+            PlanError: a choice reaches nothing, or cannot be honored.
         """
         self.precision, self.parts = precision, parts
         linears = [name for name, part in parts.items() if part not in NO_MATMUL]

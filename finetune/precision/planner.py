@@ -194,7 +194,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
 
     Raises:
         PlanError: a choice (`keep`, `map`, `first_n`, `last_n`) reaches nothing or cannot be
-            honoured, or FP8 was requested and no layer can take it.
+            honored, or FP8 was requested and no layer can take it.
         StorageNotComputeError: FP8 was requested and the model's weights are quantized.
     """
     found = records(model)

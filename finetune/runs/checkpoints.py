@@ -85,7 +85,7 @@ class Checkpoint:
         return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
     def problem(self, *, contents: bool = False) -> str:
-        """Why training cannot go on from it; empty if it can. `contents`: read every file."""
+        """Why training cannot resume from it; empty if it can. `contents`: read every file."""
         if not isinstance(self.state.get("global_step"), int):
             missing = not (self.folder / STATE).is_file()
             return f"{STATE} is {'missing' if missing else 'not whole'}"
@@ -166,7 +166,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def resume_command(folder: Path) -> str:
-    """The command that goes on with a run, in as many processes as saved its newest checkpoint."""
+    """The command that resumes a run, in as many processes as saved its newest checkpoint."""
     newest = newest_checkpoint(folder / CHECKPOINTS)
     count = Checkpoint(newest).manifest.get("processes", 1) if newest is not None else 1
     launcher = launcher_of(count if isinstance(count, int) else 1)
@@ -220,7 +220,7 @@ def superfluous(
 
 
 def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, dict[Path, str]]:
-    """The checkpoint to go on from, and those that were passed over.
+    """The checkpoint to resume from, and those that were passed over.
 
     Args:
         name: a run folder, its `checkpoints` folder (the newest whole checkpoint of either), one of

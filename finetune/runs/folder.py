@@ -1,6 +1,6 @@
 """Run folders: what a run left behind, read without torch, whatever state it is in.
 
-`runs/<recipe>/<stamp>/` is written while a run goes on (`run.json` and `config.yaml` first, then
+`runs/<recipe>/<stamp>/` is written while a run trains (`run.json` and `config.yaml` first, then
 `metrics.jsonl` and `steps.jsonl` line by line, `receipt.json` when training ends, `report.json` at
 the very end), so that a folder says by itself how far its run came:
 

@@ -2,8 +2,8 @@
 
 A model stops at the `eos_token_id` of its `generation_config.json`. A base model's is the end of a
 text, and the chat template's end of a turn another token (Qwen 2.5: `<|endoftext|>`, `<|im_end|>`):
-trained on answers, it writes that end, and goes on. A run adds the ends of its rows, and saves the
-file beside its weights, also beside an adapter's, where exports find it.
+trained on answers, it writes that end, and continues. A run adds the ends of its rows, and saves
+the file beside its weights, also beside an adapter's, where exports find it.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ def _refuse_uninitialized(model: nn.Module) -> None:
     left = [name for name, t in tensors if t.is_floating_point() and bool(t.isnan().any())]
     if left:
         raise PlanError(
-            f"{type(model).__name__} does not initialise all of its tensors",
+            f"{type(model).__name__} does not initialize all of its tensors",
             where=", ".join(left[:5]),
             why="they would hold whatever was in memory: _init_weights has to set them",
             fix="build it with from_config, in full, and load_in_fp8 what was saved of it",

@@ -1,7 +1,7 @@
 """Weights of a `Trainer`'s checkpoint, all of them or an error.
 
 Transformers 5.23 gives the tensors of a checkpoint to `load_state_dict(..., strict=False)` and logs
-what was missing. Three kinds of checkpoints lose weights so, and training goes on:
+what was missing. Three kinds of checkpoints lose weights so, and training continues:
 
     experts       saved under the names of the published model (`block_sparse_moe.experts.0.w1`),
                   which the model has in one parameter (`mlp.experts.gate_up_proj`): experts and
@@ -140,8 +140,8 @@ def _other_weights(checkpoint: Path, which: str) -> CheckpointError:
     return CheckpointError(
         "the checkpoint does not have the model's weights, all of them and no others",
         where=f"{checkpoint}: {which}",
-        why="Transformers would load the others and log the difference: training would go on with "
-        "weights of before the checkpoint",
+        why="Transformers would load the others and log the difference: training would continue "
+        "with weights of before the checkpoint",
         fix="the model that the checkpoint was saved of, and no files of another one beside it",
     )
 

@@ -110,7 +110,7 @@ class CheckpointKeeper(TrainerCallback):
         if step > self._begun:
             if step not in checkpoints_in(folder):
                 self.trainer._save_checkpoint(self.trainer.model, None)  # judges the weights
-            again = f"then go on: {resume_command(folder.parent)}"
+            again = f"then resume: {resume_command(folder.parent)}"
         raise NonFiniteError(
             f"the eval loss is not finite at step {step}",
             where=f"{len(self.trainer.eval_dataset):,} eval rows",

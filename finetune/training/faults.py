@@ -1,7 +1,7 @@
 """Faults of the machine, as errors with a remedy: disk, memory, other processes, trackers.
 
 A run that is left alone for days meets them; a traceback of the library in which they happened says
-neither what is lost nor how to go on.
+neither what is lost nor how to resume.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def write_failure(error: BaseException, folder: Path, what: str) -> CheckpointEr
     """The error of a run folder that cannot be written."""
     why = "the disk took less than was written" if _is_of_torch_save(error) else first_line(error)
     if not os.path.lexists(folder):
-        why = "the folder was deleted or moved while the run went on"
+        why = "the folder was deleted or moved while the run was training"
     fix = (
         "make room on its disk (checkpoints.keep_last=2 keeps two and the best), in your quota or "
     )
@@ -129,10 +129,10 @@ def write_failure(error: BaseException, folder: Path, what: str) -> CheckpointEr
 
 
 def go_on(folder: Path) -> str:
-    """How to go on after a fault: the command to resume, if something was saved."""
+    """How to resume after a fault: the command to resume, if something was saved."""
     if newest_checkpoint(folder / CHECKPOINTS) is None:
         return "then start again (no checkpoint was saved)"
-    return f"then go on: {resume_command(folder)}"
+    return f"then resume: {resume_command(folder)}"
 
 
 def _concerns(error: BaseException, folder: Path) -> bool:

@@ -71,7 +71,7 @@ class GracefulStop(TrainerCallback):
         """Let one SIGTERM pass by a process of several that has failed.
 
         `torchrun` sends it to all others at once when one is gone: before they have left a receipt
-        and said why they end and how to go on.
+        and said why they end and how to resume.
         """
         if processes() > 1 and threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGTERM)

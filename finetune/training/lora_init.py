@@ -13,7 +13,7 @@ Files hold an adapter of the weights as published, not of the rest: with A and B
     W + s·(B·A - B₀·A₀) = W + s·[B, B₀] @ [A; -A₀]          ([N, 2r] @ [2r, K])
 
 is a plain one of rank 2r, for stock PEFT, merges and exports (PEFT's own conversion, by
-`path_initial_model_for_weight_conversion`, is the same). What goes on from such a file, or reloads
+`path_initial_model_for_weight_conversion`, is the same). What resumes from such a file, or reloads
 it, finds A₀ and B₀ there, and with them the same base to the bit.
 """
 

@@ -182,7 +182,7 @@ def check_sharding(config: RunConfig) -> None:
             "FSDP1 is not supported",
             where=f"train.fsdp_config: version {settings.version}",
             why="it puts each layer into a wrapper under another name, past plan and proof, and no "
-            "run goes on from its checkpoints",
+            "run resumes from its checkpoints",
             fix="version: 2 there, or ~train.fsdp_config, whose default it is",
         )
     if settings.wrapping == "SIZE_BASED_WRAP":
@@ -305,7 +305,7 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
         raise ConfigError(
             "all weights were to train, and to be stored quantized",
             where=f"{where}, and no section lora",
-            why="quantised weights get no gradient, and an update would be lost between two of "
+            why="quantized weights get no gradient, and an update would be lost between two of "
             "their levels",
             fix="lora.r=8: adapters over them, as in the _qlora_ recipes; or ~model.storage, or a "
             "16-bit model.name where it is published quantized",

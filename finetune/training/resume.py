@@ -1,6 +1,6 @@
 """Resuming: a checkpoint's recipe, rows and processes against those of the run.
 
-Training that goes on under other settings than it began with has no meaning that a log could tell,
+Training that resumes under other settings than it began with has no meaning that a log could tell,
 so every setting that changes the mathematics has to be allowed by name (`resume.allow`). Free are
 settings that change only what is logged, saved or evaluated, or how a step is computed; precision
 may change too, which a line and the receipt say. What a checkpoint's tensors cannot fit (adapters

@@ -111,11 +111,11 @@ def checkpoints_at_once(config: RunConfig, begun: Checkpoint | None = None) -> t
     """The most checkpoints of a run on the disk at one time, and of these the ones that stay.
 
     One more than are kept, since one is deleted when the next is whole. Of a run whose number of
-    steps is known only from its rows, two. A run of 1000 steps that saves each 100 and goes on from
+    steps is known only from its rows, two. A run of 1000 steps that saves each 100 and resumes from
     step 800 makes two: earlier ones lie in the folder of the run before, already.
 
     Args:
-        begun: checkpoint that the run goes on from.
+        begun: checkpoint that the run resumes from.
     """
     train, kept = config.train, config.checkpoints
     strategy = str(train.get("save_strategy", "steps"))
@@ -140,7 +140,7 @@ def check_disk(run: Preflight, out: Path, begun: Checkpoint | None = None) -> No
     """Raise `CheckpointError` for a run whose checkpoints and model have no room on their disk.
 
     Args:
-        begun: checkpoint that the run goes on from.
+        begun: checkpoint that the run resumes from.
     """
     config = run.config
     each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)

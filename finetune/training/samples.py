@@ -235,7 +235,7 @@ class SampleWriter(TrainerCallback):
             self._why_not = "out of memory"
             torch.cuda.empty_cache()
             self.console.print(
-                "! no memory is left to answer prompts; training goes on without samples "
+                "! no memory is left to answer prompts; training continues without samples "
                 "(eval.samples=false)",
                 style="yellow",
             )

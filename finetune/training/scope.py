@@ -385,7 +385,7 @@ def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]
 PEFT_LOSS = (
     "PEFT takes these names for experts held in one parameter (peft#3711); "
     "lora.target_parameters=[NAME.weight, ...] with precision.keep=[NAME, ...] adapts them, in "
-    "BF16: each forward makes W + BA anew"
+    "BF16: each forward computes W + BA again"
 )
 
 

@@ -56,7 +56,7 @@ class Session:
         planned: plan of the run's sketch, None without one.
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
-        again: puts the session of a script into effect anew, after a run of a recipe.
+        again: puts the session of a script into effect again, after a run of a recipe.
         undo: what is undone when the session ends.
     """
 

@@ -191,7 +191,7 @@ class _Run:
         self.console.print(f"! {line}", style="yellow", markup=False)
 
     def _choose_checkpoint(self, out: Path, processes: int) -> None:
-        """Set the checkpoint to go on from, if any, and what its manifest says of this run."""
+        """Set the checkpoint to resume from, if any, and what its manifest says of this run."""
         rows = resume.rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
         self.facts = resume.facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
@@ -206,7 +206,7 @@ class _Run:
         self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.facts)]
         for path, problem in broken.items():
             self._warn(f"{path.name} is passed over: {problem}")
-        self.console.print(whole(f"going on from {checkpoint.folder}"), crop=False)
+        self.console.print(whole(f"resuming from {checkpoint.folder}"), crop=False)
         if not checkpoint.manifest:
             self._warn("it has no manifest: its settings are not compared")
         loud = {key: pair for key, pair in self.changed.items() if resume.changes_training(key)}
@@ -441,7 +441,7 @@ def make_trainer(
         stored: plan rows of weights that are stored in FP8 from the start.
         attention: resolved `model.attention`.
         kind: trainer class, default `trl.SFTTrainer` with a ledger of its rows.
-        resume: checkpoint to go on from.
+        resume: checkpoint to resume from.
 
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.

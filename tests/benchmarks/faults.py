@@ -241,7 +241,7 @@ FAULTS = {
     ),
     "deleted": Fault(
         "run folder deleted", partial(in_step_5, lambda: shutil.rmtree(run_folder())), 2,
-        ("was deleted or moved while the run went on", "start again"), 0,
+        ("was deleted or moved while the run was training", "start again"), 0,
     ),
     "read_only": Fault(
         "run folder read-only", partial(in_step_5, read_only), 2,

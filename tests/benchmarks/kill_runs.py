@@ -111,7 +111,7 @@ def one_run(recipe: str, kills: int, expected: dict[str, torch.Tensor]) -> dict[
         process.join()
         log, run = (folder / "log.txt").read_text(), newest(folder)
         assert run is not None
-        found = re.findall(r"going on from (?:.*/)?(runs/\S+)", log)
+        found = re.findall(r"resuming from (?:.*/)?(runs/\S+)", log)
         saved = checkpoints_in(run / CHECKPOINTS).values()
         broken = [str(p.name) for p in saved if Checkpoint(p).problem(contents=True)]
         file = (ended or run / "model") / RECIPES[recipe]

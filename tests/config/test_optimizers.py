@@ -153,7 +153,7 @@ def test_the_loss_falls_as_with_plain_moments(name, plain, tmp_path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_4bit"])
-def test_resuming_with_quantised_state_is_bit_identical(name, tmp_path) -> None:
+def test_resuming_with_quantized_state_is_bit_identical(name, tmp_path) -> None:
     settings = [f"train.optim={name}", "train.save_strategy=steps", "train.save_steps=2"]
     settings.append("train.max_steps=5")
     if name in ("adamw_torch_4bit", FP8_ADAMW):  # BF16 weights, rounded by chance
@@ -426,7 +426,7 @@ def test_arguments_are_read() -> None:
 
 
 @pytest.mark.slow
-def test_the_checkpoint_holds_the_quantised_state(tmp_path) -> None:
+def test_the_checkpoint_holds_the_quantized_state(tmp_path) -> None:
     settings = ("train.save_strategy=steps", "train.save_steps=3")
     report = run(tmp_path, f"train.optim={FP8_ADAMW}", *settings)
     file = report.folder / "checkpoints" / "checkpoint-3" / "optimizer.pt"

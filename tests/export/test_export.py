@@ -179,7 +179,7 @@ def test_merged_is_the_original_with_the_adapter(exported, lora_run):
 
 
 @pytest.mark.parametrize("to", ["fp8", "nvfp4"])
-def test_quantised_export_reloads_through_transformers(to, exported):
+def test_quantized_export_reloads_through_transformers(to, exported):
     """Stored in 8 or 4 bits, read by Transformers, and really computed with rounded inputs."""
     done = exported[to]
     held = {}
@@ -211,7 +211,7 @@ def test_quantised_export_reloads_through_transformers(to, exported):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["fp8", "nvfp4"])
-def test_quantised_weights_of_a_float32_model_load_without_a_word(to, full_run, tmp_path):
+def test_quantized_weights_of_a_float32_model_load_without_a_word(to, full_run, tmp_path):
     """NVFP4 unpacks to BF16, beside float32 norms: the first forward was a `RuntimeError`."""
     assert load_file(full_run / "model" / "model.safetensors")["lm_head.weight"].dtype.itemsize == 4
     out = export_run(full_run, to, tmp_path / to, console=QUIET).folder
@@ -232,7 +232,7 @@ def test_each_form_is_smaller_than_the_one_before(exported):
 
 
 @pytest.mark.long
-def test_full_run_is_copied_and_can_be_quantised(full_run, tmp_path):
+def test_full_run_is_copied_and_can_be_quantized(full_run, tmp_path):
     done = export_run(full_run, "merged", tmp_path / "merged", console=QUIET)
     ours, theirs = (load_file(f / "model.safetensors") for f in (done.folder, full_run / "model"))
     assert ours.keys() == theirs.keys()
@@ -423,7 +423,7 @@ def test_figures_of_models_that_agree_and_that_do_not():
     assert len(nan.failures(parity.BOUNDS["nvfp4"])) == 4
     runs_on = parity.compare(one, seen(2.0, logits, answer=(3, 2, 4)))
     assert runs_on.failures(parity.BOUNDS["merged"]) == [
-        "an answer that goes on behind its end token"
+        "an answer that continues after its end token"
     ]
 
 
@@ -630,7 +630,7 @@ def test_merging_into_fp8_weights_is_refused(lora_run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_quantised_export_needs_its_extra(lora_run, tmp_path, monkeypatch):
+def test_quantized_export_needs_its_extra(lora_run, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"pip install .*\[export\]"):
         export_run(lora_run, "fp8", tmp_path / "out", console=QUIET)

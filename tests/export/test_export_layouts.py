@@ -128,7 +128,7 @@ def test_layers_of_one_gemm_share_their_global_scale():
     assert shared["layers.2.q_proj"] == 22
 
 
-def test_which_layers_are_quantised(make_llama, tmp_path):
+def test_which_layers_are_quantized(make_llama, tmp_path):
     make_llama(intermediate_size=72).save_pretrained(tmp_path / "odd")
     chosen, kept = compressed_tensors.layers_to_quantize(open_checkpoint(tmp_path / "odd"))
     assert len(chosen) == 2 * 4
@@ -150,7 +150,7 @@ def test_a_tower_that_text_does_not_reach_stays_as_it_is(tmp_path):
     assert len(tower) == 2 * 6 + 2
 
 
-def test_models_that_cannot_be_quantised_are_refused(tmp_path):
+def test_models_that_cannot_be_quantized_are_refused(tmp_path):
     gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
     GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ConfigError, match=r"no layer that can be quantized(.|\n)*Conv1D layers"):

@@ -147,7 +147,7 @@ def test_a_weight_with_one_scale_serves_row_wise_gemms():
 
 
 @pytest.mark.parametrize("high", ["fprop", "dgrad"])
-def test_a_gemm_kept_high_starts_from_the_dequantised_weight(high):
+def test_a_gemm_kept_high_starts_from_the_dequantized_weight(high):
     x, g, bits, inverse, tile = operands()
     how = Arithmetic(tile, high=frozenset({high}))
     w = dequantize_weight(bits, inverse, tile, torch.bfloat16)

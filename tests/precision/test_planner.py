@@ -291,7 +291,7 @@ def test_what_is_asked_where_the_rest_is_high_is_high(make_llama) -> None:
         ({"keep": ("model",)}, "no layer of this model can take it", "precision.keep"),
     ],
 )  # fmt: skip
-def test_a_choice_that_cannot_be_honoured(make_llama, settings, what, fix) -> None:
+def test_a_choice_that_cannot_be_honored(make_llama, settings, what, fix) -> None:
     with pytest.raises(PlanError) as caught:
         plan(make_llama(), choose(**settings))
     assert what in caught.value.what

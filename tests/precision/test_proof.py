@@ -229,7 +229,7 @@ def test_trainer_built_before_the_helper(make_llama, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["is_loaded_in_4bit", "is_loaded_in_8bit"])
-def test_quantised_model_is_refused(make_llama, setup_backend, flag) -> None:
+def test_quantized_model_is_refused(make_llama, setup_backend, flag) -> None:
     model = make_llama()
     setattr(model, flag, True)
     accelerator = setup_backend("emulated")

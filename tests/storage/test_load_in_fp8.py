@@ -228,7 +228,7 @@ def test_a_saved_model_loads_without_its_head_and_with_another(folder, tmp_path)
     assert classifier(TOKENS).logits.shape == (1, 3)
 
 
-def test_dequantised_it_is_a_plain_model(folder, tmp_path):
+def test_dequantized_it_is_a_plain_model(folder, tmp_path):
     model = load_in_fp8(folder)
     logits = model(TOKENS).logits
     model.dequantize()
@@ -685,11 +685,11 @@ def test_a_random_model_is_what_from_config_makes_of_it(make, granularity, tmp_p
     assert equal(model, load_in_fp8(tmp_path, dtype=torch.float32))
 
 
-def test_a_model_that_does_not_initialise_all_is_refused(monkeypatch):
+def test_a_model_that_does_not_initialize_all_is_refused(monkeypatch):
     plain = llama()
     for model in (plain, plain.model):
         monkeypatch.setattr(type(model), "_init_weights", lambda _self, _module: None)
-    with pytest.raises(PlanError, match="does not initialise all"):
+    with pytest.raises(PlanError, match="does not initialize all"):
         build_stored(plain.config, storable(plain))
 
 

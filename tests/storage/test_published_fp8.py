@@ -114,7 +114,7 @@ def test_codes_are_the_published_ones_bit_for_bit(layout, kind, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_those_of_the_dequantised_weights(layout, tmp_path):
+def test_logits_are_those_of_the_dequantized_weights(layout, tmp_path):
     config, granularity, how = LAYOUTS[layout]
     model = plain()
     publish(model, tmp_path, config, granularity, **how)
@@ -133,7 +133,7 @@ def test_weights_are_those_that_compressed_tensors_reads(layout, tmp_path):
     config, granularity, how = LAYOUTS[layout]
     publish(plain(), tmp_path, config, granularity, **how)
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=_dequantised("compressed-tensors"), dtype=torch.float32
+        tmp_path, quantization_config=_dequantized("compressed-tensors"), dtype=torch.float32
     )
     ours = load_in_fp8(tmp_path, dtype=torch.float32)
     for name, module in iter_stored(ours):
@@ -144,11 +144,11 @@ def test_weights_are_those_that_compressed_tensors_reads(layout, tmp_path):
 @pytest.mark.parametrize("layout", ["blocks", "one"])
 def test_weights_are_those_that_transformers_reads(layout, tmp_path):
     config, granularity, how = LAYOUTS[layout]
-    # Its dequantisation takes whole blocks only.
+    # Its dequantization takes whole blocks only.
     model = plain(hidden_size=128, intermediate_size=256, head_dim=64)
     publish(model, tmp_path, config, granularity, **how)
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=_dequantised("fp8"), dtype=torch.float32
+        tmp_path, quantization_config=_dequantized("fp8"), dtype=torch.float32
     )
     ours = load_in_fp8(tmp_path, dtype=torch.float32)
     for name, module in iter_stored(ours):
@@ -156,7 +156,7 @@ def test_weights_are_those_that_transformers_reads(layout, tmp_path):
         torch.testing.assert_close(weight.float(), module.weight_in(), rtol=1e-6, atol=0)
 
 
-def _dequantised(method):
+def _dequantized(method):
     from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 
     return (CompressedTensorsConfig if method == "compressed-tensors" else FineGrainedFP8Config)(
@@ -280,7 +280,7 @@ def test_layers_that_are_named_are_stored_and_no_others(tmp_path):
     assert stored(TOKENS).logits.isfinite().all()
 
 
-def test_what_is_kept_of_published_codes_is_dequantised(tmp_path):
+def test_what_is_kept_of_published_codes_is_dequantized(tmp_path):
     config, granularity, how = LAYOUTS["channel"]
     publish(plain(), tmp_path, config, granularity, **how)
     stored = load_in_fp8(tmp_path, keep=["down_proj"])

@@ -33,7 +33,7 @@ def test_bits_decode_to_what_torch_says():
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_dequantised_is_code_times_scale_of_its_tile(granularity):
+def test_dequantized_is_code_times_scale_of_its_tile(granularity):
     w = weight()
     r, c = tile_of(granularity, tuple(w.shape))
     bits, inverse = quantize_weight(w, (r, c))
@@ -72,7 +72,7 @@ def test_nothing_hides_a_weight_that_is_not_finite(bad, granularity):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
-def test_forward_and_input_gradient_are_those_of_the_dequantised_weight(kind, granularity):
+def test_forward_and_input_gradient_are_those_of_the_dequantized_weight(kind, granularity):
     torch.manual_seed(0)
     layer = nn.Linear(48, 32) if kind == "linear" else Conv1D(32, 48)
     plain = copy.deepcopy(layer)
@@ -112,7 +112,7 @@ def test_layers_on_the_meta_device_can_be_held(granularity):
 
 @pytest.mark.parametrize("old", [*GRANULARITIES, (64, 32), (1, 16)])
 @pytest.mark.parametrize("new", GRANULARITIES)
-def test_requantized_codes_are_the_cast_of_the_dequantised_weight(old, new, monkeypatch):
+def test_requantized_codes_are_the_cast_of_the_dequantized_weight(old, new, monkeypatch):
     layer = nn.Linear(272, 200, bias=False)
     layer.weight.data.copy_(weight())
     tile = tile_of(old, (200, 272)) if isinstance(old, str) else old

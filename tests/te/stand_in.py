@@ -131,7 +131,7 @@ class ScalingState:
     def cast(self, index, x):
         self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], amax(x))
         scale = self.scale[index].clone()
-        return Quantised(None, cast(x, scale, self.dtype), scale)
+        return Quantized(None, cast(x, scale, self.dtype), scale)
 
     def update(self):
         last = self.amax_history[0].clone()
@@ -143,7 +143,7 @@ class ScalingState:
         self.amax_history.copy_(torch.where(last > 0, rolled, self.amax_history))
 
 
-class Quantised:
+class Quantized:
     """Stands for TE's tensors: codes and scale, recognized by `_fp8_dtype` or `_fp4_dtype`.
 
     FP4 ones have no `_data`, as there; their codes here are FP8 all the same.
@@ -166,7 +166,7 @@ def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
     TE's library works past PyTorch's dispatcher, so dispatch modes do not see inside.
     """
     with _disable_current_modes():
-        if isinstance(a, Quantised):
+        if isinstance(a, Quantized):
             left = b._codes.t() if transb else b._codes
             right = a._codes.t() if transa else a._codes
             return (((left.float() @ right.float()) / (b._scale * a._scale)).to(out_dtype),)
@@ -200,7 +200,7 @@ class _Linear(torch.autograd.Function):
         saved = ctx.saved_tensors
         recipe = ctx.layer.recipe
         if ctx.fp8:
-            saved = Quantised(recipe, *saved[:2]), Quantised(recipe, *saved[2:])
+            saved = Quantized(recipe, *saved[:2]), Quantized(recipe, *saved[2:])
         xq, wq = saved
         gq = ctx.layer.cast("scaling_bwd", 0, g) if ctx.fp8 else g.to(ctx.dtype)
         dx = dw = None
@@ -238,7 +238,7 @@ class Linear(nn.Module):
             return self.fp8_meta[direction].cast(index, x)
         dtype = self.recipe.fp8_format.value[direction == "scaling_bwd"]
         scale = scale_from_amax(amax(x), dtype)
-        return Quantised(self.recipe, cast(x, scale, dtype), scale)
+        return Quantized(self.recipe, cast(x, scale, dtype), scale)
 
     def forward(self, x):
         assert self.weight.is_contiguous(), "TE quantizes contiguous weights"

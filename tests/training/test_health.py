@@ -504,7 +504,7 @@ def stepped(optimizer, p, steps: int = 3):
 
 
 @pytest.mark.parametrize("kind", ["8bit", "4bit", "Fp8"])
-def test_quantised_moments_of_torchao(kind) -> None:
+def test_quantized_moments_of_torchao(kind) -> None:
     """The states themselves: its optimizers compile their step, which takes a C++ compiler."""
     from torchao.optim import subclass_4bit, subclass_8bit, subclass_fp8
 
@@ -526,7 +526,7 @@ def test_quantised_moments_of_torchao(kind) -> None:
 
 
 @pytest.mark.parametrize("size", [(64, 80), (70, 70)])
-def test_quantised_moments_of_bitsandbytes(size) -> None:
+def test_quantized_moments_of_bitsandbytes(size) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     low_bit.forget_overrides()  # of other tests' parameters, by addresses that are used again
     p, exact = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))

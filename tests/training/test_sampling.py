@@ -221,7 +221,7 @@ def test_a_short_memory_ends_samples_and_not_the_run(monkeypatch) -> None:
     for _ in range(2):
         writer.on_evaluate(None, state, None, model=None)
     assert len(asked) == 1
-    assert "training goes on without samples" in screen.getvalue()
+    assert "training continues without samples" in screen.getvalue()
 
 
 def test_prompts_are_questions_that_leave_room_to_answer() -> None:

@@ -322,7 +322,7 @@ def test_a_stream_has_no_epochs_also_as_the_share_of_a_process() -> None:
     ids=lambda number: number.name,
 )
 def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> None:
-    """In step 3: the step ends, a checkpoint is there, and the run goes on from it."""
+    """In step 3: the step ends, a checkpoint is there, and the run resumes from it."""
     from finetune.training import callbacks
 
     plain = callbacks.MetricsWriter.on_log

@@ -109,7 +109,7 @@ def compare(
         except KeyboardInterrupt:
             watcher.bars.stop()
             console.print(f"interrupted; {watcher.finished} of {len(planned)} runs are complete")
-            console.print(whole(f"they are in {folder}; another call starts anew"), crop=False)
+            console.print(whole(f"they are in {folder}; another call starts again"), crop=False)
             raise
     where = {(job.side, job.seed): str(job.run_folder.relative_to(folder)) for job in planned}
     found = Comparison(

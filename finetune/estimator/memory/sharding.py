@@ -208,7 +208,7 @@ def shares_model(config: RunConfig, place: Place) -> bool:
 
     Raises:
         ConfigError: on a CPU, where sharding is unsupported.
-        PrecisionError: stored FP8 copies of weights, which are gathered anew.
+        PrecisionError: stored FP8 copies of weights, which are gathered again.
     """
     if not config.train.get("fsdp") or place.count < 2:
         return False

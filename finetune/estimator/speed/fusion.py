@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from finetune.estimator.trace.trace import Op, Operand
 
 INLINED_READS = 4
-"""Most stored values of which one with several readers is computed anew in each: Inductor's
+"""Most stored values of which one with several readers is computed again in each: Inductor's
 `realize_reads_threshold` (torch 2.13)."""
 
 

@@ -39,7 +39,7 @@ class StepPart(StrEnum):
     """The last linear, over the vocabulary, and the loss."""
     FP8_CASTS = "FP8 casts"
     """Preparation of FP8 operands: amax, scales, casts, transposes."""
-    DEQUANTIZE = "dequantisation"
+    DEQUANTIZE = "dequantization"
     POINTWISE = "pointwise"
     """Norms, activations, rotary embeddings, residual sums, their backward."""
     EMBEDDING = "embedding"

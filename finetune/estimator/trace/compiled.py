@@ -343,7 +343,7 @@ class _Rewriter:
                 continue
             if op.phase == "backward" and index in self._graph.reads:
                 taken = zip(self._graph.reads[index], op.inputs, strict=True)
-                # A compiler computes cheap values anew in each kernel that reads them.
+                # A compiler computes cheap values again in each kernel that reads them.
                 fused = self._graph.is_fusable(index)
                 self._copies = ChainMap(here := {}, self._written)
                 op = op._replace(inputs=tuple(self._available(*each) for each in taken))

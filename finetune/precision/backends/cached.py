@@ -84,7 +84,7 @@ class WeightCache(Generic[T]):
         self._checked, self._step = 0, 0
 
     def get(self, w: Tensor, way: Hashable, cast: Callable[[Tensor], T]) -> T:
-        """Codes of a weight [N, K], kept or cast anew.
+        """Codes of a weight [N, K], kept or cast again.
 
         Args:
             w: a parameter or a view of one; what is computed from one has no lasting address, and

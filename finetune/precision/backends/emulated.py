@@ -267,8 +267,8 @@ class EmulatedBackend(CachedBackend):
                 raise ConfigError(
                     "the checkpoint has no state of stochastic rounding",
                     where="random: stored nothing",
-                    why="the run would go on with other random numbers than it stopped with, and "
-                    "resuming would not be exact",
+                    why="the run would continue with other random numbers than it stopped with, "
+                    "and resuming would not be exact",
                     fix="resume with the precision section of the run that saved it (its "
                     "config.yaml), or set precision.stochastic_rounding=false",
                 )

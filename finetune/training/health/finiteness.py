@@ -217,7 +217,7 @@ def advise(finding: Finding, plan: PrecisionPlan | None, checkpoint: Path | None
     """Advice for a first failure."""
     again = "start again (no checkpoint was saved yet)"
     if checkpoint:
-        again = f"go on with train.resume_from_checkpoint={checkpoint}"
+        again = f"resume with train.resume_from_checkpoint={checkpoint}"
     if finding.kind == "parameter":
         return (
             "the weights were broken before this step, by the last update or already when "

@@ -1,6 +1,6 @@
 """Fused kernels of fms-acceleration (from Unsloth): what each keeps for backward.
 
-Normalisation keeps its input and one float32 per row, and writes its gradient over that of its
+Normalization keeps its input and one float32 per row, and writes its gradient over that of its
 output. Rotation is done in place. The fused adapters of q, k, v and of o are one function each: it
 keeps its input and, with dropout, the dropped input of each adapter; the products of the base are
 added to in place. (`fms_acceleration_foak/kernels/unsloth`, `fused_ops/unsloth_lora`.)
