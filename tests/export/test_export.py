@@ -536,7 +536,7 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
     said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
     assert said.code == 0
     assert not {"Applying", "Dispatching"} & set(said.err.split()), "bars of compressed-tensors"
-    assert "in fp8: 28 linear layers; as they were: lm_head" in said.out
+    assert "quantized to fp8: 28 linear layers; kept in high precision: lm_head" in said.out
     assert "parity on 8 of 8 eval rows: loss" in said.out
     record = cli("export", lora_run, "--to", "adapter", tmp_path / "json", "--json")
     assert json.loads(record.out)["parity"]["kl"] == 0
