@@ -167,7 +167,7 @@ def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
     assert back.prediction.footprint.allocated == result.twin.prediction.footprint.allocated
     # A frozen base in one byte a number against two.
     assert result.prediction.footprint.kinds["weights"] < back.prediction.footprint.kinds["weights"]
-    assert result.twin.why
+    assert result.twin.reasons
 
 
 @pytest.mark.long
