@@ -217,7 +217,7 @@ def both(first: BaseException) -> None:
 
 
 STOPPED = ("Interrupted. Resume: python -m finetune resume",)
-GO_ON = "go on: python -m finetune resume"
+GO_ON = "resume: python -m finetune resume"
 FAULTS = {
     **{
         name: Fault(

@@ -39,7 +39,7 @@ def killed_in_step_6() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_killed_stream_goes_on_to_the_same_weights(mixed, tmp_path) -> None:
-    """In one order, shuffled through a buffer and short enough to begin anew; mixed by weight."""
+    """In one order, shuffled through a buffer and short enough to start again; mixed by weight."""
     rows = DATA.read_text().splitlines()
     (tmp_path / "a.jsonl").write_text("\n".join(rows[:22]))
     (tmp_path / "b.jsonl").write_text("\n".join(rows[22:40]))
