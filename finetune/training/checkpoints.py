@@ -16,9 +16,10 @@ import math
 import os
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
@@ -134,13 +135,7 @@ class CheckpointKeeper(TrainerCallback):
             self._name_the_best(partial / final.name, folder)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
-                if problem := unreadable(partial / final.name):  # now, not when a run resumes
-                    raise CheckpointError(
-                        "the checkpoint could not be read again: no run would resume from it",
-                        where="train.optim",
-                        why=problem,
-                        fix="train.optim=adamw_torch_fused; or train.save_strategy=no",
-                    )
+                _refuse_unsafe(partial / final.name)
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
                 self._delete_older(folder, self._limit)
@@ -216,11 +211,29 @@ def unreadable(folder: Path) -> str:
             elif file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
                     pass
-        except Exception as error:
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            EOFError,
+            SafetensorError,
+            UnpicklingError,
+        ) as error:
             return f"{file.name} cannot be read, it is damaged: {first_line(error)}"
         if found:
             return f"{file.name} holds more than tensors and numbers: {', '.join(found)}"
     return ""
+
+
+def _refuse_unsafe(folder: Path) -> None:
+    """Refuse to keep a checkpoint that no run could resume from: now, not when one is to."""
+    if problem := unreadable(folder):
+        raise CheckpointError(
+            "the checkpoint could not be read again: no run would resume from it",
+            where="train.optim",
+            why=problem,
+            fix="train.optim=adamw_torch_fused; or train.save_strategy=no",
+        )
 
 
 def refuse_unreadable(checkpoint: Path | None) -> None:
