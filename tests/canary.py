@@ -49,7 +49,7 @@ LISTED: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("foreign_names.toml").read_text(encoding="utf-8")
 )
 NEWEST = ("transformers", "trl", "peft", "accelerate", "torchao", "datasets")
-_OF_CLASSES = {"_asdict", "_fields", "_replace"}
+_OF_CLASSES = {"_asdict", "_fields", "_make", "_replace"}
 """What `typing.NamedTuple` documents."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -22,6 +22,7 @@ from finetune.config.train_section import check_batch, decides_checkpointing, wi
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
 from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
+from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
 from finetune.training.model import Attention, resolve_attention, sketch
 from finetune.training.scope import check_init, notes
@@ -250,6 +251,15 @@ def _check_head(made: PrecisionPlan) -> None:
     for layer in made.layers:
         if layer.role != "head":
             continue
+        if layer.name.endswith(".base_layer"):
+            raise PlanError(
+                "adapters were requested on the output head, which SFTTrainer multiplies outside "
+                "of its layer",
+                where=f"lora.target_modules: {plain_name(layer.name)}",
+                why="TRL fuses the head with the loss, past any adapter; it refuses this too",
+                fix="~lora.target_modules, or train the head in full: ~lora.target_modules "
+                f"lora.modules_to_save=[{plain_name(layer.name)}]",
+            )
         if layer.compute == "fp8" and not layer.stored:
             fix = "~precision.map.output"
             if not layer.frozen:
@@ -325,6 +335,13 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
             why="a shard is a plain tensor, without the scales that stand beside the weight",
             fix="~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP); or ~model.storage",
         )
+    if storage == "nf4" and lora.bias != "none":
+        raise ConfigError(
+            "biases cannot train beside weights that are stored quantized",
+            where=f"{where}, lora.bias={lora.bias}",
+            why="bitsandbytes casts a layer's bias to BF16 in place, where small updates are lost",
+            fix="~lora.bias, or ~model.storage",
+        )
 
 
 def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
@@ -335,6 +352,14 @@ def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
     for layer in made.layers:
         if layer.kind != "linear" or layer.role not in roles:
             continue
+        copied = layer.name.removesuffix(".original_module")  # PEFT's, beside the copy that trains
+        if storage == "nf4" and copied != layer.name:
+            raise PlanError(
+                "layers that are stored quantized were to train in full",
+                where=f"model.storage={storage}, lora.modules_to_save: {copied}",
+                why="quantised weights get no gradient",
+                fix="~lora.modules_to_save, or ~model.storage",
+            )
         if layer.compute != "bf16":
             raise PlanError(
                 f"{layer.compute.upper()} was chosen for {layer.name!r}, which is stored quantized",
