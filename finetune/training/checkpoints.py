@@ -135,11 +135,7 @@ class CheckpointKeeper(TrainerCallback):
             self._name_the_best(partial / final.name, folder)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
-<<<<<<< HEAD
-                _refuse_unwritten(partial / final.name)  # now, not when a run resumes
-=======
                 _refuse_unsafe(partial / final.name)
->>>>>>> lean-ckpt
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
                 self._delete_older(folder, self._limit)
@@ -215,9 +211,6 @@ def unreadable(folder: Path) -> str:
             elif file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
                     pass
-<<<<<<< HEAD
-        except Exception as error:  # noqa: BLE001  # whatever a damaged pickle or header raises
-=======
         except (
             OSError,
             ValueError,
@@ -226,20 +219,14 @@ def unreadable(folder: Path) -> str:
             SafetensorError,
             UnpicklingError,
         ) as error:
->>>>>>> lean-ckpt
             return f"{file.name} cannot be read, it is damaged: {first_line(error)}"
         if found:
             return f"{file.name} holds more than tensors and numbers: {', '.join(found)}"
     return ""
 
 
-<<<<<<< HEAD
-def _refuse_unwritten(folder: Path) -> None:
-    """Refuse to keep a new checkpoint that no run could resume from."""
-=======
 def _refuse_unsafe(folder: Path) -> None:
     """Refuse to keep a checkpoint that no run could resume from: now, not when one is to."""
->>>>>>> lean-ckpt
     if problem := unreadable(folder):
         raise CheckpointError(
             "the checkpoint could not be read again: no run would resume from it",
