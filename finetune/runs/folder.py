@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from finetune.config.paths import recipe_of
@@ -41,6 +42,25 @@ COMPARISON = "comparison.json"
 QUIET = 900.0
 """Seconds without a change after which a run whose process cannot be asked counts as killed."""
 TAIL_BYTES = 1 << 16
+_CONFIG: dict[str, Any] = {"model": {}, "precision": {}, "data": {}, "train": {}}
+_NUMBER, _ANY = int | float, int | float | None
+_WORDS = "asked backend scaling format gemm fallback compile attention kernels adapters reason"
+_GROUP = {"kind": str, "type": str, "changed": _NUMBER, "numbers": _NUMBER}
+_RECEIPT: dict[str, Any] = {
+    "status": str, "layers": list, "notes": [str], "run": {}, "conditions": {}, "held": {},
+    "precision": {"ran": str, "storage": {}, "references": list | None}
+    | dict.fromkeys(_WORDS.split(), str | None),
+    "environment": {"device": {}, "versions": {}, "patches": list | None},
+    "trainable": {"before": _NUMBER, "after": _NUMBER, "in_optimizer": _NUMBER,
+                  "optimizer_state_bytes": _ANY},
+    "movement": {"now": {"groups": [_GROUP], "steps": _NUMBER}},
+    "memory": {"predicted_gib": _ANY, "measured_gib": _ANY,
+               "predicted_reserved_gib": _ANY, "reserved_gib": _ANY},
+    "data": {}, "flop_share": {},
+}  # fmt: skip
+_REPORT: dict[str, Any] = {"samples": list, "tasks": {}, "receipt": {}, "final_loss": _ANY,
+    "eval_loss": _ANY, "tokens_per_s": _ANY, "seconds": _ANY, "peak_memory_gib": _ANY}  # fmt: skip
+"""Form of each part that is read, which that of a damaged file, or of another version, may lack."""
 
 
 def write_start(folder: Path, recipe: str = "") -> None:
@@ -110,18 +130,19 @@ class Run:
             data = parse_yaml(read_text(self.folder / "config.yaml"), "config.yaml")[0]
         except ConfigError:
             return {}
-        found = plain_data(data) if isinstance(data, dict) else {}
-        return {section: values for section, values in found.items() if values is not None}
+        return _whole(plain_data(data), _CONFIG) if isinstance(data, dict) else {}
 
     @cached_property
     def receipt(self) -> dict[str, Any]:
-        """`receipt.json`; empty before training ended."""
-        return json_of(self.folder / "receipt.json")
+        """`receipt.json`; empty before training ended. One that says nothing proves nothing."""
+        found = _whole(json_of(self.folder / "receipt.json"), _RECEIPT)
+        silent = found and not (found.get("precision") and found.get("status"))
+        return found | {"status": "not proven: the receipt lacks what ran"} if silent else found
 
     @cached_property
     def report(self) -> dict[str, Any]:
         """`report.json`; empty before the end."""
-        return json_of(self.folder / "report.json")
+        return _whole(json_of(self.folder / "report.json"), _REPORT)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -314,14 +335,38 @@ def json_of(file: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def _whole(data: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """Replace parts of another form by empty ones: one bad file spoils no table and no page."""
+    for key, form in parts.items():
+        if key in data and (data[key] is None or not _fits(data[key], form)):
+            nothing = None if isinstance(form, UnionType) else ""
+            data = data | {key: type(form)() if isinstance(form, dict | list) else nothing}
+    return data
+
+
+def _fits(value: Any, form: Any) -> bool:
+    """True for a value of a type; a list of values that fit; or a mapping whose values do."""
+    if isinstance(form, dict):
+        return value is None or (
+            isinstance(value, dict) and all(_fits(value.get(k), f) for k, f in form.items())
+        )
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(one, form[0]) for one in value)
+    return isinstance(value, form)
+
+
 def _samples_in(row: dict[str, Any]) -> list[dict[str, str]]:
     """Prompts with answers in a row of metrics or in the report."""
-    return row.get("samples") or []
+    given = row.get("samples")
+    texts = (one for one in given if isinstance(one, dict)) if isinstance(given, list) else ()
+    return [s for s in texts if all(isinstance(s.get(key), str) for key in ("prompt", "answer"))]
 
 
 def scores_in(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Scores by task in a row of metrics."""
-    return row.get("tasks") or {}
+    """Scores by task in a row of metrics, without those of a damaged one."""
+    tasks = row.get("tasks")
+    scored = tasks.items() if isinstance(tasks, dict) else ()
+    return {task: scores for task, scores in scored if isinstance(scores, dict)}
 
 
 def _rows_of(text: str) -> Iterable[dict[str, Any]]:

@@ -650,7 +650,7 @@ def test_a_comparison_on_disk_that_is_not_whole_is_an_error(pretend, tmp_path):
     assert "when all runs of a comparison have ended" in pretend(str(folder), code=2)[1]
 
 
-def test_damaged_files_of_runs_are_an_error(pretend, tmp_path):
+def test_damaged_files_of_runs_are_an_error_and_damaged_samples_are_left_out(pretend, tmp_path):
     pretend("tiny_full_fp8", code=0)
     (folder,) = folders(tmp_path)
     run = folder / json.loads((folder / "comparison.json").read_text())["runs"][0]["a"]
@@ -677,6 +677,15 @@ def test_damaged_files_of_runs_are_an_error(pretend, tmp_path):
         (run / name).write_text(whole + json.dumps(damaged) + "\n")
         assert "a run of the comparison cannot be read" in pretend(str(folder), code=2)[1]
         (run / name).write_text(whole)
+    report = json.loads((run / "report.json").read_text())
+    report["samples"] = [{"prompt": "Why?"}, {"prompt": "Who?", "answer": 3}, "x"]
+    (run / "report.json").write_text(json.dumps(report))
+    pretend(str(folder), code=0)
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt |= {"layers": [3], "environment": {}}
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    out, _ = pretend(str(folder), code=2)
+    assert out.startswith("refused")
 
 
 def test_a_folder_with_the_name_of_a_recipe_is_no_comparison(pretend, tmp_path):

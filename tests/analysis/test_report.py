@@ -204,6 +204,13 @@ def test_a_run_that_ended_in_no_number_shows_none(tmp_path):
     assert RunSource(run, run).course("loss").last.text == "2.5000"
 
 
+def test_damaged_scores_are_left_out(tmp_path):
+    run = make_run(tmp_path / "r", steps=8, groups=())
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "tasks": [1]}\n{"step": 8, "tasks": {"t": 3, "u": {"acc": 0.5}}}\n')
+    assert [row[:2] for row in RunSource(run, run).tasks.rows][-1] == ("u", "acc")
+
+
 def test_letters_that_a_picture_lacks_are_no_warning(tmp_path, recwarn):
     run = make_run(tmp_path / "r", steps=8, groups=())
     (run / "run.json").write_text('{"recipe": "\u65e5\u672c"}')
@@ -396,6 +403,19 @@ def test_mistakes_are_told(cli, tmp_path, run):
 
 OTHER = ["x", 3, [1], {"now": 3}, {"now": {"groups": [3]}}, {"before": 1}, {"ran": 3}]
 OTHER += [{"device": "text"}, {"versions": [1]}, {"measured_gib": "1"}, {"predicted_gib": {}}]
+
+
+def test_parts_of_a_receipt_of_another_form_are_left_out(tmp_path):
+    folder = make_run(tmp_path / "r", steps=4, groups=())
+    whole = json.loads((folder / "receipt.json").read_text())
+    for drawn in ("metrics.jsonl", "steps.jsonl"):
+        (folder / drawn).write_text("")  # plots take the time, and are of no receipt
+    for part in ("precision", "environment", "trainable", "movement", "memory"):
+        for other in OTHER:
+            (folder / "receipt.json").write_text(json.dumps(whole | {part: other}))
+            page = as_html(run_page(RunSource(folder, folder)))
+            says = "FP8 verified: 80" in page, "FP8 verified: 80" in str(receipt_of(folder))
+            assert says == (part != "precision", part != "precision"), (part, other)
 
 
 def receipt_of(folder: Path) -> Receipt:

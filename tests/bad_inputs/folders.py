@@ -10,6 +10,20 @@ from hypothesis import strategies as st
 
 from tests.bad_inputs.case import Case, Content, Folder, Gone, Link, Pipe, Repeated, pick
 
+WRONG: list[Any] = [
+    None,
+    [],
+    {},
+    "x",
+    -1,
+    0.5,
+    10**30,
+    True,
+    [None],
+    {"a": 1},
+    "\x00",
+    float("nan"),
+]
 TEXTS: list[Content] = [
     b"",
     b" ",
@@ -66,12 +80,20 @@ def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, file: Path, name: str) -> Content:
-    """Another content for a file: cut, emptied, or no file."""
+def damaged(draw: st.DrawFn, file: Path, name: str, *, inside: bool = True) -> Content:
+    """Another content for a file: cut, emptied, no file, or one value of another type."""
     content = file.read_bytes()
-    if draw(st.booleans()):
+    way = pick(draw, ["text", "cut", "value", "value"] if inside else ["text", "cut"])
+    if way == "text":
         return pick(draw, [*TEXTS, loop(name), Gone()])
-    return content[: draw(st.integers(1, max(1, min(len(content) - 4, 4000))))]
+    if way == "cut":
+        return content[: draw(st.integers(1, max(1, min(len(content) - 4, 4000))))]
+    lines = content.decode().splitlines() if name.endswith("l") else [content.decode()]
+    at = draw(st.integers(0, len(lines) - 1))
+    data = json.loads(lines[at])
+    path = pick(draw, paths_of(data))
+    lines[at] = json.dumps(replaced(data, path, pick(draw, WRONG)))
+    return "\n".join(lines).encode() + b"\n"
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -195,7 +217,7 @@ def looking(draw: st.DrawFn, run: Path) -> Case:
             "config.yaml",
         ],
     )
-    content = draw(damaged(run / name, name))
+    content = draw(damaged(run / name, name, inside=name != "config.yaml"))
     verb = pick(draw, LOOKING)
     where = "runs/tiny/20261121-120000-aaaa"
     words = (*verb, where) if verb in (("report",), ("checkpoints",)) else verb

@@ -140,6 +140,16 @@ def test_half_a_line_and_half_a_file_are_left_out(run):
     assert found.summary()["loss"] == pytest.approx([r["loss"] for r in whole if "loss" in r][-1])
 
 
+def test_a_file_that_somebody_spoilt_spoils_no_table(run):
+    parts = dict.fromkeys(("run", "precision", "environment", "trainable", "memory"))
+    (run / "receipt.json").write_text(json.dumps({"status": "proven"} | parts))
+    (run / "config.yaml").write_text("train: 3\nprecision:\n")
+    (run / "metrics.jsonl").write_text('{"step": 5, "loss": "x", "samples": "x"}\n')
+    reported = Run(run).summary()
+    assert (reported["state"], reported["step"], reported["precision"]) == ("finished", 5, "")
+    assert all(isinstance(answers, list) for _, answers in Run(run).samples)
+
+
 def test_nan_in_a_log_is_read_and_summed_up_as_missing(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "loss": NaN}\n')
