@@ -91,8 +91,8 @@ def _refuse_folder(path: Path) -> None:
         raise RecipeNotFoundError(
             f"{str(path)!r} is a folder, and a recipe is a file",
             where=str(path.absolute()),
-            fix=f"its recipe: {own}; python -m finetune resume {shlex.quote(str(path))} goes on "
-            "with the run"
+            fix=f"its recipe: {own}; python -m finetune resume {shlex.quote(str(path))} resumes "
+            "the run"
             if own.is_file()
             else "give the YAML file itself; `python -m finetune ls` lists the shipped recipes",
         )

@@ -267,8 +267,9 @@ class Fp8StorageQuantizer(HfQuantizer):
             named = {kind: resolve(model, names) for kind, names in config.modules.items()}
         if not self.pre_quantized:  # a checkpoint of ours may also have RxC from a published one
             named = {check_granularity(kind): names for kind, names in named.items()}
+        stacks = experts_in(model)
         return {
-            name: tile_named(kind, _shape_of(model, name))
+            name: tile_named(kind, _shape_of(model, name, stacks.get(name)))
             for kind, names in named.items()
             for name in names
         }
@@ -377,13 +378,12 @@ def _refuse_unnamed(model: Any, files: list[str], tiles: Mapping[str, Tile]) -> 
             raise refuse_layout(f"{key} in FP8", "its `modules` do not name that weight")
 
 
-def _shape_of(model: nn.Module, name: str) -> tuple[int, int]:
-    """(N, K) of a linear layer, or of each matrix of a stack of experts."""
-    stacks = experts_in(model)
-    if name not in stacks:
+def _shape_of(model: nn.Module, name: str, experts: Any) -> tuple[int, int]:
+    """(N, K) of a linear layer, or of each matrix of a stack in the module `experts`."""
+    if experts is None:
         return _shape(model.get_submodule(name))
     rows, columns = model.get_parameter(name).shape[-2:]
-    return (columns, rows) if stacks[name].is_transposed else (rows, columns)
+    return (columns, rows) if experts.is_transposed else (rows, columns)
 
 
 def _expect_stack(experts: Any, name: str, tile: Tile) -> Tile:

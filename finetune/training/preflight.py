@@ -330,7 +330,7 @@ def check_storage(config: RunConfig, model: nn.Module) -> None:
         )
     if storage == "nf4" and config.train.get("fsdp"):
         raise ConfigError(
-            "FSDP cannot shard weights that are stored quantized",
+            "FSDP cannot shard weights that are stored in NF4",
             where=f"{where}, train.fsdp={config.train['fsdp']}",
             why="a shard is a plain tensor, without the scales that stand beside the weight",
             fix="~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP); or ~model.storage",
