@@ -56,12 +56,17 @@ def repeated_rows(loader: Any, micro_steps: float) -> tuple[int, int]:
     share = share_of(loader)
     if share is None or not share.even_batches or share.drop_last:
         return 0, 0
+    rows, whole = _sizes(share)
+    return (0, rows) if whole == 1 or micro_steps < len(loader) else (-rows % whole, rows)
+
+
+def _sizes(share: Any) -> tuple[int, int]:
+    """Rows of an epoch, and of a batch of all processes; (0, 1) of batches of changing sizes."""
     try:
-        rows, unended = len(share.batch_sampler.sampler), micro_steps < len(loader)
         whole = share.batch_size * (1 if share.split_batches else share.num_processes)
-    except (TypeError, AttributeError):  # batches of changing sizes, or of unknown number
-        return 0, 0
-    return (0, rows) if unended else (-rows % whole, rows)
+        return len(share.batch_sampler.sampler), whole
+    except (TypeError, AttributeError):
+        return 0, 1
 
 
 def repeats_line(loader: Any, micro_steps: float) -> str:
@@ -78,15 +83,6 @@ def repeats_line(loader: Any, micro_steps: float) -> str:
     )
 
 
-def rows_left_out(share: Any) -> int:
-    """Rows behind the last whole batch of all processes."""
-    try:
-        whole = share.batch_size * (1 if share.split_batches else share.num_processes)
-        return len(share.batch_sampler.sampler) % whole
-    except (TypeError, AttributeError):
-        return 0
-
-
 def eval_line(loader: Any) -> str:
     """What is repeated in the eval loss of a stock trainer; empty if nothing is.
 
@@ -95,8 +91,12 @@ def eval_line(loader: Any) -> str:
     """
     repeated, rows = repeated_rows(loader, float("inf"))
     share = share_of(loader)
-    if share is not None and share.drop_last and (left := rows_left_out(share)):
-        return f"the eval loss leaves out {left:,} rows that fill no batch (dataloader_drop_last)"
+    if share is not None and share.drop_last:
+        rows, whole = _sizes(share)
+        if left := rows % whole:  # behind the last whole batch
+            return (
+                f"the eval loss leaves out {left:,} rows that fill no batch (dataloader_drop_last)"
+            )
     if not repeated or repeated % rows == 0:  # all of them as often
         return ""
     return (
