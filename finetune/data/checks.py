@@ -33,7 +33,7 @@ def not_utf8(label: str, files: Iterable[Path]) -> DataError:
                 why="it has NUL bytes: another kind of file than its name says",
                 fix="give the file under the name of its kind, or write its rows as text",
             )
-    for file, number, start in _not_decoded(files):
+    for file, number, start in itertools.islice(_not_decoded(files), 1):
         name, where = file.name, f"{file}:{number}"
         likely = MARKS.get(start, likely) if number == 1 else likely
         if likely in ("gzip", "zip"):
@@ -41,7 +41,6 @@ def not_utf8(label: str, files: Iterable[Path]) -> DataError:
         elif file.suffix in (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt"):
             command = f"iconv -f {likely} -t UTF-8 {shlex.quote(str(file))}"
             fix = f"{command} > {shlex.quote(str(file.with_name(f'utf8-{name}')))}"
-        break
     why = f"that line is not valid utf-8; most likely the file is {likely}"
     return DataError(f"{name} is not UTF-8 text", where=where, why=why, fix=fix)
 
@@ -122,36 +121,3 @@ def _known(token: int | None, vocabulary: int) -> str:
     if token is None or token < 0 or vocabulary == UNKNOWN:
         return "ids are whole numbers from 0"
     return f"the model has {vocabulary:,} tokens"
-
-
-def bad_rows(rows: Any, vocabulary: int) -> dict[int, str]:
-    """Index of every row that cannot be trained on -> the reason, in batches of `BATCH`."""
-    found: dict[int, str] = {}
-    names = [name for name in ("input_ids", "labels") if name in rows.column_names]
-    for number, table in enumerate(rows.select_columns(names).with_format("arrow").iter(BATCH)):
-        if _is_sound(table, vocabulary):
-            continue
-        for index, row in enumerate(table.to_pylist(), number * BATCH):
-            if why := problem(row, vocabulary):
-                found[index] = why
-    return found
-
-
-def _is_sound(table: Any, vocabulary: int) -> bool:
-    """True if no row of a batch can have a problem, seen without its Python objects."""
-    import pyarrow.compute as pc
-
-    columns = [column.combine_chunks() for column in table.columns]
-    lengths = [pc.list_value_length(column) for column in columns]
-    flat = [column.flatten() for column in columns]
-    if any(part.null_count for part in (*columns, *flat)) or any(x != lengths[0] for x in lengths):
-        return False
-    if pc.min(lengths[0]).as_py() == 0:
-        return False
-    for part in flat:
-        low, high = pc.min_max(part).as_py().values()
-        if low < 0 and part is not flat[0]:  # labels: masked ones apart
-            low = pc.min(part.filter(pc.not_equal(part, MASKED))).as_py() or 0
-        if low < 0 or high >= vocabulary:
-            return False
-    return True

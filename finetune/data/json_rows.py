@@ -229,14 +229,11 @@ def _refuse_inner(found: dict[str, Any], file: Path) -> None:
     inner = [key for key, rows in lists if isinstance(rows, list) and _are_objects(rows)]
     if not inner or TURNS & found.keys():
         return
-    fix = f"a list of objects: what stands under {inner[0]!r}, in a file of its own"
-    if file.suffix == ".json":  # not compressed
-        fix = _command(file, f"[print(json.dumps(row)) for row in found[{inner[0]!r}]]")
     raise DataError(
         f"the rows of {file.name} are inside {inner[0]!r}",
         where=f"{file}:1",
         why=A_ROW,
-        fix=fix,
+        fix=_command(file, f"[print(json.dumps(row)) for row in found[{inner[0]!r}]]"),
     )
 
 

@@ -193,17 +193,19 @@ def refuse_weights(row: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a turn is not to be trained on, or is a text that no template takes.
     """
-    whole = turns_of(row)[0]["role"] == WHOLE
-    if whole or not all(row[TRAINED_TURNS] or ()):
+    where = "train.assistant_only_loss=false"
+    if turns_of(row)[0]["role"] == WHOLE:
         raise ConfigError(
-            "text and turns are in one run, and turns are to be trained on whole"
-            if whole
-            else "a turn of the rows is not to be trained on, and every token is",
-            where="train.assistant_only_loss=false",
-            why="one of the two would be put into a chat template, or trained on in part"
-            if whole
-            else "the turn's weight of 0 would be passed over",
-            fix="~train.assistant_only_loss, or rows of "
-            + ("one format" if whole else "turns without weight, train and loss"),
+            "text and turns are in one run, and turns are to be trained on whole",
+            where=where,
+            why="one of the two would be put into a chat template, or trained on in part",
+            fix="~train.assistant_only_loss, or rows of one format",
+        )
+    if not all(row[TRAINED_TURNS] or ()):
+        raise ConfigError(
+            "a turn of the rows is not to be trained on, and every token is",
+            where=where,
+            why="the turn's weight of 0 would be passed over",
+            fix="~train.assistant_only_loss, or rows of turns without weight, train and loss",
         )
     return {}

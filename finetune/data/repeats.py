@@ -56,12 +56,17 @@ def repeated_rows(loader: Any, micro_steps: float) -> tuple[int, int]:
     share = share_of(loader)
     if share is None or not share.even_batches or share.drop_last:
         return 0, 0
+    rows, whole = _sizes(share)
+    return (0, rows) if whole == 1 or micro_steps < len(loader) else (-rows % whole, rows)
+
+
+def _sizes(share: Any) -> tuple[int, int]:
+    """Rows of an epoch, and of a batch of all processes; (0, 1) of batches of changing sizes."""
     try:
-        rows, unended = len(share.batch_sampler.sampler), micro_steps < len(loader)
         whole = share.batch_size * (1 if share.split_batches else share.num_processes)
-    except (TypeError, AttributeError):  # batches of changing sizes, or of unknown number
-        return 0, 0
-    return (0, rows) if unended else (-rows % whole, rows)
+        return len(share.batch_sampler.sampler), whole
+    except (TypeError, AttributeError):
+        return 0, 1
 
 
 def repeats_line(loader: Any, micro_steps: float) -> str:
@@ -76,15 +81,6 @@ def repeats_line(loader: Any, micro_steps: float) -> str:
         f"each epoch of {rows:,} rows has {repeated:,} of them once more, {FILL} (drop_last of the "
         "DataLoader, dataloader_drop_last of a trainer, leaves out rows that fill none)"
     )
-
-
-def rows_left_out(share: Any) -> int:
-    """Rows behind the last whole batch of all processes."""
-    try:
-        whole = share.batch_size * (1 if share.split_batches else share.num_processes)
-        return len(share.batch_sampler.sampler) % whole
-    except (TypeError, AttributeError):
-        return 0
 
 
 # ----------------------------------------------------------------------------------- uneven shares

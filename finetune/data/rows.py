@@ -96,21 +96,19 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
     """Recognized format, the rows in TRL's, and skipped rows with their reasons."""
     rows = _renamed(rows, form.data.columns, source)
     kind, convert = _recognize(rows, form, source)
-    if kind == "tokenized":
-        refused = checks.bad_rows(rows, form.vocabulary)
-        if refused and form.data.on_bad_row == "error":
-            index, why = next(iter(refused.items()))
-            raise _refused(source, index, why)
-        return kind, _without(rows, refused, source), _named(refused)
-    refused = {}
+    skips, tokenized = form.data.on_bad_row == "skip", kind == "tokenized"
+    refused: dict[int, str] = {}
     _note_folded(rows, convert, form, source)
     try:
-        if form.data.on_bad_row == "skip":
+        if skips or tokenized:
             template = form.tokenizer.chat_template  # another one refuses other rows
             name = made_by(rows, "reasons", *_arguments(convert), template)
             refused = _bad_rows(rows, _taken(convert, form.tokenizer), name)
+            if refused and not skips:
+                raise _refused(source, *next(iter(refused.items())))
             rows = _without(rows, refused, source)
-        return kind, mapped(rows, partial(_numbered, convert, source, 0)), _named(refused)
+        done = rows if tokenized else mapped(rows, partial(_numbered, convert, source, 0))
+        return kind, done, _named(refused)
     except UnicodeDecodeError as error:
         raise checks.not_utf8(source, files_of(source, "data.path").files) from error
 
@@ -493,7 +491,8 @@ def workers(count: int) -> int | None:
 
 def made_by(rows: Dataset, *what: Any) -> str:
     """Name of converted rows in the cache of `datasets`: of the rows, and of the code for them."""
-    files = [Path(__file__).with_name(name) for name in ("rows.py", "chat.py", "masks.py")]
+    names = ("rows.py", "chat.py", "checks.py", "masks.py")
+    files = [Path(__file__).with_name(name) for name in names]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
 

@@ -366,13 +366,6 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
             fix=f"{source.where}=[{', '.join(map(str, source.files[:2]))}], a list of files: their "
             "columns may differ",
         )
-    if twice := re.match(r"Multiple matches for FieldRef\.Name\((.*?)\)", why):  # pyarrow 25
-        return DataError(
-            f"{name} has two columns of the name {twice[1]!r}",
-            where=where,
-            why="only one of them would be read",
-            fix="rename one of them where the file is written",
-        )
     if isinstance(error.__cause__ or error, EOFError | zlib.error | lzma.LZMAError | BadGzipFile):
         return DataError(
             f"{name} is cut off or damaged",

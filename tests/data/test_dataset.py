@@ -597,16 +597,6 @@ def test_rows_inside_of_an_object_are_read_after_the_command_of_the_error(load, 
     assert len(load("one.json").train) == 1
 
 
-def test_parquet_with_a_column_twice_names_it(load):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = [pa.array(["a"])] * 3
-    pq.write_table(pa.table(columns, names=["prompt", "completion", "prompt"]), "a.parquet")
-    with pytest.raises(DataError, match=r"two columns of the name 'prompt'[\s\S]*fix: +rename"):
-        load("a.parquet")
-
-
 def test_parquet_without_rows_is_said_to_have_none(load, caplog):
     """`datasets` refuses it by the size of its batches, and logs that on its own."""
     import pyarrow as pa
