@@ -54,12 +54,12 @@ def standing(name: str, version: str) -> Standing:
 
 
 def series_length(name: str) -> int:
-    """Parts of a version that name a series of releases alike: 2 (5.24), or 3 (0.4.13)."""
+    """How many parts name a series of releases: 2 (5.24), or 3 where patches count (0.4.13)."""
     return 3 if name in table()["counts_patches"] else 2
 
 
 def standings(versions: Mapping[str, str]) -> dict[str, Standing]:
-    """The same of all libraries in the table."""
+    """`standing` of each library in the table."""
     ran = table()["ran"]
     return {name: standing(name, found) for name, found in versions.items() if name in ran}
 

@@ -62,8 +62,8 @@ def cast_rows_kernel(
             y = _load_row(x, fold, start + lanes, start + lanes < length, folds)
             largest = tl.maximum(largest, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(_LARGEST, tl.where(amax < _FLOOR, _FLOOR, amax))
-    if pow2:
+    scale = tl.div_rn(_LARGEST, tl.where(amax < _FLOOR, _FLOOR, amax))  # NaN < x is False: stays
+    if pow2:  # the exponent's bits alone: down to a power of two
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     tl.store(inverse + row, tl.div_rn(1.0, scale))
     if length <= block:

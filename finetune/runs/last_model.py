@@ -1,8 +1,8 @@
 """The model of a run that ended between its last step and the saving of its model. No torch.
 
-A signal in the evaluation after training ends a run there, and so do a kill and a full disk. No
-step is left that a resumed run could train; the checkpoint of the last one holds the model's files,
-and beside them those that only training reads.
+A signal in the evaluation after training, a kill or a full disk can end a run there. No step is
+left that a resumed run could train. The last checkpoint holds the model's files, beside those that
+only training reads (optimizer, schedule, random generators).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from finetune.runs.folder import Run, finite, json_of, write_whole
 MODEL, UNSAVED = "model", ".model"
 """Folders of a run: its model, and the same while it is being saved."""
 OF_TRAINING = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "fp8_scaling*", "README.md")
-"""Files of a checkpoint that are none of its model; the card would be PEFT's empty one."""
+"""Files of a checkpoint that are not part of the model; README.md is PEFT's empty card."""
 
 
 def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
@@ -57,7 +57,9 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
         return newest
     if (folder / MODEL).exists():
         raise _ended(folder, config.get("train", {}), state)
-    with writing("the model cannot be saved", where=str(folder), fix="make room there, and again"):
+    with writing(
+        "the model cannot be saved", where=str(folder), fix="make room there, then resume"
+    ):
         shutil.rmtree(folder / UNSAVED, ignore_errors=True)
         others = shutil.ignore_patterns(*OF_TRAINING, STATE, MANIFEST)
         shutil.copytree(newest, folder / UNSAVED, ignore=others)

@@ -1,7 +1,7 @@
 """Weights of a `Trainer`'s checkpoint, all of them or an error.
 
 Transformers 5.23 gives the tensors of a checkpoint to `load_state_dict(..., strict=False)` and logs
-what was missing. Three kinds of checkpoints lose weights so, and training continues:
+what was missing. Three kinds of checkpoints lose weights in this way, and training continues:
 
     experts       saved under the names of the published model (`block_sparse_moe.experts.0.w1`),
                   which the model has in one parameter (`mlp.experts.gate_up_proj`): experts and
@@ -9,7 +9,7 @@ what was missing. Three kinds of checkpoints lose weights so, and training conti
     FP8 codes     of frozen weights that `precision.frozen=fp8` has stored: a model that is not
                   prepared yet takes them for numbers, without their scales
     adapters      that are on other layers than the model's: they stay as they were drawn, and PEFT
-                  returns their names to nobody. So does a whole model where adapters train
+                  reports no missing names. So does a whole model where adapters train
 
 So the names of a checkpoint are compared with the model's. Where they are others, the model is read
 from the checkpoint as `from_pretrained` reads any, and its tensors are taken over; codes are loaded
@@ -74,7 +74,7 @@ def load_all_weights(patches: Patches, prepare: Prepare | None) -> None:
 def _load_renamed(model: Any, checkpoint: str, prepare: Prepare | None) -> bool:
     """Load a checkpoint whose weights have other names than the model's; False if they have not.
 
-    In float32, which is exact.
+    A second model is read in float32, which is exact, and takes its memory meanwhile.
 
     Raises:
         CheckpointError: file and model differ in their weights.

@@ -43,9 +43,9 @@ def setup_fp8_mixed_precision_training(
     """Make every `Trainer`, `SFTTrainer` or `Accelerator` built after this call train in FP8.
 
     This is about *compute*: linear layers multiply in FP8, from weights stored in 16 or 32 bits.
-    For weights *stored* in FP8 see `load_in_fp8`. A quantized model is rejected, except one stored
-    in FP8 under adapters, with `frozen="fp8"`, which multiplies its codes directly; that setting
-    also stores the frozen base of a plain model in FP8.
+    For weights *stored* in FP8 see `load_in_fp8`. A quantized model is rejected. The
+    exception is a base stored in FP8 under adapters, with `frozen="fp8"`: its codes are multiplied
+    as they are. That setting also stores the frozen base of a plain model in FP8.
 
         setup_fp8_mixed_precision_training(backend="te")
         trainer = SFTTrainer(model=model, args=SFTConfig(...), train_dataset=dataset)

@@ -7,13 +7,14 @@ before it, and nothing says so. So two short documents are passed as the trainer
 then once more with another first document:
 
     [a a a a b b b b] ─> logits of b ─┐
-    [c c c c b b b b] ─> logits of b ─┴─> equal to the bit, or the packing is refused
+    [c c c c b b b b] ─> logits of b ─┴─> other by more than rounding: the packing is refused
 
-Shapes and kernels are the same, so that a difference is one of what b sees, with one exception.
-Experts multiply as many rows as the router sends them, and the order in which a kernel adds depends
-on that number: 3e-7 in float32. How much that is shows where the same documents are two rows of a
-plain batch, which cannot see one another: a, b and c meet the same experts there. The weakest leak
-that was found (Jamba, random weights) is 2e-2, and in BF16 experts on a CPU differ by nothing.
+Shapes and kernels are the same, so any difference means that b sees the other document, with one
+exception: experts multiply as many rows as the router sends them, and the order in which a kernel
+adds depends on that number (3e-7 in float32). So where something differs, the same documents are
+passed as separate rows of a plain batch, which cannot see one another, and what differs there is
+rounding. The weakest leak that was found (Jamba, random weights) is 2e-2, and in BF16 experts on a
+CPU do not differ at all.
 `python -m tests.benchmarks.isolation` prints what becomes of each family.
 """
 
@@ -33,7 +34,7 @@ from finetune.training.samples import undisturbed
 TOKENS = 8
 """Of each document: more than the short convolutions of recurrent layers reach back."""
 NOISE = 4
-"""Times the change of a plain batch that a change is still one of rounding."""
+"""Up to this multiple of the change in a plain batch counts as rounding."""
 
 
 def refuse_leaks(trainer: Any) -> None:

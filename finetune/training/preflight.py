@@ -155,7 +155,7 @@ def _refuse_deepspeed(config: RunConfig) -> None:
 
 
 def _refuse_launch(config: RunConfig) -> None:
-    """Reject what `accelerate launch` was to do and does not, or decides past the recipe."""
+    """Reject a launch that contradicts the recipe: a lone process, or FSDP that it does not set."""
     refuse_lone_process("-m finetune RECIPE")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not config.train.get("fsdp"):
         raise ConfigError(

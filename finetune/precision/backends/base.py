@@ -63,7 +63,7 @@ def feed(
     Tensors in attributes are inputs of a layer's graph, so what is made here runs outside of it.
 
     Args:
-        fact: name of the attribute; () between calls, so that a graph of others makes its own.
+        fact: name of the attribute; () after the call, so that any other graph computes its own.
         values: modules and their values, given the layer's first argument.
     """
     run: Any = layer._compiled_call_impl
@@ -127,7 +127,7 @@ def _nothing(*_: Any) -> None:
 
 
 class Owner(NamedTuple):
-    """Name of such a matrix, and the observers of its GEMMs."""
+    """Name of a matrix that no module multiplies by, and the observers of its GEMMs."""
 
     name: str
     observers: list[Observer]
