@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -89,9 +90,15 @@ class CheckpointKeeper(TrainerCallback):
         self._begun = state.global_step
         saved = Checkpoint(self.resumed).state if self.resumed is not None else {}
         best = Path(str(saved.get("best_model_checkpoint") or ""))
-        if self.resumed is not None and best.name and not best.is_dir():
-            beside = self.resumed.parent / best.name
-            state.best_model_checkpoint = str(beside) if beside.is_dir() else None
+        if self.resumed is None or not best.name or best.is_dir():
+            return
+        if (beside := self.resumed.parent / best.name).is_dir():
+            state.best_model_checkpoint = str(beside)
+            return
+        warnings.warn(
+            f"! {best.name}, the best until here, is gone: the next best counts", stacklevel=2
+        )
+        state.best_metric = state.best_model_checkpoint = state.best_global_step = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the first step early: a disk that cannot take it shows now, not in hours."""

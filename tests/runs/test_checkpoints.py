@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers import TrainerState
 
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
@@ -34,7 +35,7 @@ from finetune.runs.checkpoints import (
 from finetune.runs.folder import Run
 from finetune.runs.last_model import save_last_model
 from finetune.training import faults
-from finetune.training.checkpoints import refuse_unreadable
+from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
 from finetune.training.resume import (
     FIXED,
     FREE,
@@ -154,6 +155,17 @@ def test_an_eval_loss_without_a_number_is_not_the_best(tmp_path) -> None:
     losses = {1: float("nan"), 2: 9.0, 3: 10.0}
     saved = [Checkpoint(make(tmp_path, step, eval_loss=x)) for step, x in losses.items()]
     assert [one.step for one in superfluous(saved, 1, 1)] == [1]
+
+
+def test_a_best_checkpoint_that_is_gone_is_said_and_forgotten(tmp_path) -> None:
+    """The trainer forgets it but not its loss, and ends with the last weights for the best."""
+    saved = make(tmp_path, 3)
+    best = {"best_model_checkpoint": "/gone/checkpoint-2", "best_metric": 1.0}
+    (saved / STATE).write_text(json.dumps(json.loads((saved / STATE).read_text()) | best))
+    state = TrainerState(best_metric=1.0, best_global_step=2)
+    with pytest.warns(UserWarning, match="checkpoint-2, the best until here, is gone"):
+        CheckpointKeeper("BF16", {}, saved).on_train_begin(None, state, None)
+    assert (state.best_global_step, state.best_metric) == (None, None)
 
 
 # ------------------------------------------------------------------------------- what may differ
