@@ -31,7 +31,7 @@ from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import CodesMixin, iter_scales
 
 if TYPE_CHECKING:
-    from finetune.training.patches import Patches
+    from finetune.training.replacing import Patches
 
 CODES = "F8_E4M3"
 """Type of FP8 codes in the header of a safetensors file."""

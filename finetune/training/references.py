@@ -26,7 +26,7 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import Conversion
-from finetune.training.patches import Patches, replaced
+from finetune.training.replacing import Patches, replaced
 
 PRECOMPUTES = "_precompute_ref_logps"
 """Method of TRL's trainers (1.16) that computes a reference's log-probabilities in advance."""

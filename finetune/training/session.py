@@ -44,8 +44,9 @@ from finetune.training import compute_types, low_bit
 from finetune.training.checkpoint_weights import load_all_weights, refuse_unsaved_experts
 from finetune.training.evidence import conditions_of, receipt_of
 from finetune.training.optimizer_checks import OptimizerChecks, drop
-from finetune.training.patches import Patches, patch_accelerator
+from finetune.training.patches import patch_accelerator
 from finetune.training.references import References
+from finetune.training.replacing import Patches
 from finetune.training.scaling_state import keep_in_trainers
 
 

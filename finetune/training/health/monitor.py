@@ -36,7 +36,7 @@ from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
 from finetune.training.health.operands import GroupSums, OperandWatch, health_row, merge_sums
 from finetune.training.isolation import refuse_leaks
-from finetune.training.patches import replaced
+from finetune.training.replacing import replaced
 from finetune.training.schedule import LEAST_SHARE, reached
 
 Ratios = dict[str, Ratio]
