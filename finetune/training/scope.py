@@ -282,8 +282,8 @@ def check_init(config: RunConfig, model: nn.Module) -> None:
         model: with adapters, also on the meta device.
 
     Raises:
-        ConfigError: sharding, a base without a rounding error, or adapters on what is no linear
-            layer.
+        ConfigError: sharding, a base without a rounding error, adapters on what is no linear layer,
+            or a rank above that of a layer.
     """
     if not reads_base(config):
         return
@@ -317,6 +317,14 @@ def check_init(config: RunConfig, model: nn.Module) -> None:
             why="it decomposes the one matrix of a layer; experts in one parameter are many",
             fix=f"{fix}, or leave these out: lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
         )
+    for name, layer in layers.items():
+        most = min(linear_shape(layer.get_base_layer()) or (lora.r,))
+        if lora.r > most:
+            raise ConfigError(
+                f"{kind} was requested at rank {lora.r}, and {name} has {most}",
+                where=where,
+                fix=f"lora.r={most}, or {fix}",
+            )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

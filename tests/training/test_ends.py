@@ -72,7 +72,7 @@ def test_what_was_trained_to_end_ends_in_generate_and_in_exports(cli, base) -> N
     reference = parity.observe(model, batches)
     shutil.copy(base / "generation_config.json", "merged")  # as a merge by hand leaves it
     found = check_export(base.parent / "merged", "merged", finished, batches, reference)
-    with pytest.raises(ParityError, match="goes on behind its end token"):
+    with pytest.raises(ParityError, match="continues after its end token"):
         parity.check(found, "merged", "merged")
 
 

@@ -123,6 +123,7 @@ def test_gradients_are_summed_in_float32_unless_a_script_chose(chosen, monkeypat
             fsdp_plugin.set_mixed_precision("bf16")
             assert fsdp_plugin.mixed_precision_policy.reduce_dtype is LOW
         self.state = SimpleNamespace(fsdp_plugin=fsdp_plugin, num_processes=1)
+        self.register_save_state_pre_hook = self.register_load_state_pre_hook = lambda _: None
 
     monkeypatch.setattr(Accelerator, "__init__", with_plugin)
     session.install(PrecisionConfig(compute="fp8", backend="emulated", emulation="allow"))
