@@ -72,13 +72,26 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
                     _read_locally(manager.task_index[task], user_path(rows) / task, Path(folder))
                     local.add(task)
             tasks += _built(manager, asked.removeprefix(BUILTIN), eval, is_local=rows is not None)
-    for task in manager.load(tasks)["tasks"].values():
-        own = task.get_config("num_fewshot")
-        # 0 in a definition: its prompt has no place for examples.
-        shots = own or 0 if own == 0 or eval.shots is None else eval.shots
-        task.set_config(key="num_fewshot", value=shots)
-        task.set_fewshot_seed(seed=SEED)
+    for name, task in manager.load(tasks)["tasks"].items():
+        _set_shots(name, task, eval.shots)
     return tasks
+
+
+def _set_shots(name: str, task: Any, shots: int | None) -> None:
+    own = task.get_config("num_fewshot")
+    # 0 in a definition: its prompt has no place for examples. One row is the question itself.
+    most = 0 if not shots or own == 0 else len(list(task.fewshot_docs())) - 1
+    if shots and shots > most:
+        raise ConfigError(
+            f"{name} has no {shots:,} examples",
+            where=f"eval.shots={shots}",
+            why=f"besides a question itself, its rows are {most:,}"
+            if most
+            else "it is defined without examples",
+            fix=f"eval.shots={most} (--shots {most}) or fewer" if most else "~eval.shots",
+        )
+    task.set_config(key="num_fewshot", value=(own or 0) if shots is None else shots)
+    task.set_fewshot_seed(seed=SEED)
 
 
 # ------------------------------------------------------------------------------------- definitions

@@ -19,7 +19,7 @@ from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import fsdp_settings
 from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
-from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError
+from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
 from finetune.precision.layers import plain_name
@@ -218,6 +218,7 @@ def check_settings(
     """
     check_optimizer(config.train)
     check_batch(config.train)
+    _check_metric(config)
     check_storage(config, model)
     check_init(config, model)
     made = plan(model, precision or config.precision)
@@ -240,6 +241,21 @@ def check_settings(
             fix="~train.tf32",
         )
     return made
+
+
+METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
+"""What an evaluation gives the trainer to choose the best checkpoint by (Transformers 5.23)."""
+
+
+def _check_metric(config: RunConfig) -> None:
+    """Reject a metric that no evaluation has: the trainer would stop at the first of them."""
+    name = config.train.get("metric_for_best_model")
+    if name is not None and str(name).removeprefix("eval_") not in METRICS:
+        raise ConfigError(
+            f"no evaluation has the metric {name!r}{did_you_mean(str(name), METRICS)}",
+            where=f"train.metric_for_best_model={name}",
+            fix=f"one of {', '.join(METRICS)}; ~train.metric_for_best_model takes the eval loss",
+        )
 
 
 def _check_head(made: PrecisionPlan) -> None:
