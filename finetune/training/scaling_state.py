@@ -91,9 +91,10 @@ def keep_in_trainers(patches: Patches) -> None:
 
     def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(trainer: Any, checkpoint: str | None) -> None:
-            original(trainer, checkpoint)
             if checkpoint is None:
                 return
+            if trainer.accelerator.scaler is not None:  # a stray scaler.pt is nothing to others
+                original(trainer, checkpoint)
             if not any(Path(checkpoint).glob("optimizer*")):
                 warnings.warn(
                     f"! {checkpoint} has no state of optimizer and schedule (save_only_model): its "
