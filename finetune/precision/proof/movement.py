@@ -112,22 +112,13 @@ class Movement:
             self._effective[id(optimizer)] += 1
         if not self._effective:
             self.missing = STILL + (f"; {ZEROS}" if _rate(optimizer) > 0 else "")
-        later = {
-            id(p) for one in list(self._optimizers) for g in one.param_groups for p in g["params"]
-        }
-        known = self._owned | later
-        left = [n for n, p in trainable.items() if id(p) not in known and n in self._driven]
-        if left and max(self._effective.values(), default=0) >= EFFECTIVE_STEPS:
-            self._fail(
-                "trainable parameters are not in the optimizer",
-                where=some(left),
-                why="they get gradients that nothing applies, and would never train",
-                fix="build the optimizer from model.parameters() after adapters are attached, and "
-                "pass model and optimizer together to accelerator.prepare",
-            )
 
     def after_step(self, optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> None:
-        """Count what has moved in the first steps."""
+        """Count what has moved in the first steps, of all processes together.
+
+        Raises (through `fail`):
+            ProofError: a parameter with a gradient is in no optimizer.
+        """
         self.counts["in_optimizer"] = sum(
             p.numel() for p in self.model.parameters() if id(p) in self._owned
         )
@@ -147,9 +138,23 @@ class Movement:
         done = max(self._effective.values(), default=0)
         if done == 1:
             self.missing = f"one optimizer step was seen, and it takes {EFFECTIVE_STEPS}"
-        if done >= EFFECTIVE_STEPS:
+        if done >= EFFECTIVE_STEPS:  # by now all optimizers have stepped, or are in the collection
+            without = set(still)
+            self._judge_optimizers({n: p for n, p in trainable.items() if n not in without})
             self.missing, self.is_done = STILL, rows["moved"] > 0
             self._tell(still, rows["without_gradient"])
+
+    def _judge_optimizers(self, driven: dict[str, nn.Parameter]) -> None:
+        groups = [group for one in list(self._optimizers) for group in one.param_groups]
+        known = self._owned | {id(p) for group in groups for p in group["params"]}
+        if left := [name for name, p in driven.items() if id(p) not in known]:
+            self._fail(
+                "trainable parameters are not in the optimizer",
+                where=some(left),
+                why="they get gradients that nothing applies, and would never train",
+                fix="build the optimizer from model.parameters() after adapters are attached, and "
+                "pass model and optimizer together to accelerator.prepare",
+            )
 
     def _tell(self, still: list[str], count: int) -> None:
         if set(still) <= self._told:
