@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -148,20 +147,17 @@ def around_steps(optimizer: Optimizer, *, compiled: bool) -> Callable[[], None]:
 # block of them. Parts of it that begin and end between blocks are therefore parts of both.
 
 
-def gathered(local: Any, shape: Sequence[int], group: Any) -> Tensor | None:
-    """A torchao state [N, ...] of the parts of all processes, split along N.
+def joined(parts: list[Any], shape: Sequence[int]) -> Tensor | None:
+    """A torchao state [N, ...] of the parts of all processes, split along N; None if one is plain.
 
     Args:
-        local: this process's part; an empty plain tensor where it has none.
-
-    Returns:
-        The state, on each process that has a part of it; None on the others.
+        parts: of each process in order, empty where it has none.
     """
-    low = is_torchao(local)
-    empty = torch.empty(0, device=local.device)
-    codes = local.codes.flatten().view(torch.uint8) if low else empty.to(torch.uint8)
-    codes, scale = (_joined(x, group) for x in (codes, local.scale if low else empty))
-    return _with(local, codes.view(local.codes.dtype), scale, shape) if low else None
+    low = [one for one in parts if one.numel()]
+    if not low or not all(map(is_torchao, low)):
+        return None
+    codes = torch.cat([one.codes.flatten().view(torch.uint8) for one in low])
+    return _with(low[0], codes.view(low[0].codes.dtype), torch.cat([x.scale for x in low]), shape)
 
 
 def part(state: Any, start: int, shape: Sequence[int]) -> Tensor | None:
@@ -181,16 +177,3 @@ def _with(state: Any, codes: Tensor, scale: Tensor, shape: Sequence[int]) -> Ten
     tensors = {name: getattr(state, name) for name in names} | {"codes": codes, "scale": scale}
     facts = [tuple(shape) if isinstance(fact, tuple) else fact for fact in facts]
     return type(state).__tensor_unflatten__(tensors, facts)
-
-
-def _joined(own: Tensor, group: Any) -> Tensor:
-    """Vectors of all processes, which may differ in length, in their order."""
-    count = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(count)]
-    dist.all_gather(lengths, torch.tensor([own.numel()], device=own.device), group=group)
-    sizes = [int(n) for n in lengths]
-    padded = own.new_zeros(max(sizes))
-    padded[: own.numel()] = own
-    every = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(every, padded, group=group)
-    return torch.cat([one[:n] for one, n in zip(every, sizes, strict=True)])

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
-from finetune.precision.weights import dequantize_weight
 from finetune.training import low_bit
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -105,12 +104,8 @@ class WholeFiles:
         """
         trainer, numbered = self.trainer, list(self._parameters())
         state = trainer.optimizer.state_dict()
-        low = self._low_everywhere(state["state"])
         whole = {
-            number: {
-                key: self._whole(value, numbered[number], low=(number, key) in low)
-                for key, value in entry.items()
-            }
+            number: {key: self._whole(value, numbered[number]) for key, value in entry.items()}
             for number, entry in state["state"].items()
         }
         if trainer.args.should_save:
@@ -138,30 +133,9 @@ class WholeFiles:
         for group in self.trainer.optimizer.param_groups:
             yield from group["params"]
 
-    def _low_everywhere(self, state: dict[int, dict[str, Any]]) -> set[tuple[int, str]]:
-        """Number and key of what each process with a part of it stores in few bits.
-
-        torchao does so with parts of 4096 numbers and more, so processes may differ.
-        """
-        parts = {
-            (number, key): value.to_local()
-            for number, entry in state.items()
-            for key, value in entry.items()
-            if isinstance(value, DTensor)
-        }
-        votes = [[is_torchao(x), not is_torchao(x) and x.numel() > 0] for x in parts.values()]
-        if not votes:
-            return set()
-        found = torch.tensor(votes, dtype=torch.float32, device=self.trainer.args.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        pairs = zip(parts, found.tolist(), strict=True)
-        return {name for name, (some_low, some_plain) in pairs if some_low and not some_plain}
-
-    def _whole(self, value: Any, parameter: Tensor, *, low: bool) -> Any:
-        """An entry of a parameter's state, gathered on the CPU of the first process.
-
-        One that is stored in few bits by some processes alone is gathered as plain numbers.
-        """
+    @torch.no_grad()
+    def _whole(self, value: Any, parameter: Tensor) -> Any:
+        """An entry of a parameter's state, gathered on the CPU of the first process."""
         if not isinstance(value, Tensor) or not value.dim():
             return value
         if isinstance(parameter, DTensor):
@@ -173,53 +147,32 @@ class WholeFiles:
                     fix="train.optim=adamw_torch; or ~train.fsdp ~train.fsdp_config (DDP); or "
                     "train.save_strategy=no",
                 )
-            local = value.to_local()
-            if low:
-                value = low_bit.gathered(local, value.shape, value.device_mesh.get_group())
-            else:
-                plain = local.dequantize() if is_torchao(local) else local
-                value = _sharded_like(plain, value).full_tensor()
+            local, low = value.to_local(), None
+            if type(self.trainer.optimizer.optimizer).__module__.startswith("torchao."):
+                # torchao stores parts of 4096 numbers and more in few bits: processes may differ.
+                low = low_bit.joined(gather_object([local.cpu()]), value.shape)
+            value = low if low is not None else _sharded_like(_numbers(local), value).full_tensor()
         return value.cpu() if self.trainer.args.should_save else None
 
 
 def _as_state_of(value: Any, parameter: Tensor) -> Any:
+    """This process's part of an entry in a file."""
     if not isinstance(value, Tensor):
         return value
-    if value.shape != parameter.shape:
+    if value.shape != parameter.shape or not isinstance(parameter, DTensor):
         return value.clone()
-    if not is_torchao(value) or not isinstance(parameter, DTensor):
-        return _as_sharded(value, parameter)
-    numbers: Any = value
-    start = own_rows(parameter).start * (value.numel() // len(value))
-    part = low_bit.part(numbers, start, parameter.to_local().shape)
-    if part is None:
-        return _as_sharded(numbers.dequantize(), parameter)
-    return _sharded_like(part.to(parameter.device), parameter)
+    if is_torchao(value):
+        rows: Any = _as_sharded(torch.arange(len(value)), parameter).to_local()
+        start = int(rows[0]) * (value.numel() // len(value)) if len(rows) else 0
+        part = low_bit.part(value, start, parameter.to_local().shape)
+        if part is not None:
+            return _sharded_like(part.to(parameter.device), parameter)
+    return _as_sharded(_numbers(value), parameter)
 
 
-def own_rows(sharded: DTensor) -> range:
-    """Rows of a tensor that this process has."""
-    rows = _as_sharded(torch.arange(len(sharded)), sharded).to_local()
-    return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
-
-
-def own_weight(module: Any) -> Tensor | None:
-    """The rows of a weight stored in FP8 that this process has; None if they split a tile.
-
-    Outside a forward FSDP2 has shards of the codes, and their scales are whole.
-    """
-    weight, (height, width) = module.weight, module.stored_tile
-    if not isinstance(weight, DTensor):
-        return module.weight_in()
-    rows, codes, scale = own_rows(weight), weight.to_local(), module.weight_scale
-    if module.transposed_weight:
-        return None
-    if height == len(weight):  # one tile for all rows
-        return dequantize_weight(codes, scale, (len(codes), width), module.compute_dtype)
-    if rows.start % height:
-        return None
-    above = scale[rows.start // height : -(-rows.stop // height)]
-    return dequantize_weight(codes, above, (height, width), module.compute_dtype)
+def _numbers(value: Any) -> Tensor:
+    """Plain numbers of a moment, which torchao may hold as codes."""
+    return value.dequantize() if is_torchao(value) else value
 
 
 def _sharded_like(local: Tensor, like: DTensor) -> DTensor:

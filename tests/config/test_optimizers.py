@@ -350,7 +350,10 @@ def test_parts_of_a_state_are_its_codes_and_scales(name) -> None:
     whole = optimizer.state[weight]["exp_avg"]
     parts: Any = [low_bit.part(whole, at * 128, (n, 128)) for at, n in ((0, 40), (40, 24))]
     assert [tuple(one.shape) for one in parts] == [(40, 128), (24, 128)]
-    assert torch.equal(torch.cat([one.dequantize() for one in parts]), whole.dequantize())
+    again: Any = low_bit.joined([*parts, torch.empty(0, 128)], whole.shape)
+    assert type(again) is type(whole)
+    assert torch.equal(again.dequantize(), whole.dequantize())
+    assert low_bit.joined([parts[0], torch.zeros(24, 128)], whole.shape) is None
     assert low_bit.part(whole, 128, (4, 128)) is None
     assert low_bit.part(whole, 0, (0, 128)) is None
 

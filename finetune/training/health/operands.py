@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.precision.backends.base import in_backward
@@ -61,7 +62,6 @@ from finetune.precision.scaling import (
 )
 from finetune.precision.stored import StoredMixin
 from finetune.runs.receipt import name_parts
-from finetune.training.sharded import own_weight
 
 SAMPLE_ROWS = 256
 PRODUCTS = 8
@@ -328,10 +328,9 @@ class OperandWatch:
 
     def _see_weights(self, name: str, low: Collection[Operand]) -> None:
         module = self._modules[name]
-        if isinstance(module, StoredMixin):  # stored codes are multiplied without further loss
-            w = own_weight(module)
-            if w is not None and w.numel():
-                self._see(name, "w", w, ())
+        # Stored codes are multiplied without further loss. Rows of a shard may split a tile.
+        if isinstance(module, StoredMixin) and not isinstance(module.weight, DTensor):
+            self._see(name, "w", module.weight_in(), ())
         for own, parameter in module.named_parameters(recurse=False):
             w = local_part(parameter).detach()
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
