@@ -346,10 +346,9 @@ class ResumeConfig(Section):
 
 # ----------------------------------------------------------------------------------------- adapters
 
-_BY_SVD = Literal["pissa", "pissa_niter_4", "pissa_niter_16", "loftq"]
-LoraInit = Literal["default", "gaussian", "orthogonal", "olora", _BY_SVD]
-FROM_DATA = ("corda", "eva", "lora_ga", "mica")
-"""Initializations of PEFT that read batches of data; MiCA's adapters are trained by half."""
+LoraInit = Literal["default", "gaussian", "orthogonal"]
+OF_SCRIPTS = ("corda", "eva", "lora_ga", "mica", "pissa", "olora", "loftq")
+"""Initializations of PEFT that read batches or the base's weights, or train half (MiCA)."""
 
 
 class LoraSection(Section):
@@ -384,9 +383,7 @@ class LoraSection(Section):
     init_lora_weights: LoraInit = Field(
         default="default",
         description="how adapters begin: `default`: A uniform, B zero; `gaussian`: A normal; "
-        "`orthogonal`: A and B orthogonal (an even rank); `pissa`, `olora`: as the base's largest "
-        "singular directions or the first of QR, which the base then lacks (`pissa_niter_16`: "
-        "faster); `loftq`: as the rounding error of a stored base; files have rank 2r",
+        "`orthogonal`: A and B orthogonal (an even rank)",
     )
     use_rslora: bool = Field(default=False, description="scale by alpha / sqrt(r) instead")
     use_dora: bool = Field(default=False, description="weight-decomposed adapters (DoRA)")
@@ -396,12 +393,12 @@ class LoraSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _begins_without_data(cls, values: Any) -> Any:
+    def _begins_by_chance(cls, values: Any) -> Any:
         given = str(values.get("init_lora_weights", "")) if isinstance(values, dict) else ""
-        if given.lower().startswith(FROM_DATA):
+        if given.lower().startswith(OF_SCRIPTS):
             what = f"init_lora_weights={given} belongs to scripts, where peft attaches the adapters"
-            what += " (it needs batches, or trains half of each), and then the helper takes them"
-            raise RefusedError(what, "init_lora_weights=pissa", "~init_lora_weights")
+            what += " (it reads weights or batches), and then the helper takes them"
+            raise RefusedError(what, "~init_lora_weights")
         return values
 
     @field_validator("target_modules")

@@ -129,24 +129,6 @@ def _fill(layer: Any, model: PreTrainedModel, device: Any, dtype: Any) -> None:
         layer.bias = nn.Parameter(plain.bias.data, requires_grad=False)
 
 
-def weight_of(layer: Any) -> Any:
-    """The weight [N, K] of a layer stored in four bits, dequantized."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-
-
-def rewrite(layer: Any, w: Any) -> None:
-    """Store another weight [N, K] in a layer stored in four bits, as the one before it was."""
-    from bitsandbytes.nn import Params4bit
-
-    old = layer.weight
-    kept = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
-    facts = {name: vars(old)[name] for name in kept}
-    new = Params4bit(w.to(old.quant_state.dtype), requires_grad=False, **facts)
-    layer.weight = new.to(old.device)
-
-
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Prepare a model loaded in four bits for alternating training and evaluation.
 

@@ -25,7 +25,7 @@ from finetune.hardware.requirements import Resolution, check_here, check_launche
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
 from finetune.training.model import Attention, resolve_attention, sketch
-from finetune.training.scope import check_init, notes
+from finetune.training.scope import notes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -220,7 +220,6 @@ def check_settings(
     check_batch(config.train)
     _check_metric(config)
     check_storage(config, model)
-    check_init(config, model)
     made = plan(model, precision or config.precision)
     _check_head(made)
     _check_stored_layers(config.model.storage, made)

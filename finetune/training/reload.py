@@ -138,12 +138,11 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 
 
 def _load(run: TrainedRun) -> Any:
-    from peft import PeftModel, get_peft_model
+    from peft import PeftModel
 
     from finetune.precision.experts import split_adapters
     from finetune.precision.planner import plan
     from finetune.storage.ends import take_ends
-    from finetune.training import lora_init, scope
     from finetune.training.model import load_model, sketch
 
     config = run.config
@@ -153,15 +152,9 @@ def _load(run: TrainedRun) -> Any:
         return load_model(ModelConfig(**full))
     refuse_random_base(config.model)
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
-    if scope.reads_base(config):
-        model: Any = get_peft_model(base, scope.lora_config(base, config))  # pyright: ignore
-        lora_init.begin(model, config, run.weights)
-        model.load_adapter(run.weights, scope.ADAPTER)
-        take_ends(model, run.weights)
-        return model
     with warnings.catch_warnings():  # PEFT leaves what it does not find as it was drawn
         warnings.filterwarnings("error", "Found missing adapter keys")
-        model = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
+        model: Any = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
     take_ends(model, run.weights)
     split_adapters(model)  # PEFT adds those on experts to weights, which may be codes
     return model

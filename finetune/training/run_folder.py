@@ -24,7 +24,6 @@ from finetune.runs.last_model import MODEL, UNSAVED
 from finetune.runs.receipt import RunReport
 from finetune.training.low_bit import bytes_of_states
 from finetune.training.preflight import Preflight
-from finetune.training.scope import reads_base
 from finetune.units import size
 
 if TYPE_CHECKING:
@@ -96,8 +95,7 @@ def write_card(folder: Path, config: RunConfig, report: RunReport) -> None:
 def bytes_of_weights(model: nn.Module, config: RunConfig) -> float:
     """Bytes of the saved model: adapters alone, or all of its weights."""
     saved = (p for p in model.parameters() if p.requires_grad or config.lora is None)
-    ranks = 2 if reads_base(config) else 1  # files of those have twice the rank
-    return ranks * float(sum(p.nbytes for p in saved))
+    return float(sum(p.nbytes for p in saved))
 
 
 def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:

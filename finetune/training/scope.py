@@ -26,7 +26,6 @@ from finetune.errors import ConfigError, did_you_mean, first_line, some
 from finetune.precision.layers import (
     decoder_blocks,
     linear_records,
-    linear_shape,
     matches,
     own_forward,
     plain_name,
@@ -35,7 +34,7 @@ from finetune.precision.layers import (
 )
 from finetune.precision.planner import place_in_block
 from finetune.precision.stored import stored_as
-from finetune.storage.pretrained import beside_text, load_shape
+from finetune.storage.pretrained import beside_text
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -45,12 +44,6 @@ ALL = "all-linear"
 NO_TEXT = "text does not reach them"
 ADAPTER = "default"
 """PEFT's name of the one adapter of a run."""
-BY_PEFT_ALONE: dict[str, Any] = {
-    "default": True,
-    "gaussian": "gaussian",
-    "orthogonal": "orthogonal",
-}
-"""Value of `lora.init_lora_weights` -> PEFT's; the others are of `finetune.training.lora_init`."""
 
 
 def freeze(model: PreTrainedModel, config: RunConfig) -> None:
@@ -169,7 +162,9 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
             exclude_modules=sorted(excluded) or None,
             target_parameters=list(lora.target_parameters) or None,
             modules_to_save=list(lora.modules_to_save) or None,
-            init_lora_weights=BY_PEFT_ALONE.get(lora.init_lora_weights, True),
+            init_lora_weights=True
+            if lora.init_lora_weights == "default"
+            else lora.init_lora_weights,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             # PEFT sets it too, with a warning for a user who could not have set it.
@@ -265,84 +260,6 @@ def false_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
         yield
-
-
-# ------------------------------------------------------------- how adapters begin (`lora_init`)
-
-
-def reads_base(config: RunConfig) -> bool:
-    """True if the run's adapters begin from the values of the base."""
-    return config.lora is not None and config.lora.init_lora_weights not in BY_PEFT_ALONE
-
-
-def check_init(config: RunConfig, model: nn.Module) -> None:
-    """Reject what `lora.init_lora_weights` cannot be had with.
-
-    Args:
-        model: with adapters, also on the meta device.
-
-    Raises:
-        ConfigError: sharding, a base without a rounding error, adapters on what is no linear layer,
-            or a rank above that of a layer.
-    """
-    if not reads_base(config):
-        return
-    lora = config.lora or LoraSection()
-    kind = lora.init_lora_weights
-    where = f"lora.init_lora_weights={kind}"
-    fix = "~lora.init_lora_weights"
-    if config.train.get("fsdp"):
-        raise ConfigError(
-            f"{kind} was requested under FSDP",
-            where=f"{where}, train.fsdp={config.train['fsdp']}",
-            why="it decomposes whole weights, and only one process has them",
-            fix=f"{fix}, or ~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP)",
-        )
-    is_stored = config.model.storage is not None or config.precision.frozen == "fp8"
-    if kind == "loftq" and not (is_stored and has_original(config)):
-        raise ConfigError(
-            "LoftQ was requested of a base that has no rounding error",
-            where=where,
-            why="published codes and random weights are stored as they are"
-            if is_stored
-            else "it is stored as published, and the adapters would begin, and stay, at zero",
-            fix=fix if is_stored else f"model.storage=nf4, or precision.frozen=fp8; or {fix}",
-        )
-    layers = adapted_layers(model)
-    adapters = {plain_name(n) for n, module in model.named_modules() if hasattr(module, "lora_A")}
-    if others := sorted(adapters - set(layers)):
-        raise ConfigError(
-            f"{kind} was requested of {len(others)} adapters that are on no linear layer",
-            where=f"{where}: {some(others, 3)}",
-            why="it decomposes the one matrix of a layer; experts in one parameter are many",
-            fix=f"{fix}, or leave these out: lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
-        )
-    for name, layer in layers.items():
-        most = min(linear_shape(layer.get_base_layer()) or (lora.r,))
-        if lora.r > most:
-            raise ConfigError(
-                f"{kind} was requested at rank {lora.r}, and {name} has {most}",
-                where=where,
-                fix=f"lora.r={most}, or {fix}",
-            )
-
-
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Name in the plain model -> each linear layer with an adapter."""
-    return {
-        plain_name(name): module
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and type(module).__name__ != "ParamWrapper"
-        if linear_shape(module.base_layer)  # pyright: ignore[reportArgumentType]
-    }
-
-
-def has_original(config: RunConfig) -> bool:
-    """True if the checkpoint has the base's weights in 16 or 32 bits."""
-    if config.model.weights == "random":
-        return False
-    text = load_shape(config.model).get_text_config(decoder=True)
-    return getattr(text, "quantization_config", None) is None
 
 
 # ------------------------------------------------------------------------------------------- notes

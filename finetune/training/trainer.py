@@ -41,7 +41,7 @@ from finetune.storage.pretrained import (
     load_tokenizer,
     vocabulary_of,
 )
-from finetune.training import lora_init, low_bit, resume, scope
+from finetune.training import low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, guard_trackers, others_alive, write_failure
@@ -479,7 +479,6 @@ def make_trainer(
         if isinstance(error, FinetuneError) or not refusal:
             raise
         raise sft.refused("trl.SFTTrainer", error, config.train) from error
-    lora_init.begin(trainer.model, config, resume)
     if attention.implementation == VARLEN:
         prefer_flash_3(this_device())
         fix_documents(trainer)

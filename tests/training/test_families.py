@@ -178,6 +178,7 @@ def test_the_layers_of_llama_are_refused_on_models_without_them(family, missing,
     ("overrides", "what"),
     [
         (["lora.init_lora_weights=eva"], "belongs to scripts"),
+        (["lora.init_lora_weights=pissa_niter_16"], "belongs to scripts"),
         (["lora.init_lora_weights=orthogonal", "lora.r=3"], "r is 3"),
         (["lora.init_lora_weights=gausian"], "did you mean 'gaussian'"),
     ],
