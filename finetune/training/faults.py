@@ -36,7 +36,7 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
     """Raise faults of disk, memory and other processes with a remedy; others pass as they are.
 
     Args:
-        folder: the run's.
+        folder: the run's, or that of all runs before it has one.
         advice: what to change so that a run needs less memory.
 
     Raises:
@@ -44,53 +44,30 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         MemoryShortError: memory is full, of the GPU or of the host.
         RunFailedError: another process of the run ended.
     """
-    with others_alive(folder):
-        try:
-            yield
-        except Exception as error:
-            found = _explanation(error, folder, advice)
-            if found is error:
-                raise
-            raise found from error
-
-
-@contextlib.contextmanager
-def others_alive(folder: Path) -> Iterator[None]:
-    """Raise for another process that ended, also before there is a run folder.
-
-    One of ours may stand in front: TRL prepares rows between collectives, and there the lost
-    connection looks like the error of a row.
-
-    Raises:
-        RunFailedError: another process of the run ended.
-    """
     try:
         yield
     except Exception as error:
+        # TRL prepares rows between collectives: a lost connection looks like the error of a row.
         lost = error.__cause__ or error if isinstance(error, FinetuneError) else error
-        if processes() == 1 or not _is_of_a_connection(lost):
+        if processes() > 1 and _is_of_a_connection(lost):
+            raise RunFailedError(
+                "another process of the run has ended",
+                where=str(folder),
+                why=f"it failed, as its own output says, or was killed ({first_line(lost)[:200]})",
+                fix=f"look at its log; {go_on(folder)}",
+            ) from error
+        if isinstance(error, FinetuneError):
             raise
-        raise RunFailedError(
-            "another process of the run has ended",
+        if is_of_the_disk(error) and _concerns(error, folder):
+            raise write_failure(error, folder, "the run folder could not be written") from error
+        if not _is_of_memory(error):
+            raise
+        raise MemoryShortError(
+            "the run is out of memory",
             where=str(folder),
-            why=f"it failed, as its own output says, or was killed ({first_line(lost)[:200]})",
-            fix=f"look at its log; {go_on(folder)}",
+            why=first_line(error) if str(error) else "the host gave no more",
+            fix=f"{advice()}; {go_on(folder)}",
         ) from error
-
-
-def _explanation(error: Exception, folder: Path, advice: Callable[[], str]) -> Exception:
-    if isinstance(error, FinetuneError):
-        return error
-    if is_of_the_disk(error) and _concerns(error, folder):
-        return write_failure(error, folder, "the run folder could not be written")
-    if not _is_of_memory(error):
-        return error
-    return MemoryShortError(
-        "the run is out of memory",
-        where=str(folder),
-        why=first_line(error) if str(error) else "the host gave no more",
-        fix=f"{advice()}; {go_on(folder)}",
-    )
 
 
 # ----------------------------------------------------------------------------------- disk, memory

@@ -44,7 +44,7 @@ from finetune.storage.pretrained import (
 from finetune.training import low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
-from finetune.training.faults import explained, guard_trackers, others_alive, write_failure
+from finetune.training.faults import explained, guard_trackers, write_failure
 from finetune.training.model import VARLEN, Attention, load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
@@ -93,10 +93,11 @@ def train(
     """
     with busy(console or output(), f"checking {recipe.name}"):
         ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
-    with others_alive(Path(out)):
+    less = partial(advice, forecast, ahead)
+    with explained(Path(out), less):
         run = _Run(recipe, ahead, Path(out), console, force=force)
     run.until = until
-    guarded = partial(explained, run.folder, lambda: advice(forecast, ahead))
+    guarded = partial(explained, run.folder, less)
     begins = session_of(ahead.resolution, ahead.plan, run.console)
     kept = keeps_going(run.console, run.folder)
     with discarded_unless_begun(run.folder), kept, begins as session, guarded():
