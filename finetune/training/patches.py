@@ -45,6 +45,9 @@ MIXED_PRECISION: dict[Compute, str] = {
 """Accelerate's name of `compute_types.AUTOCAST`, by compute precision."""
 
 
+WHY_NOT_FSDP1 = "FSDP1 puts each layer into a wrapper under another name, past plan and proof"
+
+
 def patch_accelerator(session: Any) -> None:
     """Make every `Accelerator` built from now on follow the precision of a `Session`."""
     from accelerate import Accelerator
@@ -230,6 +233,21 @@ def _checkpointed_by_models(plugin: Any, models: list[nn.Module]) -> Iterator[No
         yield
 
 
+def engine_refused(name: str, where: str, before: str = "") -> PrecisionError:
+    """The error of an engine that trains in Accelerate's place; `before`: what its fix begins with.
+
+    DeepSpeed's ZeRO-3 also keeps each weight in a flat buffer of its own.
+    """
+    return PrecisionError(
+        f"{name} is not supported",
+        where=where,
+        why="its engine replaces forward, backward and optimizer: which precision ran could not be "
+        "proven",
+        fix=f"{before}FSDP2, which shards as ZeRO-3 does: train.fsdp=true 'train.fsdp_config="
+        "{version: 2, reshard_after_forward: true}'; or DDP, without them",
+    )
+
+
 def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool) -> None:
     """Reject an accelerator that cannot train in this precision; `known` if built under it."""
     if not known:
@@ -250,18 +268,13 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
             "Accelerator; on GPUs leave cpu=True out of both; or start one process",
         )
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "MEGATRON_LM"):
-        raise PrecisionError(
-            "FP8 with DeepSpeed or Megatron-LM is not supported",
-            where=f"distributed_type={accelerator.distributed_type}",
-            why="their engines replace forward and optimizer, past what can be proven here",
-            fix="use FSDP2 (train.fsdp, fsdp_version 2) or DDP",
-        )
+        raise engine_refused("DeepSpeed or Megatron-LM", str(accelerator.distributed_type))
     if "FSDP" in str(accelerator.distributed_type):
         if accelerator.state.fsdp_plugin.fsdp_version != 2:
             raise PrecisionError(
                 "FSDP1 is not supported",
                 where="FullyShardedDataParallelPlugin, fsdp_config, or accelerate launch",
-                why="it puts each layer into a wrapper under another name, past plan and proof",
+                why=WHY_NOT_FSDP1,
                 fix="fsdp_version=2 there (version: 2 in fsdp_config)",
             )
         refuse_sharded_copies(resolution.precision)

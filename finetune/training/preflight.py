@@ -22,9 +22,9 @@ from finetune.config.train_section import check_batch, decides_checkpointing, wi
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
-from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
 from finetune.training.model import Attention, resolve_attention, sketch
+from finetune.training.patches import WHY_NOT_FSDP1, engine_refused
 from finetune.training.scope import notes
 
 if TYPE_CHECKING:
@@ -136,24 +136,6 @@ def idle_gpus(device: Device) -> list[str]:
     return [f"1 of {device.count} GPUs trains; all of them: {start}"]
 
 
-def _refuse_deepspeed(config: RunConfig) -> None:
-    """Reject DeepSpeed, of the recipe or of `accelerate launch`, in every precision."""
-    by_accelerate = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1")
-    given = config.train.get("deepspeed")
-    if not given and not by_accelerate:
-        return
-    where = f"train.deepspeed={given}" if given else "distributed_type, of accelerate launch"
-    start = "~train.deepspeed, and " if given else "distributed_type: MULTI_GPU there, and "
-    raise PrecisionError(
-        "DeepSpeed is not supported",
-        where=where,
-        why="its engine replaces forward, backward and optimizer, and ZeRO-3 keeps each weight in "
-        "a flat buffer of its own: which precision ran could not be proven",
-        fix=f"{start}FSDP2, which shards as ZeRO-3 does: train.fsdp=true "
-        "'train.fsdp_config={version: 2, reshard_after_forward: true}'; or DDP, without them",
-    )
-
-
 def _refuse_launch(config: RunConfig) -> None:
     """Reject a launch that contradicts the recipe: a lone process, or FSDP that it does not set."""
     refuse_lone_process("-m finetune RECIPE")
@@ -171,29 +153,29 @@ def check_sharding(config: RunConfig) -> None:
     """Reject what shards in another way than FSDP2 by layers, or does not go with that.
 
     Raises:
-        PrecisionError: DeepSpeed.
+        PrecisionError: DeepSpeed, of the recipe or of `accelerate launch`.
         ConfigError: FSDP1, sharding by size, or tasks to score.
     """
-    _refuse_deepspeed(config)
-    settings = fsdp_settings(config.train)
+    settings, deepspeed = fsdp_settings(config.train), config.train.get("deepspeed")
+    if deepspeed:
+        raise engine_refused("DeepSpeed", f"train.deepspeed={deepspeed}", "~train.deepspeed, and ")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
+        where = "distributed_type, of accelerate launch"
+        raise engine_refused("DeepSpeed", where, "distributed_type: MULTI_GPU there, and ")
     if not config.train.get("fsdp"):
         return
-    if settings.version != 2:
-        raise ConfigError(
-            "FSDP1 is not supported",
-            where=f"train.fsdp_config: version {settings.version}",
-            why="it puts each layer into a wrapper under another name, past plan and proof, and no "
-            "run resumes from its checkpoints",
-            fix="version: 2 there, or ~train.fsdp_config, whose default it is",
-        )
-    if settings.wrapping == "SIZE_BASED_WRAP":
-        raise ConfigError(
-            "FSDP2 cannot shard by size",
-            where=f"train.fsdp_config: auto_wrap_policy {settings.wrapping}",
-            why="the largest part of a model is the list of its layers, which torch's fully_shard "
-            "does not take",
-            fix="TRANSFORMER_BASED_WRAP there, or ~train.fsdp_config, whose default it is",
-        )
+    for key, found, instead, why in (
+        ("version", settings.version, 2, WHY_NOT_FSDP1),
+        ("auto_wrap_policy", settings.wrapping or BY_LAYERS, BY_LAYERS, "the largest part of a "
+         "model is the list of its layers, which torch's fully_shard does not take"),
+    ):  # fmt: skip
+        if found != instead:
+            raise ConfigError(
+                f"FSDP was requested with {key} {found}",
+                where=f"train.fsdp_config: {key} {found}",
+                why=why,
+                fix=f"{key}: {instead} there, or ~train.fsdp_config, whose default it is",
+            )
     if config.eval.tasks:
         raise ConfigError(
             "tasks cannot be scored on weights that FSDP shards",
@@ -242,6 +224,7 @@ def check_settings(
     return made
 
 
+BY_LAYERS = "TRANSFORMER_BASED_WRAP"
 METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
 """What an evaluation gives the trainer to choose the best checkpoint by (Transformers 5.23)."""
 
@@ -264,40 +247,18 @@ def _check_head(made: PrecisionPlan) -> None:
     (`finetune.precision.head`).
     """
     for layer in made.layers:
-        if layer.role != "head":
+        # Adapters on a head are refused by TRL itself.
+        if layer.role != "head" or layer.name.endswith(".base_layer"):
             continue
-        if layer.name.endswith(".base_layer"):
-            raise PlanError(
-                "adapters were requested on the output head, which SFTTrainer multiplies outside "
-                "of its layer",
-                where=f"lora.target_modules: {plain_name(layer.name)}",
-                why="TRL fuses the head with the loss, past any adapter; it refuses this too",
-                fix="~lora.target_modules, or train the head in full: ~lora.target_modules "
-                f"lora.modules_to_save=[{plain_name(layer.name)}]",
-            )
-        if layer.compute == "fp8" and not layer.stored:
-            fix = "~precision.map.output"
-            if not layer.frozen:
-                why = "the weight gradient of TRL's fused loss is of the BF16 weight, tile by tile"
-                fix += "; adapters (a lora section) leave the head frozen, which can have it"
-            elif made.precision.frozen != "fp8":
-                why = "TRL's fused loss multiplies by a plain weight in BF16"
-                fix = "precision.frozen=fp8 stores the base in FP8, the head too; or " + fix
-            else:
-                why = "its weight is the embedding's too (tie_word_embeddings), which looks up rows"
-            raise PlanError(
-                "FP8 was chosen for an output head that is not frozen and stored in FP8",
-                where=f"{layer.reason}: {layer.name}",
-                why=why,
-                fix=fix,
-            )
-        if layer.override:
+        if layer.override or (layer.compute == "fp8" and not layer.stored):
             raise PlanError(
                 f"{layer.compute.upper()} was chosen for the output head, which SFTTrainer "
                 "multiplies outside of its layer",
                 where=f"{layer.reason}: {layer.name}",
-                why="TRL fuses the head with the loss, so that the logits are never held whole; "
-                "what that multiplies is decided there",
+                why="TRL fuses the head with the loss, so that the logits are never held whole. In "
+                "FP8 it can have one that is frozen and stored in FP8, as adapters with "
+                "precision.frozen=fp8 leave it unless its weight is the embedding's too "
+                "(tie_word_embeddings)",
                 fix="~precision.map.output; a loop of your own, or transformers.Trainer, calls the "
                 "head's layer and can have it (setup_fp8_mixed_precision_training(map=...))",
             )
@@ -367,20 +328,14 @@ def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
     for layer in made.layers:
         if layer.kind != "linear" or layer.role not in roles:
             continue
-        copied = layer.name.removesuffix(".original_module")  # PEFT's, beside the copy that trains
-        if storage == "nf4" and copied != layer.name:
+        if layer.compute != "bf16" or layer.name.endswith(".original_module"):  # PEFT's
             raise PlanError(
-                "layers that are stored quantized were to train in full",
-                where=f"model.storage={storage}, lora.modules_to_save: {copied}",
-                why="quantised weights get no gradient",
-                fix="~lora.modules_to_save, or ~model.storage",
-            )
-        if layer.compute != "bf16":
-            raise PlanError(
-                f"{layer.compute.upper()} was chosen for {layer.name!r}, which is stored quantized",
+                f"{layer.name!r}, which is stored quantized, was to "
+                + ("train in full" if layer.compute == "bf16" else f"compute in {layer.compute}"),
                 where=f"model.storage={storage}, {layer.reason}",
-                why="it is dequantized to BF16 and multiplied in BF16",
-                fix="~precision.map, or bf16 for this layer; or ~model.storage",
+                why="it gets no gradient, is dequantized to BF16 and multiplied in BF16",
+                fix="~lora.modules_to_save, ~precision.map or bf16 for this layer; or "
+                "~model.storage",
             )
 
 

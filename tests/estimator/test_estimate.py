@@ -492,7 +492,7 @@ def test_rows_without_end_are_refused(config):
 @pytest.mark.parametrize(
     ("recipe", "typed", "words"),
     [
-        ("tiny_full_fp8", "precision.map.output=fp8", "an output head that is not frozen"),
+        ("tiny_full_fp8", "precision.map.output=fp8", "output head, which SFTTrainer"),
         ("llama_8b_full_bf16", "precision.compute=fp32", "weights that are not float32"),
     ],
 )

@@ -328,7 +328,7 @@ def test_random_gpt2_whose_weights_are_stored_transposed(tmp_path) -> None:
         (["train.fsdp=full_shard"], ConfigError, ["FSDP", "~train.fsdp"]),
         (["lora.bias=all"], ConfigError, ["biases", "~lora.bias"]),
         (["lora.modules_to_save=[up_proj]"], PlanError, ["train in full", "mlp.up_proj"]),
-        (["precision.map.attn=fp32"], PlanError, ["FP32", "q_proj", "precision.map"]),
+        (["precision.map.attn=fp32"], PlanError, ["fp32", "q_proj", "precision.map"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_loading(overrides, error, said) -> None:

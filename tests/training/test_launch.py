@@ -63,7 +63,7 @@ def test_deepspeed_is_refused_before_anything_is_loaded(by, compute, monkeypatch
         config = config.model_copy(update={"train": {**config.train, "deepspeed": "zero3.json"}})
     else:
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(PrecisionError, match=r"ZeRO-3[\s\S]*fix:[\s\S]*train.fsdp=true"):
+    with pytest.raises(PrecisionError, match=r"fix:[\s\S]*ZeRO-3[\s\S]*train.fsdp=true"):
         preflight(config, CPU)
 
 
@@ -126,7 +126,7 @@ def test_sharding_other_than_by_layers_with_fsdp2_is_refused(
     def check(*words: str) -> None:
         preflight(load_recipe("tiny_full_fp8", ["train.fsdp=true", *words]).config, CPU)
 
-    with pytest.raises(ConfigError, match=rf"fix: *(version: )?{instead} there"):
+    with pytest.raises(ConfigError, match=rf"fix: *\\w+: {instead} there"):
         check(f"train.fsdp_config={{{key}: {value}}}")
     check(f"train.fsdp_config={{{key}: {instead}}}")
     check(f"train.fsdp_config={{{key}: {value}}}", "~train.fsdp_config")
