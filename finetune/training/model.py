@@ -94,18 +94,8 @@ def sketch(
     if before_adapters is not None:
         before_adapters(model)
     scope.freeze(model, config)
-    if (adapters := scope.lora_config(model, config)) is not None:
-        from peft import get_peft_model
-
-        check_targets = scope.target_check(model, adapters)
-        try:
-            with torch.device("meta"), scope.false_warnings_ignored():
-                model = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
-        except (ValueError, TypeError, RuntimeError) as error:
-            check_targets()
-            raise scope.why_not_adapted(error, config) from error
-        check_targets()
-    return model  # pyright: ignore[reportReturnType]
+    with torch.device("meta"):
+        return scope.attach(model, config)
 
 
 # --------------------------------------------------------------------------------------- attention

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -140,7 +140,8 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
     """PEFT's configuration of a run's adapters on a plain model; None without a section `lora`.
 
     Raises:
-        ConfigError: PEFT refuses the section, or it names what the model does not have.
+        ConfigError: `exclude_modules` or `layers_to_transform` name what the model does not have.
+        ValueError: PEFT refuses the section.
     """
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
@@ -150,89 +151,90 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
         return None
     excluded = kept_out(model, config)
     targets = lora.target_modules
-    _check_parameters(model, lora)
-    _check_saved(model, lora)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=sorted(excluded) or None,
+        target_parameters=list(lora.target_parameters) or None,
+        modules_to_save=list(lora.modules_to_save) or None,
+        init_lora_weights=True if lora.init_lora_weights == "default" else lora.init_lora_weights,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        # PEFT sets it too, with a warning for a user who could not have set it.
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        bias=lora.bias,
+    )
+
+
+def attach(model: Any, config: RunConfig) -> Any:
+    """Put a run's adapters on a plain model, also on the meta device.
+
+    Raises:
+        ConfigError: PEFT cannot, or the section `lora` names what the model does not have. PEFT
+            itself passes over a name in silence, or warns of it, where others of a list are there.
+    """
+    from peft import get_peft_model
+
+    lora = config.lora
+    if lora is None:
+        return model
+    names, adapters = _names_in(model), None
+    for key in ("target_parameters", "modules_to_save"):
+        _refuse_missing(key, getattr(lora, key), names)
     try:
-        return LoraConfig(
-            task_type="CAUSAL_LM",
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            exclude_modules=sorted(excluded) or None,
-            target_parameters=list(lora.target_parameters) or None,
-            modules_to_save=list(lora.modules_to_save) or None,
-            init_lora_weights=True
-            if lora.init_lora_weights == "default"
-            else lora.init_lora_weights,
-            use_rslora=lora.use_rslora,
-            use_dora=lora.use_dora,
-            # PEFT sets it too, with a warning for a user who could not have set it.
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-            bias=lora.bias,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"peft refuses these adapters: {error}",
-            where="lora",
-            fix="change what it names in the section lora; ~lora.KEY takes the default",
-        ) from error
+        adapters = lora_config(model, config)
+        with false_warnings_ignored():
+            attached = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        _refuse_missing("target_modules", adapters and adapters.target_modules, names)
+        raise _not_attached(error, config) from error
+    # Only now: names of experts that Transformers holds in one parameter PEFT takes out before.
+    _refuse_missing("target_modules", adapters and adapters.target_modules, names)
+    return attached
 
 
-def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
-    """Reject a target parameter that does not exist, of which PEFT only warns."""
-    names = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
-    missing = [t for t in lora.target_parameters if not _is_end(t, names)]
-    experts = {r.name.rpartition(".")[2] for r in records(model) if r.kind == "parameter"}
-    _refuse_missing("target_parameters", missing, [f"experts.{name}" for name in sorted(experts)])
-
-
-def _check_saved(model: nn.Module, lora: LoraSection) -> None:
-    """Reject a module to train in full that does not exist, which PEFT passes over in silence."""
-    names = [name for name, _ in model.named_modules()]
-    missing = [w for w in lora.modules_to_save if not any(name.endswith(w) for name in names)]
-    last = {name.rpartition(".")[2] for name in names} - {""}
-    _refuse_missing("modules_to_save", missing, sorted(n for n in last if not n.isdigit()))
+def _names_in(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
+    """Key of the section `lora` -> all names that it may end, and those that an error proposes."""
+    modules = [name for name, _ in model.named_modules() if name]
+    linears = [record.name for record in linear_records(model)]
+    parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
+    experts = [record.name for record in records(model) if record.kind == "parameter"]
+    return {
+        "target_modules": (modules, [n for n in linears if any(map(str.isdigit, n.split(".")))]),
+        "target_parameters": (parameters, experts),
+        "modules_to_save": (modules, modules),
+    }
 
 
 def _is_end(wanted: str, names: Iterable[str]) -> bool:
     return any(name == wanted or name.endswith(f".{wanted}") for name in names)
 
 
-def _refuse_missing(key: str, missing: list[str], known: list[str]) -> None:
+def _refuse_missing(key: str, wanted: Any, names: dict[str, tuple[list[str], list[str]]]) -> None:
     """Raise for names in a list of the section `lora` that are the end of no name in the model."""
+    there, proposed = names[key]
+    wanted = () if isinstance(wanted, str) else sorted(wanted or ())  # a pattern, "all-linear"
+    missing = [name for name in wanted if not _is_end(name, there)]
     if not missing:
         return
+    kind, parts = ("parameter", 2) if key == "target_parameters" else ("layer", 1)
+    ends = {".".join(name.split(".")[-parts:]) for name in proposed}
+    known = sorted(end for end in ends if not end.isdigit())
     one_of_them = f"lora.{key}=[{','.join(known)}], which this model has, or fewer of them"
     raise ConfigError(
-        f"no {'parameter' if key == 'target_parameters' else 'layer'}'s name ends in "
-        f"{some(missing)}{did_you_mean(missing[0], known)}",
+        f"no {kind}'s name ends in {some(missing)}{did_you_mean(missing[0], known)}",
         where=f"lora.{key}",
         why="nothing would be adapted or trained there, without a word",
         fix=f"{one_of_them}; or ~lora.{key}" if known else f"~lora.{key}",
     )
 
 
-def target_check(model: nn.Module, adapters: LoraConfig) -> Callable[[], None]:
-    """A check of `lora.target_modules` for when PEFT has had its configuration.
-
-    PEFT passes over names that no layer has, if another one of the list is there. Names of experts
-    that Transformers holds in one parameter it takes out of the list first.
-    """
-    names = [name for name, _ in model.named_modules()]
-    found = (record.name for record in linear_records(model))
-    linears = [name for name in found if any(part.isdigit() for part in name.split("."))]
-
-    def check() -> None:
-        targets = adapters.target_modules
-        wanted = [] if isinstance(targets, str) else sorted(targets or ())
-        missing = [name for name in wanted if not _is_end(name, names)]
-        _refuse_missing("target_modules", missing, sorted({n.rpartition(".")[2] for n in linears}))
-
-    return check
-
-
-def why_not_adapted(error: Exception, config: RunConfig) -> ConfigError:
+def _not_attached(error: Exception, config: RunConfig) -> ConfigError:
     """The error of adapters that PEFT cannot put on a model."""
     said = first_line(error)
     frozen = " ~precision.frozen" if config.precision.frozen == "fp8" else ""
@@ -242,11 +244,9 @@ def why_not_adapted(error: Exception, config: RunConfig) -> ConfigError:
         if word in said and "ParamWrapper" in said:
             fix = f"~lora.{key}; or leave the experts out, as with lora.target_modules=[q_proj, "
             fix += "k_proj, v_proj, o_proj] in most models"
+    where = f"lora: {config.model.name}"
     return ConfigError(
-        "peft can put no such adapters on this model",
-        where=f"lora: {config.model.name}",
-        why=said,
-        fix=fix,
+        "peft can put no such adapters on this model", where=where, why=said, fix=fix
     )
 
 

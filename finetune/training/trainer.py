@@ -447,8 +447,6 @@ def make_trainer(
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
     """
-    from peft import get_peft_model
-
     from finetune.data.ledger import AccountedTrainer
 
     resolved = {"attention": attention.implementation}
@@ -457,8 +455,7 @@ def make_trainer(
     scope.freeze(model, config)
     adapters = scope.lora_config(model, config)
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters
-        with scope.false_warnings_ignored():
-            model, adapters = get_peft_model(model, adapters), None
+        model, adapters = scope.attach(model, config), None
     optimizer = chosen(config.train)
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
