@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 PACKAGED = ASSETS / "tasks"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
-SEED = 1234
-"""Seed of lm-eval's own command line, for the choice of examples and for draws."""
 
 
 def load_tasks(eval: EvalConfig) -> list[Any]:
@@ -72,16 +70,17 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
                     _read_locally(manager.task_index[task], user_path(rows) / task, Path(folder))
                     local.add(task)
             tasks += _built(manager, asked.removeprefix(BUILTIN), eval, is_local=rows is not None)
-    for name, task in manager.load(tasks)["tasks"].items():
-        _set_shots(name, task, eval.shots)
+    for name, task in manager.load(tasks)["tasks"].items() if eval.shots else ():
+        _check_shots(name, task, eval.shots or 0)
     return tasks
 
 
-def _set_shots(name: str, task: Any, shots: int | None) -> None:
-    own = task.get_config("num_fewshot")
+def _check_shots(name: str, task: Any, shots: int) -> None:
+    """Reject more examples than there are, which lm-eval finds out at the first question."""
     # 0 in a definition: its prompt has no place for examples. One row is the question itself.
-    most = 0 if not shots or own == 0 else len(list(task.fewshot_docs())) - 1
-    if shots and shots > most:
+    bare = task.get_config("num_fewshot") == 0
+    most = 0 if bare else len(list(task.fewshot_docs())) - 1
+    if shots > most:
         raise ConfigError(
             f"{name} has no {shots:,} examples",
             where=f"eval.shots={shots}",
@@ -90,8 +89,6 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
             else "it is defined without examples",
             fix=f"eval.shots={most} (--shots {most}) or fewer" if most else "~eval.shots",
         )
-    task.set_config(key="num_fewshot", value=(own or 0) if shots is None else shots)
-    task.set_fewshot_seed(seed=SEED)
 
 
 # ------------------------------------------------------------------------------------- definitions
@@ -214,22 +211,16 @@ def score(
     Returns:
         Values by task and metric, with `<metric>_stderr`, `n` rows, and the task's `version`.
     """
-    import random
-
-    import numpy as np
     import torch
-    from lm_eval import evaluate
+    from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    wanted, loaded = config.eval, manager_of(()).load(tasks)
+    wanted = config.eval
     make: Any = HFLM
-    score_all: Any = evaluate
+    score_all: Any = simple_evaluate  # with the seeds of lm-eval's own command line
     # lm-eval 0.4.13: its progress bars cannot be disabled, and would flood a log.
     errors = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with undisturbed(model), torch.no_grad(), contextlib.redirect_stderr(errors):
-        random.seed(0)  # the seeds of lm-eval's own command line
-        np.random.seed(SEED)
-        torch.manual_seed(SEED)
         scorer = make(
             pretrained=model,
             tokenizer=tokenizer,
@@ -239,7 +230,9 @@ def score(
         )
         results = score_all(
             scorer,
-            task_dict=loaded,
+            tasks=tasks,
+            task_manager=manager_of(()),
+            num_fewshot=wanted.shots,
             limit=wanted.limit,
             apply_chat_template=wanted.chat_template,
             bootstrap_iters=BOOTSTRAPS,

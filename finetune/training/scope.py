@@ -181,13 +181,14 @@ def attach(model: Any, config: RunConfig) -> Any:
     lora = config.lora
     if lora is None:
         return model
-    names, adapters = _names_in(model), None
+    names = _names_in(model)
+    adapters: Any = None
     for key in ("target_parameters", "modules_to_save"):
         _refuse_missing(key, getattr(lora, key), names)
     try:
         adapters = lora_config(model, config)
         with false_warnings_ignored():
-            attached = get_peft_model(model, adapters)  # pyright: ignore[reportArgumentType]
+            attached = get_peft_model(model, adapters)
     except ConfigError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:
