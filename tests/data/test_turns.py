@@ -5,10 +5,24 @@ from __future__ import annotations
 import pytest
 
 from finetune.data.chat import BadRowError, beside, check_answer, turn_of
-from tests.bad_inputs.turns import CALLS, PARTS, TEXT, TOOLS
+
+PARTS = [
+    3, 0.5, True, {}, {"text": "x"}, [3], [[]], [None], [{}], [{"type": "text"}],
+    [{"type": "text", "text": 3}], [{"type": "image", "image": "x.png"}], [{"type": "nothing"}],
+]  # fmt: skip
+CALLS = [
+    "f", 3, {}, [3], ["f"], [None], [[]], [{}], [{"function": 3}], [{"function": {}}],
+    [{"function": {"name": None, "arguments": {}}}], [{"function": {"name": 3, "arguments": {}}}],
+    [{"function": {"name": "f", "arguments": "no JSON"}}], [{"type": "function"}],
+    [{"function": {"name": "f", "arguments": [1]}}],
+]  # fmt: skip
+TOOLS = [
+    3, "f", "{", "[3]", [None], [3], [[]], [{}], ["f"], [{"type": "function"}], [{"function": {}}],
+    [{"type": "function", "function": 3}], [{"function": {"name": 3}}],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [part for part in PARTS if part not in TEXT])
+@pytest.mark.parametrize("content", PARTS)
 def test_a_content_that_is_no_text_is_refused(content) -> None:
     with pytest.raises(BadRowError, match=r"needs role and content|is no text"):
         turn_of({"role": "user", "content": content})
@@ -19,7 +33,7 @@ def test_parts_of_text_become_one_text() -> None:
     assert turn_of({"role": "assistant", "content": parts})["content"] == "High water."
 
 
-@pytest.mark.parametrize("calls", [call for call in CALLS if call != [{"function": {"name": "f"}}]])
+@pytest.mark.parametrize("calls", CALLS)
 def test_a_call_without_a_name_or_an_object_is_refused(calls) -> None:
     with pytest.raises(BadRowError, match=r"tool call|tool_calls"):
         turn_of({"role": "assistant", "content": "a", "tool_calls": calls})
@@ -37,7 +51,7 @@ def test_calls_in_use_stay_as_they_are(call) -> None:
     assert turn_of({"role": "assistant", "tool_calls": [call]})["tool_calls"] == [call]
 
 
-@pytest.mark.parametrize("tools", [tools for tools in TOOLS if tools != {"name": "f"}])
+@pytest.mark.parametrize("tools", TOOLS)
 def test_tools_without_a_name_are_refused(tools) -> None:
     with pytest.raises(BadRowError, match="'tools' is"):
         beside({"tools": tools})
