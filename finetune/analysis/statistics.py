@@ -34,8 +34,6 @@ from collections.abc import Sequence
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
-from pydantic import FiniteFloat
-
 from finetune.analysis.compare.result import Interval, LossGap, Verdict
 
 MOST_SEEDS = 50
@@ -129,7 +127,7 @@ class Step(NamedTuple):
     """An optimizer step: its number, seconds on the device, tokens without padding."""
 
     step: int
-    seconds: FiniteFloat
+    seconds: float
     tokens: int
 
 

@@ -208,7 +208,7 @@ def conditions_of(
 
     They are read from the objects that trained (optimizer, prepared model and its configuration),
     not from the recipe, so ignored or replaced settings show. Precision is left out as the subject
-    of comparisons. `finetune.analysis.compare.fairness` explains why each condition matters.
+    of comparisons. `finetune.analysis.experiment.fairness` explains why each condition matters.
 
     Args:
         trainer: the `SFTTrainer` that trained.

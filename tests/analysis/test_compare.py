@@ -25,17 +25,18 @@ from rich.console import Console
 
 import finetune
 from finetune.analysis.compare import compare
-from finetune.analysis.compare import jobs as running
 from finetune.analysis.compare.compare import make_pair, twin_of
-from finetune.analysis.compare.fairness import (
+from finetune.analysis.compare.result import Comparison, Side, read_comparison
+from finetune.analysis.compare.verdict import judge
+from finetune.analysis.experiment import jobs as running
+from finetune.analysis.experiment.fairness import (
     CONDITIONS,
     FREE,
     executed_differences,
     requested_differences,
 )
-from finetune.analysis.compare.jobs import Watcher
-from finetune.analysis.compare.result import Comparison, Side, read_comparison
-from finetune.analysis.compare.verdict import judge, read_outcome
+from finetune.analysis.experiment.jobs import Watcher
+from finetune.analysis.experiment.outcome import read_outcome
 from finetune.analysis.report import report as writer
 from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.elements import Source
@@ -234,13 +235,13 @@ def test_every_twin_that_ships_is_fair():
     fp8 = [name for name in finetune.list_recipes() if name.endswith("_fp8")]
     for name in fp8:
         pair = make_pair(name, None, ["~train.fsdp", "~train.fsdp_config"], 3, H100)
-        assert requested_differences(pair.a.config, pair.b.config, on_cpu=True) == []
+        assert requested_differences(pair.a.recipe.config, pair.b.recipe.config, on_cpu=True) == []
 
 
 def test_a_default_written_out_is_no_difference_and_names_are_free():
     same = ["b.train.weight_decay=0.0", "b.train.run_name=x", "b.train.save_steps=7"]
     pair = make_pair("tiny_full_fp8", None, same, 3, CPU)
-    assert requested_differences(pair.a.config, pair.b.config, on_cpu=True) == []
+    assert requested_differences(pair.a.recipe.config, pair.b.recipe.config, on_cpu=True) == []
 
 
 def test_free_fields_are_fields():
@@ -345,29 +346,29 @@ def test_a_recipe_without_a_twin_says_what_to_type():
 def test_bf16_is_the_reference_wherever_it_stands():
     for names in (("tiny_full_fp8", "tiny_full_bf16"), ("tiny_full_bf16", None)):
         pair = make_pair(*names, [], 2, CPU)
-        assert (pair.a.name, pair.b.name) == ("tiny_full_fp8", "tiny_full_bf16")
-        assert pair.labels == ("FP8", "BF16")
+        assert (pair.a.recipe.name, pair.b.recipe.name) == ("tiny_full_fp8", "tiny_full_bf16")
+        assert (pair.a.label, pair.b.label) == ("FP8", "BF16")
         assert pair.seeds == (42, 43)
-        assert pair.a.config.data.seed == pair.b.config.data.seed == 42
-        assert pair.a.config.train["logging_steps"] == 1
+        assert pair.a.recipe.config.data.seed == pair.b.recipe.config.data.seed == 42
+        assert pair.a.recipe.config.train["logging_steps"] == 1
 
 
 def test_compiling_is_settled_for_both_where_one_of_them_would():
     on = make_pair("tiny_lora_fp8", None, ["precision.backend=torchao"], 3, H100)
-    assert [c.config.precision.compile for c in (on.a, on.b)] == ["on", "on"]
+    assert [c.recipe.config.precision.compile for c in (on.a, on.b)] == ["on", "on"]
     assert any("compile=on" in note for note in on.notes)
     explicit = make_pair("tiny_lora_fp8", None, ["a.precision.compile=off"], 3, H100)
-    assert [c.config.precision.compile for c in (explicit.a, explicit.b)] == ["off", "off"]
+    assert [c.recipe.config.precision.compile for c in (explicit.a, explicit.b)] == ["off", "off"]
     for asked in ([], ["a.precision.emulation=forbid"]):  # its run says why
         here = make_pair("tiny_lora_fp8", None, asked, 3, CPU)
-        assert [c.config.precision.compile for c in (here.a, here.b)] == ["auto", "auto"]
+        assert [c.recipe.config.precision.compile for c in (here.a, here.b)] == ["auto", "auto"]
 
 
 def test_held_out_rows_are_the_same_for_all_seeds_and_a_seed_that_draws_none_is_refused(tmp_path):
     from finetune.data.dataset import load_data
     from finetune.storage.pretrained import load_tokenizer
 
-    config = make_pair("tiny_full_fp8", None, [], [5, 6], CPU).a.config
+    config = make_pair("tiny_full_fp8", None, [], [5, 6], CPU).a.recipe.config
     tokenizer, _ = load_tokenizer(config.model)
     one, other = (load_data(config.data, tokenizer, seed) for seed in (5, 6))
     assert one.eval is not None
@@ -396,10 +397,10 @@ def test_a_run_that_would_fall_back_to_bf16_is_no_side_of_a_comparison():
 
 def test_runs_alternate_and_share_the_machine_fairly(tmp_path):
     pair = make_pair("tiny_full_fp8", None, [], 3, CPU)
-    jobs = running.plan_jobs((pair.a, pair.b), pair.labels, pair.seeds, tmp_path)
-    assert "".join(job.side for job in jobs) == "abbaab"
+    jobs = running.plan_jobs((pair.a, pair.b), pair.seeds, tmp_path)
+    assert "".join(job.file.parent.name for job in jobs) == "abbaab"
     assert [job.seed for job in jobs] == [42, 42, 43, 43, 44, 44]
-    assert finetune.load_recipe(str(jobs[0].recipe)).config == pair.a.config
+    assert finetune.load_recipe(str(jobs[0].file)).config == pair.a.recipe.config
     assert running.places(CPU, None, 2) == (2, 1)
     assert running.places(CPU, None, 8) == (2, 4)
     assert running.places(CPU, None, 1) == (1, None)
@@ -415,7 +416,7 @@ def test_runs_alternate_and_share_the_machine_fairly(tmp_path):
 
 PRETENDED = """
 import json, math, os, pathlib, random, signal, sys, time
-recipe, seed, out = pathlib.Path(sys.argv[2]), int(sys.argv[3].rpartition("=")[2]), sys.argv[5]
+recipe, seed, out = pathlib.Path(sys.argv[1]), int(sys.argv[2].rpartition("=")[2]), sys.argv[4]
 how = os.environ.get("PRETEND", "")
 folder = pathlib.Path(out) / recipe.stem / "20260101-000000-abcd"
 folder.mkdir(parents=True)
@@ -471,16 +472,7 @@ def pretend(tmp_path, monkeypatch, capsys):
     script.write_text(PRETENDED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    plan = running.plan_jobs
-
-    def planned(*args, **kwargs):
-        jobs = plan(*args, **kwargs)
-        for job in jobs:
-            job.program = (str(script),)
-        return jobs
-
-    monkeypatch.setattr(compare, "plan_jobs", planned)
-
+    monkeypatch.setattr(running, "RUN", (str(script),))
     drawn = writer.write_report
 
     def call(
@@ -641,51 +633,13 @@ def test_a_comparison_on_disk_that_is_not_whole_is_an_error(pretend, tmp_path):
     out, _ = pretend(str(folder), "--margin", "0.03", "--json", code=0)
     assert "while they trained the margin was 0.01" in out
     stored = json.loads((folder / "comparison.json").read_text())
-    file = folder / stored["runs"][0]["a"] / "receipt.json"
-    file.write_text(json.dumps({"status": "proven"}))
-    assert "the receipt of a run has no precision" in pretend(str(folder), code=2)[1]
+    (folder / stored["runs"][0]["a"] / "steps.jsonl").unlink()
+    _, err = pretend(str(folder), code=2)
+    assert "steps.jsonl is missing" in err
     (folder / "comparison.json").write_text(json.dumps(stored | {"runs": []}))
     assert "0 pairs of runs for 3 seeds" in pretend(str(folder), code=2)[1]
     (folder / "comparison.json").unlink()  # as after Ctrl-C
     assert "when all runs of a comparison have ended" in pretend(str(folder), code=2)[1]
-
-
-def test_damaged_files_of_runs_are_an_error_and_damaged_samples_are_left_out(pretend, tmp_path):
-    pretend("tiny_full_fp8", code=0)
-    (folder,) = folders(tmp_path)
-    run = folder / json.loads((folder / "comparison.json").read_text())["runs"][0]["a"]
-    steps = run / "steps.jsonl"
-    first, *rest = steps.read_text().splitlines()
-    row = json.loads(first)
-    for damaged in (
-        {"step": 1},
-        row | {"seconds": []},
-        row | {"seconds": math.inf},
-        row | {"tokens": None},
-    ):
-        steps.write_text("\n".join([json.dumps(damaged), *rest]))
-        _, err = pretend(str(folder), code=2)
-        assert "a run of the comparison cannot be read" in err
-        assert "steps 0" in err
-        assert "compare again" in err
-    steps.write_text("\n".join([first, *rest]))
-    for name, damaged in (
-        ("metrics.jsonl", {"step": 99, "loss": "low"}),
-        ("metrics.jsonl", {"step": 99, "tasks": [3]}),
-    ):
-        whole = (run / name).read_text()
-        (run / name).write_text(whole + json.dumps(damaged) + "\n")
-        assert "a run of the comparison cannot be read" in pretend(str(folder), code=2)[1]
-        (run / name).write_text(whole)
-    report = json.loads((run / "report.json").read_text())
-    report["samples"] = [{"prompt": "Why?"}, {"prompt": "Who?", "answer": 3}, "x"]
-    (run / "report.json").write_text(json.dumps(report))
-    pretend(str(folder), code=0)
-    receipt = json.loads((run / "receipt.json").read_text())
-    receipt |= {"layers": [3], "environment": {}}
-    (run / "receipt.json").write_text(json.dumps(receipt))
-    out, _ = pretend(str(folder), code=2)
-    assert out.startswith("refused")
 
 
 def test_a_folder_with_the_name_of_a_recipe_is_no_comparison(pretend, tmp_path):
@@ -799,7 +753,7 @@ def test_neighbours_of_an_installed_package_do_not_come_before_pythons_own(monke
 def test_a_terminal_shows_each_run_as_far_as_it_wrote(tmp_path):
     terminal = Console(force_terminal=True, file=io.StringIO(), width=100)
     pair = make_pair("tiny_full_fp8", None, [], 1, CPU)
-    jobs = running.plan_jobs((pair.a, pair.b), pair.labels, pair.seeds, tmp_path)
+    jobs = running.plan_jobs((pair.a, pair.b), pair.seeds, tmp_path)
     folder = jobs[0].out / "tiny_full_fp8" / "20260101-000000-abcd"
     folder.mkdir(parents=True)
     (folder / "config.yaml").touch()
@@ -807,7 +761,8 @@ def test_a_terminal_shows_each_run_as_far_as_it_wrote(tmp_path):
     metrics.write_text('{"step": 7, "loss": 1.25}\n{"step": 8, "lo')
     report = {"first_loss": 5.0, "final_loss": 1.0, "eval_loss": None, "seconds": 3.0}
     (folder / "report.json").write_text(json.dumps(report | {"status": "proven"}))
-    with Watcher(terminal, jobs) as watcher:
+    watcher = Watcher(terminal, len(jobs))
+    with watcher.bars:
         watcher.look(jobs)
         with metrics.open("a") as file:
             file.write('ss": 1.125}\n')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.analysis.compare.fairness import settle_checkpointing
+from finetune.analysis.experiment.fairness import settle_checkpointing
 from finetune.config.recipe import load_recipe
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.errors import ConfigError

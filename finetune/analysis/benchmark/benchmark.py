@@ -22,12 +22,12 @@ from typing import Any
 
 from finetune.analysis.benchmark.grid import Grid, Job, Point, at_point, parse_grid
 from finetune.analysis.benchmark.result import Benchmark, Row
-from finetune.analysis.compare.fairness import (
+from finetune.analysis.experiment.fairness import (
     requested_differences,
     settle_checkpointing,
     settle_compile,
 )
-from finetune.analysis.compare.jobs import import_path
+from finetune.analysis.experiment.jobs import import_path
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import processes, this_device

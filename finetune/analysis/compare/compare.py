@@ -18,12 +18,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from finetune.analysis.compare.fairness import (
-    requested_differences,
-    settle_checkpointing,
-    settle_compile,
-)
-from finetune.analysis.compare.jobs import Watcher, places, plan_jobs, run_jobs
 from finetune.analysis.compare.result import (
     AGAIN,
     Comparison,
@@ -33,12 +27,22 @@ from finetune.analysis.compare.result import (
     as_text,
     read_comparison,
 )
-from finetune.analysis.compare.verdict import judge, read_outcome
+from finetune.analysis.compare.verdict import judge
+from finetune.analysis.experiment.fairness import requested_differences, settle
+from finetune.analysis.experiment.jobs import (
+    Variant,
+    Watcher,
+    places,
+    plan_jobs,
+    refuse_processes,
+    run_jobs,
+)
+from finetune.analysis.experiment.outcome import read_outcome
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean, writing
-from finetune.hardware.device import Device, cores, processes, this_device
+from finetune.hardware.device import Device, cores, this_device
 from finetune.hardware.requirements import resolve
 from finetune.logging import output, whole
 from finetune.runs.folder import new_folder
@@ -46,8 +50,8 @@ from finetune.runs.folder import new_folder
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
 FIRST_SEED = 42  # default of `TrainingArguments.seed`
 ENDS = {"_fp8": "_bf16", "_bf16": "_fp8"}
-_REQUESTED = ("model.", "lora", "data.", "eval.", "precision.", "train.")
-"""Prefixes of `Difference.where` for differences between the recipes."""
+_EXECUTED = ("receipt.json: ", "steps.jsonl: ")
+"""Prefixes of `Difference.where` for differences between the runs, which are read again."""
 _AGAIN = "the margin was chosen after the runs"
 _BEFORE = (
     "eval rows are",
@@ -96,27 +100,30 @@ def compare(
     """
     device = this_device()
     console = console or output(stderr=True)
+    refuse_processes("compare")
     _check_numbers(margin, confidence)
     at_once, threads = places(device, jobs, cores())
     pair = make_pair(a, b, overrides, seeds, device)
     differences = check_pair(pair, device, allow=allow, force=force)
-    folder = new_folder(Path(out) / "compare" / f"{pair.a.name}-vs-{pair.b.name}", out)
-    planned = plan_jobs((pair.a, pair.b), pair.labels, pair.seeds, folder, force=force)
+    names = [side.recipe.name for side in (pair.a, pair.b)]
+    folder = new_folder(Path(out) / "compare" / "-vs-".join(names), out)
+    planned = plan_jobs((pair.a, pair.b), pair.seeds, folder, force=force)
     console.print(whole(f"{len(planned)} runs, {at_once} at a time -> {folder}"), crop=False)
-    with Watcher(console, planned) as watcher:
-        try:
+    watcher = Watcher(console, len(planned))
+    try:
+        with watcher.bars:
             run_jobs(planned, at_once, threads, watcher)
-        except KeyboardInterrupt:
-            watcher.bars.stop()
-            console.print(f"interrupted; {watcher.finished} of {len(planned)} runs are complete")
-            console.print(whole(f"they are in {folder}; another call starts again"), crop=False)
-            raise
-    where = {(job.side, job.seed): str(job.run_folder.relative_to(folder)) for job in planned}
+    except KeyboardInterrupt:
+        console.print(f"interrupted; {watcher.finished} of {len(planned)} runs are complete")
+        console.print(whole(f"they are in {folder}; another call starts again"), crop=False)
+        raise
+    a, b = (side.label for side in (pair.a, pair.b))
+    where = {(job.variant.label, job.seed): job.run_folder.relative_to(folder) for job in planned}
     found = Comparison(
-        a=Side(recipe=pair.a.name, label=pair.labels[0]),
-        b=Side(recipe=pair.b.name, label=pair.labels[1]),
+        a=Side(recipe=names[0], label=a),
+        b=Side(recipe=names[1], label=b),
         seeds=list(pair.seeds),
-        runs=[PairOfRuns(seed=s, a=where["a", s], b=where["b", s]) for s in pair.seeds],
+        runs=[PairOfRuns(seed=s, a=str(where[a, s]), b=str(where[b, s])) for s in pair.seeds],
         margin=margin,
         confidence=confidence,
         differences=differences,
@@ -151,7 +158,7 @@ def judge_again(
         notes.append(f"{_AGAIN}; while they trained the margin was {found.margin:g}")
     changes = {
         "margin": margin, "confidence": confidence, "allowed": found.allowed or allow,
-        "differences": [d for d in found.differences if d.where.startswith(_REQUESTED)],
+        "differences": [d for d in found.differences if not d.where.startswith(_EXECUTED)],
         "notes": notes, "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
     }  # fmt: skip
     return _judged(found.model_copy(update=changes))
@@ -191,13 +198,11 @@ class Pair:
 
     Attributes:
         a, b: the recipe in question and the reference, final except for `train.seed`.
-        labels: distinct short names.
         notes: settings that were made the same on both sides.
     """
 
-    a: Recipe
-    b: Recipe
-    labels: tuple[str, str]
+    a: Variant
+    b: Variant
     seeds: tuple[int, ...]
     notes: tuple[str, ...]
 
@@ -256,19 +261,17 @@ def make_pair(
     a, b = sides
     if a.config.precision.compute == "bf16" != b.config.precision.compute:
         a, b = b, a
-    configs, compiling = settle_compile((a.config, b.config), device)
-    configs, saving = settle_checkpointing(configs, device)
-    notes = [note for note in (compiling, saving) if note]
+    configs, notes = settle((a.config, b.config), device)
     chosen = _seeds(seeds, int(a.config.train.get("seed", FIRST_SEED)))
     alike = ["train.logging_strategy=steps", "train.logging_steps=1"]
     if all(map(_draws_held_out_rows, configs)):
         alike.append(f"data.seed={chosen[0]}")
         notes.append(f"eval rows are the same for all seeds (data.seed={chosen[0]})")
     a, b = (
-        Recipe(recipe.name, recipe.source, with_overrides(config, alike))
-        for recipe, config in zip((a, b), configs, strict=True)
+        Variant(label, Recipe(recipe.name, recipe.source, with_overrides(config, alike)))
+        for label, recipe, config in zip(_labels(a, b), (a, b), configs, strict=True)
     )
-    return Pair(a, b, _labels(a, b), chosen, tuple(notes))
+    return Pair(a, b, chosen, tuple(notes))
 
 
 def _draws_held_out_rows(config: RunConfig) -> bool:
@@ -311,17 +314,11 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
     from finetune.training.evaluate import load_tasks
     from finetune.training.preflight import preflight
 
-    if processes() > 1:
-        raise ConfigError(
-            "compare was started as several processes",
-            where=f"WORLD_SIZE={processes()}",
-            why="it starts the runs itself, each as one process",
-            fix="call it without torchrun or accelerate launch",
-        )
-    differences = requested_differences(pair.a.config, pair.b.config, on_cpu=device.kind == "cpu")
+    recipes = (pair.a.recipe, pair.b.recipe)
+    differences = requested_differences(*(r.config for r in recipes), on_cpu=device.kind == "cpu")
     if differences and not allow:
         raise _unfair(differences)
-    for recipe in (pair.a, pair.b):
+    for recipe in recipes:
         if fallback := resolve(recipe.config.precision, device).fallback:
             raise UnfairPairError(
                 f"{recipe.name} would not run in the precision it is compared for",

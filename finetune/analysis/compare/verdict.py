@@ -1,31 +1,18 @@
 """The verdict on finished pairs of runs, and the figures it rests on.
 
-The final training loss is the mean over the last tenth of the steps, at least ten: the loss of one
-step is that of eight rows or so. It contains the rounding of the FP8 forward, a constant few
-thousandths of a nat, which dominates where a run has memorized its rows. The final eval loss is the
-last evaluation, in high precision unless `precision.eval` differs: it judges the learned weights.
-The verdict is the worse of the two. A loss of A alone that is not finite is `not equivalent`,
-without figures.
-
-Everything is read from the run folders (`metrics.jsonl`, `steps.jsonl`, `receipt.json`), so that a
-comparison can be judged again.
+The verdict is the worse of those on the final training loss and on the final eval loss. A loss of A
+alone that is not finite is `not equivalent`, without figures. Everything is read from the run
+folders (`experiment.outcome`), so that a comparison can be judged again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean, geometric_mean, median
-from typing import Any
-
-from pydantic import ConfigDict, ValidationError
-from pydantic.dataclasses import dataclass
 
 from finetune.analysis import statistics
-from finetune.analysis.compare.fairness import executed_differences
 from finetune.analysis.compare.result import (
-    AGAIN,
     EMULATED,
     NAMES,
     Comparison,
@@ -37,101 +24,15 @@ from finetune.analysis.compare.result import (
     Verdict,
     signed,
 )
-from finetune.analysis.statistics import SECTIONS, Step, step_ratios, warm_up_steps
-from finetune.errors import ConfigError, RunFailedError
-from finetune.runs.folder import Run
+from finetune.analysis.experiment.fairness import executed_differences
+from finetune.analysis.experiment.outcome import Outcome
+from finetune.analysis.statistics import SECTIONS, step_ratios, warm_up_steps
 from finetune.runs.receipt import metrics_of
 from finetune.units import percent
 
-LAST_SHARE, LAST_LEAST = 0.1, 10
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
-RECEIPT = ("status", "precision", "trainable", "environment", "memory", "conditions")
-"""Keys of a receipt that this module and `finetune.analysis.compare.fairness` read."""
-
-
-@dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))
-class Outcome:
-    """Figures of one finished run, checked, as its files may be damaged.
-
-    Attributes:
-        losses: training losses of the last steps, nats per token.
-        eval: last eval loss; None without evaluation rows.
-        scored: metrics and their scores by task, as they were logged.
-    """
-
-    run: Run
-    losses: list[float]
-    eval: float | None
-    steps: list[Step]
-    scored: list[dict[str, dict[str, Any]]]
-
-    @property
-    def tasks(self) -> dict[str, dict[str, Any]]:
-        """Last scores of each task: the verb `evaluate` adds some of other tasks."""
-        return {task: scores for row in self.scored for task, scores in row.items()}
-
-    @property
-    def train(self) -> float:
-        """Mean of `losses`."""
-        return fmean(self.losses)
-
-    @property
-    def receipt(self) -> dict[str, Any]:
-        return self.run.receipt
-
-
 Pairs = Sequence[tuple[Outcome, Outcome]]
 """Runs of a and of b by seed."""
-
-
-def read_outcome(folder: Path) -> Outcome:
-    """Read the figures of a finished run.
-
-    Raises:
-        ConfigError: a file of the run is missing or cannot be read.
-        RunFailedError: the run logged no loss.
-    """
-    run = Run(folder)
-    files = {"receipt.json": run.receipt, "metrics.jsonl": run.rows, "steps.jsonl": run.steps}
-    if unread := [name for name, content in files.items() if not content]:
-        raise ConfigError(
-            "a run of the comparison cannot be read",
-            where=str(folder),
-            why=f"{' and '.join(unread)} is missing, or holds nothing whole",
-            fix=AGAIN,
-        )
-    if missing := [key for key in RECEIPT if key not in run.receipt]:
-        raise ConfigError(
-            f"the receipt of a run has no {', '.join(missing)}",
-            where=str(folder / "receipt.json"),
-            why="another version wrote it, or training ended before it began",
-            fix=AGAIN,
-        )
-    losses = [row["loss"] for row in run.rows if "loss" in row]
-    if not losses:
-        raise RunFailedError(
-            "a run logged no loss",
-            where=str(folder / "metrics.jsonl"),
-            fix="compare with train.logging_steps=1",
-        )
-    last = max(LAST_LEAST, round(len(losses) * LAST_SHARE))
-    steps: list[Any] = [{k: row[k] for k in Step._fields if k in row} for row in run.steps]
-    try:
-        return Outcome(
-            run=run,
-            losses=losses[-last:],
-            eval=next((row["eval_loss"] for row in reversed(run.rows) if "eval_loss" in row), None),
-            steps=steps,
-            scored=[row["tasks"] for row in run.rows if "tasks" in row],
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            "a run of the comparison cannot be read",
-            where=str(folder),
-            why=f"{' '.join(map(str, first['loc']))} of its logs: {first['msg']}",
-            fix=AGAIN,
-        ) from None
 
 
 def judge(found: Comparison, pairs: Pairs) -> Comparison:

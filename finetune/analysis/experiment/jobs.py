@@ -1,21 +1,27 @@
-"""Runs of a comparison, each a process with its own run folder.
+"""Runs of an experiment, each a process of its own with an ordinary run folder.
+
+    folder/a/tiny_full_fp8.yaml                    complete recipe of the first variant
+    folder/a/seed-42.log                           what its run with that seed printed
+    folder/a/seed-42/tiny_full_fp8/20260101-.../   its run folder
+    folder/b/...                                   the second variant
 
 Precision is process-wide (patches of Accelerate, compiled kernels, the allocator's peaks), so two
 runs in one process would affect each other. Each process runs `python -m finetune run` on a copy of
 its complete recipe, so that later edits change nothing.
 
-On a GPU they run one at a time in ABBA order, so that a drift of the clock affects both sides. On a
-CPU with two cores or more two run at once on equal shares of the threads, so that other load
+On a GPU they run one at a time in ABBA order, so that a drift of the clock affects all variants. On
+a CPU with two cores or more two run at once on equal shares of the threads, so that other load
 affects both; speed there is that of an emulation, and no claim.
 
 Ctrl-C reaches each run once: it finishes its step, saves and writes its receipt. A second Ctrl-C
-stops the runs at once.
+stops the runs at once. A run that is only measured has nothing to save, and is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,40 +38,55 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 import finetune
 from finetune.config.recipe import Recipe
 from finetune.errors import ConfigError, RunFailedError
-from finetune.hardware.device import Device
+from finetune.hardware.device import Device, processes
 from finetune.runs.folder import Run
 from finetune.units import elapsed
 
 POLL = 0.2  # seconds
+RUN = ("-m", "finetune", "run")
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a run that was told to end, and saved."""
 
 
-@dataclass
-class Job:
-    """A run of the comparison.
+@dataclass(frozen=True)
+class Variant:
+    """A recipe of an experiment, and its name there.
 
     Attributes:
-        recipe: file of the complete recipe.
-        out: parent of the run folder.
-        steps: optimizer steps; None if set by the number of epochs.
-        options: further options of `finetune run`.
-        program: arguments of the Python interpreter.
+        program: what trains it instead of `run`, as arguments of the Python interpreter; it takes
+            those of `run`, and leaves a run folder.
     """
 
-    side: str
     label: str
+    recipe: Recipe
+    program: tuple[str, ...] = ()
+
+
+@dataclass
+class Job:
+    """A run of an experiment.
+
+    Attributes:
+        file: the complete recipe.
+        force: train even if memory seems too small.
+        measured: only its speed and memory matter: it asks no hub and saves no model.
+    """
+
+    variant: Variant
     seed: int
-    recipe: Path
-    out: Path
-    steps: int | None = None
-    options: tuple[str, ...] = ()
-    program: tuple[str, ...] = ("-m", "finetune")
+    file: Path
+    force: bool = False
+    measured: bool = False
     process: subprocess.Popen[bytes] = field(init=False, repr=False)
 
     @property
     def name(self) -> str:
-        return f"{self.label}, seed {self.seed}"
+        return f"{self.variant.label}, seed {self.seed}"
+
+    @property
+    def out(self) -> Path:
+        """Parent of the run folder."""
+        return self.file.with_name(f"seed-{self.seed}")
 
     @property
     def log(self) -> Path:
@@ -90,16 +111,26 @@ class Job:
         return folder
 
     def start(self, threads: int | None) -> None:
-        run = ["run", str(self.recipe), f"train.seed={self.seed}", "--out", str(self.out)]
+        words = [str(self.file), f"train.seed={self.seed}", "--out", str(self.out), "--json"]
+        words += ["--force"] * self.force + ["--no-save"] * self.measured
         environment = os.environ | {"PYTHONPATH": import_path()}
+        if self.measured:
+            environment["HF_HUB_OFFLINE"] = "1"
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *self.program, *run, "--json", *self.options],
+                [sys.executable, *(self.variant.program or RUN), *words],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
-                start_new_session=True,  # Ctrl-C reaches it through `_stop` alone, so once
+                start_new_session=True,  # Ctrl-C reaches it through `stop` alone, so once
             )  # fmt: skip
+
+    def stop(self) -> None:
+        if self.process.poll() is None and self.measured:
+            self.process.kill()
+        elif self.process.poll() is None:
+            # A shell starts background jobs (`&`) with SIGINT ignored.
+            self.process.send_signal(signal.SIGTERM)
 
     def check_end(self) -> None:
         """Raise if the ended process did not succeed."""
@@ -120,30 +151,35 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys([*first, *filter(None, paths)]))
 
 
-def plan_jobs(
-    recipes: tuple[Recipe, Recipe],
-    labels: tuple[str, str],
-    seeds: Sequence[int],
-    folder: Path,
-    *,
-    force: bool = False,
-) -> list[Job]:
-    """List the runs in ABBA order, and write their recipes into `folder`.
+def refuse_processes(verb: str) -> None:
+    """Raise `ConfigError` in one of several processes: an experiment starts its runs itself."""
+    if processes() > 1:
+        raise ConfigError(
+            f"{verb} was started as several processes",
+            where=f"WORLD_SIZE={processes()}",
+            why="it starts the runs itself, each as one process",
+            fix="call it without torchrun or accelerate launch",
+        )
 
-    Seeds 42, 43 and 44 run as a42 b42 b43 a43 a44 b44.
+
+def plan_jobs(
+    variants: Sequence[Variant], seeds: Sequence[int], folder: Path, *, force: bool = False,
+    measured: bool = False,
+) -> list[Job]:  # fmt: skip
+    """List the runs in ABBA order, and write the recipes into `folder`.
+
+    Two variants and the seeds 42, 43 and 44 run as a42 b42 b43 a43 a44 b44.
     """
-    options = ("--force",) if force else ()
     sides = []
-    for side, recipe, label in zip("ab", recipes, labels, strict=True):
-        file = folder / side / f"{recipe.name}.yaml"
+    for number, variant in enumerate(variants):
+        file = folder / chr(ord("a") + number) / f"{variant.recipe.name}.yaml"
         file.parent.mkdir(parents=True)
-        file.write_text(recipe.to_yaml(), encoding="utf-8")
-        steps = int(recipe.config.train.get("max_steps", -1))
-        sides.append((side, label, file, steps if steps > 0 else None))
+        file.write_text(variant.recipe.to_yaml(), encoding="utf-8")
+        sides.append((variant, file))
     return [
-        Job(side, label, seed, file, file.with_name(f"seed-{seed}"), steps, options)
+        Job(variant, seed, file, force, measured)
         for turn, seed in enumerate(seeds)
-        for side, label, file, steps in (sides if turn % 2 == 0 else reversed(sides))
+        for variant, file in (sides if turn % 2 == 0 else reversed(sides))
     ]
 
 
@@ -176,7 +212,12 @@ def places(device: Device, jobs: int | None, cores: int) -> tuple[int, int | Non
     return at_once, cores // at_once if at_once > 1 else None
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int, threads: int | None, watcher: Watcher) -> None:
+def run_jobs(
+    jobs: Sequence[Job],
+    at_once: int = 1,
+    threads: int | None = None,
+    watcher: Watcher | None = None,
+) -> None:
     """Run all jobs in order, `at_once` at a time.
 
     Raises:
@@ -190,12 +231,14 @@ def run_jobs(jobs: Sequence[Job], at_once: int, threads: int | None, watcher: Wa
                 while waiting and len(running) < at_once:
                     running.append(waiting.pop(0))
                     running[-1].start(threads)
-                watcher.look(running)
+                if watcher is not None:
+                    watcher.look(running)
                 time.sleep(POLL)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     job.check_end()
-                    watcher.finish(job)
+                    if watcher is not None:
+                        watcher.finish(job)
         except BaseException:
             _stop(running)
             raise
@@ -205,9 +248,7 @@ def _stop(running: Sequence[Job]) -> None:
     """Let the runs finish their step and save; a second interrupt stops them."""
     for _ in range(2):
         for job in running:
-            if job.process.poll() is None:
-                # A shell starts background jobs (`&`) with SIGINT ignored.
-                job.process.send_signal(signal.SIGTERM)
+            job.stop()
         with contextlib.suppress(KeyboardInterrupt):
             for job in running:
                 job.process.wait()
@@ -235,36 +276,37 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 def _failure(job: Job) -> RunFailedError:
     """Build an error from the last `error:` in a run log, with its `where:`, `why:`, `fix:`."""
-    lines = [x.rstrip() for x in job.log.read_text("utf-8", errors="replace").splitlines()]
-    parts: dict[str, str] = {}
+    lines = [x for x in job.log.read_text("utf-8", errors="replace").splitlines() if x.strip()]
+    said, where, read = dict[str, str](), f"{job.name}: {job.log}", f"read its output: {job.log}"
     for line in lines:
-        label, colon, text = line.strip().partition(":")
-        if line.startswith("error:"):
-            parts = {"error": text.strip()}
-        elif parts and colon and line.startswith("  ") and label in ("where", "why", "fix"):
-            parts[label] = text.strip()
-    where = f"{job.name}: {job.log}"
-    if parts:
-        where += f"; {parts['where']}" if "where" in parts else ""
-        why, fix = parts.get("why", ""), parts.get("fix", f"read its output: {job.log}")
-        return RunFailedError(parts["error"], where=where, why=why, fix=fix)
+        if found := re.match(r"(error|  where|  why|  fix): *(.*)", line):
+            said = said if line.startswith(" ") else {}
+            said[found[1].strip()] = found[2].strip()
+    if "error" in said:
+        where = "; ".join(filter(None, (where, said.get("where"))))
+        return RunFailedError(
+            said["error"], where=where, why=said.get("why", ""), fix=said.get("fix", read)
+        )
     code = job.process.returncode
+    if code == -signal.SIGKILL:
+        return RunFailedError(
+            "a run was out of memory: the system killed it (signal 9)",
+            where=where,
+            why="that is how Linux ends a process that takes the last of the machine's memory",
+            fix=f"{read}; then --jobs 1, or a smaller train.per_device_train_batch_size",
+        )
+    # Libraries print advice below some of their errors.
+    words = [x for x in lines if re.match(r"[\w.]*(Error|Exception)\b", x)] or lines or ["none"]
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
-    memory = "; signal 9 is what the system sends when memory is out" if code == -9 else ""
-    return RunFailedError(
-        f"a run ended {how}{memory}",
-        where=where,
-        why=f"its last words: {next((line for line in reversed(lines) if line), 'none')}",
-        fix=f"read its output: {job.log}"
-        + ("; then --jobs 1, or a smaller train.per_device_train_batch_size" if memory else ""),
-    )
+    why = f"its last words: {words[-1][:300]}"
+    return RunFailedError(f"a run ended {how}", where=where, why=why, fix=read)
 
 
 class Watcher:
     """Shows the progress of runs on a terminal, and prints a line when one ends."""
 
-    def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
-        self.console, self.total, self.finished = console, len(jobs), 0
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.finished = console, total, 0
         self.bars = Progress(
             TextColumn("{task.description:14s}", markup=False),
             BarColumn(bar_width=20),
@@ -274,23 +316,16 @@ class Watcher:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Watcher:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.bars.stop()
-
     def look(self, running: Sequence[Job]) -> None:
         for job in () if self.bars.disable else running:
             if job.name not in self._tasks:
                 self._tasks[job.name] = self.bars.add_task(job.name, total=None, facts="starting")
-            rows = Run(job.folder).tail if job.folder is not None else []
-            if row := next((row for row in reversed(rows) if "loss" in row), None):
+            run = Run(job.folder) if job.folder is not None else None
+            rows = reversed(run.tail if run else [])
+            if run and (row := next((row for row in rows if "loss" in row), None)):
                 facts = f"step {row['step']}  loss {row['loss']:.4f}"
-                self.bars.update(
-                    self._tasks[job.name], completed=row["step"], total=job.steps, facts=facts
-                )
+                done = {"completed": row["step"], "total": run.planned_steps}
+                self.bars.update(self._tasks[job.name], **done, facts=facts)
 
     def finish(self, job: Job) -> None:
         self.finished += 1

@@ -50,7 +50,7 @@ class Condition:
         if self.receipt in _READERS:
             return _READERS[self.receipt](receipt)
         section, key = self.receipt.split(".")
-        return receipt[section].get(key)
+        return (receipt.get(section) or {}).get(key)
 
 
 def _shapes(receipt: dict[str, Any]) -> dict[str, Any]:
@@ -59,18 +59,14 @@ def _shapes(receipt: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device(receipt: dict[str, Any]) -> dict[str, Any]:
-    device = receipt["environment"].get("device")
-    known = device if isinstance(device, dict) else {}
-    return {key: known.get(key) for key in ("kind", "name", "capability")}
+    device = receipt["environment"].get("device", {})
+    return {key: device.get(key) for key in ("kind", "name", "capability")}
 
 
 def _stored(receipt: dict[str, Any]) -> dict[str, int]:
     """Count layers in few bits for another reason than FP8 compute: NF4, or FP8 in a BF16 run."""
-    precision = receipt["precision"]
-    stored = precision.get("storage")
-    if not isinstance(stored, dict):
-        return {}
-    return {k: n for k, n in stored.items() if (k, precision.get("asked")) != ("fp8", "fp8")}
+    stored, asked = receipt["precision"]["storage"], receipt["precision"]["asked"]
+    return {k: n for k, n in stored.items() if (k, asked) != ("fp8", "fp8")}
 
 
 _READERS = {"layers": _shapes, "environment.device": _device, "precision.storage": _stored}
@@ -88,6 +84,13 @@ _OTHER = _BY_NAME["other training settings"]
 
 
 # ------------------------------------------------------------------------------------ before a run
+
+
+def settle(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], list[str]]:
+    """Decide what is `auto` alike for all configurations, with a note on each such setting."""
+    configs, compiling = settle_compile(configs, device)
+    configs, checkpointing = settle_checkpointing(configs, device)
+    return configs, [note for note in (compiling, checkpointing) if note]
 
 
 def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], str]:
