@@ -359,11 +359,13 @@ def test_dates_and_numbers_that_are_text_stay_text(load, name, streaming) -> Non
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("late", [7, "seven", None, {"a": [1, "b"]}])
-def test_a_column_that_is_not_used_cannot_fail(load, streaming, late) -> None:
-    rows = [json.loads(line) | {"note": None} for line in rows_of("a", 12_000).splitlines()]
-    rows[11_000]["note"] = late
-    rows[11_001]["other"] = late
+def test_a_column_that_is_not_used_cannot_fail(load, streaming) -> None:
+    values = [7, "seven", None, {"a": [1, "b"]}]
+    unset = dict.fromkeys(map(str, range(len(values))))
+    rows = [json.loads(line) | unset for line in rows_of("a", 12_000).splitlines()]
+    for number, late in enumerate(values):
+        rows[11_000 + number][str(number)] = late
+        rows[11_001 + number][f"other{number}"] = late
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = {"streaming": True, "shuffle_buffer": 1} if streaming else {}
     found = load("a.jsonl", **more).train
