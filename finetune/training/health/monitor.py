@@ -67,7 +67,7 @@ class HealthMonitor(TrainerCallback):
         self._say = say or (lambda line: warnings.warn(in_words(line), stacklevel=3))
         self._undo = contextlib.ExitStack()
         self._warned: set[str] = set()
-        self._period = self._skipped = 0  # steps skipped since the last row
+        self._period = 0
         self._due = False  # this step is observed
         self._first = True  # its next micro-batch is the first
         self._precision: PrecisionConfig
@@ -77,7 +77,6 @@ class HealthMonitor(TrainerCallback):
         self._before: dict[str, Tensor] = {}
         self._snr: Ratios = {}
         self._update: Ratios = {}
-        self._scale = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         # Unwrapping looks at every module for compiled ones, so it is done once.
@@ -137,18 +136,13 @@ class HealthMonitor(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = self.trainer.accelerator.scaler
-        self._scale = scaler.get_scale() if scaler is not None else 0.0
-        self._finiteness.judge_step(state.global_step + 1, gradients=self._scale <= LEAST_SCALE)
+        unscaled = scaler is None or scaler.get_scale() <= LEAST_SCALE
+        self._finiteness.judge_step(state.global_step + 1, gradients=unscaled)
         if self._due:
             self._before = {name: sample(p) for name, p in named_trainable(self._unwrapped).items()}
 
-    def _was_skipped(self) -> bool:
-        """True if loss scaling backed off; Accelerate's flag misses fused optimizers that skip."""
-        scaler = self.trainer.accelerator.scaler
-        return scaler is not None and scaler.get_scale() < self._scale
-
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._due or self._was_skipped():
+        if not self._due or self.trainer.optimizer.step_was_skipped:  # by loss scaling
             return
         named = named_trainable(self._unwrapped)
         groups = {name: self._watch.groups[name.rpartition(".")[0]] for name in named}
@@ -156,7 +150,6 @@ class HealthMonitor(TrainerCallback):
         self._update = update_ratio(self._before, named, groups)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self._skipped += self._was_skipped()
         self._before.clear()
         self._finiteness.forget()
         if self._due:
@@ -169,9 +162,7 @@ class HealthMonitor(TrainerCallback):
     def _log(self, control: TrainerControl) -> None:
         sums, snr, update = _of_all_processes(self._watch.sums, self._snr, self._update)
         row = health_row(sums) | ratio_row(snr, update)
-        if self.trainer.accelerator.scaler is not None:
-            row["health/skipped_steps"] = float(self._skipped)
-        self._skipped, self._snr, self._update = 0, {}, {}
+        self._snr, self._update = {}, {}
         should_log = control.should_log
         # Bypass overrides of `log`: TRL's would reset the averages meant for its next own row.
         Trainer.log(self.trainer, row)

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,32 +108,50 @@ def groups_of(model: nn.Module, plan: PrecisionPlan | None) -> dict[str, str]:
     }
 
 
-class OperandHealth(NamedTuple):
-    """Effect of quantization on one operand.
+@dataclass
+class OperandSums:
+    """Effect of quantization on one operand of a layer, or of the layers of a group.
 
     Attributes:
         amax: largest magnitude before the cast.
-        overflow: share of values that saturated, 0 to 1.
-        underflow: share of nonzero values that became zero, 0 to 1.
-        snr_db: signal-to-noise ratio in dB; infinite without loss, NaN for zeros.
+        elements: number of values judged by a cast, 0 without one.
+        overflow, underflow: number of these that saturated, and that became zero and were not.
+        snr_db: signal-to-noise ratios in dB, summed over layers.
+        layers: number of layers in that sum; one of zeros has no ratio.
+        worst: lowest ratio in dB, and its layer.
     """
 
-    amax: float
-    overflow: float
-    underflow: float
-    snr_db: float
+    amax: float = 0.0
+    elements: int = 0
+    overflow: int = 0
+    underflow: int = 0
+    snr_db: float = 0.0
+    layers: int = 0
+    worst: tuple[float, str] = (math.inf, "")
+
+    def merge(self, other: OperandSums) -> None:
+        """Add another layer, or the same group of another process."""
+        self.amax = max(self.amax, other.amax)
+        self.worst = min(self.worst, other.worst)
+        for name in ("elements", "overflow", "underflow", "snr_db", "layers"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @torch.no_grad()
 def inspect_operand(
-    x: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None = None
-) -> OperandHealth:
+    x: Tensor,
+    operand: Operand,
+    precision: PrecisionConfig,
+    scale: Tensor | None = None,
+    name: str = "",
+) -> OperandSums:
     """Health of one operand under the reference cast of fprop (x, w) or dgrad (g).
 
     Args:
         x: [rows, columns], the contracted dimension last.
         scale: the delayed scale in use, float32. Without it delayed scaling is treated as
             tensorwise: the scale follows from this amax.
+        name: the layer's.
     """
     if scale is None:
         update = {"scaling": "tensorwise"} if precision.scaling == "delayed" else {}
@@ -148,13 +166,20 @@ def inspect_operand(
     half_unit = 2.0 ** -(codes.fmt.mantissa + 1)
     at_limit = codes.values.abs() == codes.fmt.max
     saturated = at_limit & (back.abs() < wide.abs() * (1 - half_unit))
-    overflow, underflow = (float(found.float().mean()) for found in (saturated, lost))
-    return OperandHealth(float(amax(x)), overflow, underflow, snr_db(wide, back))
+    found = OperandSums(float(amax(x)), x.numel(), int(saturated.sum()), int(lost.sum()))
+    ratio = min(snr_db(wide, back), EXACT_DB)
+    if not math.isnan(ratio):  # all zeros: no ratio
+        found.snr_db, found.layers, found.worst = ratio, 1, (ratio, name)
+    return found
 
 
 def inspect_sample(
-    rows: Tensor, operand: Operand, precision: PrecisionConfig, scale: Tensor | None = None
-) -> OperandHealth:
+    rows: Tensor,
+    operand: Operand,
+    precision: PrecisionConfig,
+    scale: Tensor | None = None,
+    name: str = "",
+) -> OperandSums:
     """Health of sampled rows of a matrix [R, C], scaled as the whole matrix would be.
 
     Rows come in runs as high as the tiles that share a scale. Tensorwise scales use the amax of the
@@ -166,8 +191,7 @@ def inspect_sample(
     if scale is None and precision.scaling in ("tensorwise", "delayed"):
         fmt = formats_of(precision)[operand]
         scale = scale_from_amax(largest, fmt, pow2=precision.pow2_scales)
-    every = -(-rows.shape[0] // max(SAMPLE_ROWS, run))
-    sample = rows
+    every, sample = -(-rows.shape[0] // max(SAMPLE_ROWS, run)), rows
     if every > 1:
         first = torch.arange(0, rows.shape[0], run, device=rows.device)[::every]
         if precision.scaling == "nvfp4":
@@ -175,44 +199,9 @@ def inspect_sample(
             first = torch.cat((first, top[None])).unique()
         index = (first[:, None] + torch.arange(run, device=rows.device)).flatten()
         sample = rows[index[index < rows.shape[0]]]
-    seen = inspect_operand(sample, operand, precision, scale)
-    return seen._replace(amax=float(largest))
-
-
-@dataclass
-class OperandSums:
-    """Sums over the layers of a group for one operand.
-
-    Attributes:
-        elements: number of values judged by a cast, 0 without one.
-        overflow, underflow: number of these values that saturated, and that became zero.
-        snr_db: sum over layers, in dB.
-        layers: number of layers in that sum.
-        worst: lowest ratio in dB, and its layer.
-    """
-
-    amax: float = 0.0
-    elements: int = 0
-    overflow: float = 0.0
-    underflow: float = 0.0
-    snr_db: float = 0.0
-    layers: int = 0
-    worst: tuple[float, str] = (math.inf, "")
-
-    def add(self, name: str, elements: int, seen: OperandHealth) -> None:
-        """Add a layer."""
-        one = OperandSums(seen.amax, elements, seen.overflow * elements, seen.underflow * elements)
-        if not math.isnan(seen.snr_db):  # all zeros: no ratio
-            one.snr_db, one.layers = min(seen.snr_db, EXACT_DB), 1
-            one.worst = (one.snr_db, name)
-        self.merge(one)
-
-    def merge(self, other: OperandSums) -> None:
-        """Add the same group from another process."""
-        self.amax = max(self.amax, other.amax)
-        self.worst = min(self.worst, other.worst)
-        for name in ("elements", "overflow", "underflow", "snr_db", "layers"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    found = inspect_operand(sample, operand, precision, scale, name)
+    found.amax = float(largest)
+    return found
 
 
 Key = tuple[str, Operand]
@@ -378,15 +367,13 @@ class OperandWatch:
         engine: Any = module.fp8_backend
         rows, precision = engine.as_cast(module, operand, value.reshape(-1, value.shape[-1]))
         scale = engine.scale_in_force(module, operand)
-        sums.add(name, rows.numel(), inspect_sample(rows, operand, precision, scale))
+        sums.merge(inspect_sample(rows, operand, precision, scale, name))
 
     def _fetch_amaxes(self) -> None:
         """Fetch the amaxes of high-precision operands in one transfer: each fetch synchronizes."""
-        for device in {value.device for _, value in self._amaxes}:
-            here = [(key, value) for key, value in self._amaxes if value.device == device]
-            values = torch.stack([value for _, value in here]).tolist()
-            for (key, _), value in zip(here, values, strict=True):
-                self.sums[key].amax = max(self.sums[key].amax, value)
+        keys, values = [key for key, _ in self._amaxes], [value for _, value in self._amaxes]
+        for key, largest in zip(keys, torch.stack(values).tolist() if values else (), strict=True):
+            self.sums[key].merge(OperandSums(largest))
         self._amaxes.clear()
 
 
