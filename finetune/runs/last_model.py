@@ -7,10 +7,12 @@ only training reads (optimizer, schedule, random generators).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,29 @@ from finetune.runs.checkpoints import (
 )
 from finetune.runs.folder import Run, finite, json_of, write_whole
 
-MODEL, UNSAVED = "model", ".model"
-"""Folders of a run: its model, and the same while it is being saved."""
+MODEL = "model"
+"""Folder of a run's model."""
 OF_TRAINING = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "fp8_scaling*", "README.md")
 """Files of a checkpoint that are not part of the model; README.md is PEFT's empty card."""
+
+
+@contextlib.contextmanager
+def saved_whole(folder: Path, *, writes: bool = True) -> Iterator[Path]:
+    """A place to save a run's model in, which becomes `model/` when all of it is written.
+
+    Args:
+        writes: of several processes the first one renames it.
+    """
+    place = folder / ".model"
+    if writes:
+        shutil.rmtree(place, ignore_errors=True)
+    try:
+        yield place
+        if writes:
+            place.rename(folder / MODEL)
+    finally:
+        if writes:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
@@ -57,18 +78,15 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
         return newest
     if (folder / MODEL).exists():
         raise _ended(folder, config.get("train", {}), state)
+    scales = newest / scaling_file(0)
     with writing(
         "the model cannot be saved", where=str(folder), fix="make room there, then resume"
     ):
-        shutil.rmtree(folder / UNSAVED, ignore_errors=True)
-        others = shutil.ignore_patterns(*OF_TRAINING, STATE, MANIFEST)
-        shutil.copytree(newest, folder / UNSAVED, ignore=others)
-        if (
-            config.get("precision", {}).get("eval") == "fp8"
-            and (newest / scaling_file(0)).is_file()
-        ):
-            shutil.copy(newest / scaling_file(0), folder)
-        (folder / UNSAVED).rename(folder / MODEL)
+        with saved_whole(folder) as place:
+            others = shutil.ignore_patterns(*OF_TRAINING, STATE, MANIFEST)
+            shutil.copytree(newest, place, ignore=others)
+        if config.get("precision", {}).get("eval") == "fp8" and scales.is_file():
+            shutil.copy(scales, folder)
         if receipt := json_of(folder / "receipt.json"):
             receipt["run"] = {**receipt.get("run", {}), "interrupted": False, "stopped": ""}
             receipt["run"].pop("exit_code", None)

@@ -20,7 +20,7 @@ from finetune.hardware.device import processes, rank
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.folder import finite, write_start
-from finetune.runs.last_model import MODEL, UNSAVED
+from finetune.runs.last_model import MODEL
 from finetune.runs.receipt import RunReport
 from finetune.training.low_bit import bytes_of_states
 from finetune.training.preflight import Preflight
@@ -66,19 +66,6 @@ def discarded_unless_begun(folder: Path) -> Iterator[None]:
         if rank() == 0 and not (metrics.is_file() and metrics.stat().st_size):
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-@contextlib.contextmanager
-def saved_whole(folder: Path) -> Iterator[Path]:
-    """A place to save a run's model in, which becomes `model/` when all of it is written."""
-    place = folder / UNSAVED
-    try:
-        yield place
-        if rank() == 0:
-            place.rename(folder / MODEL)
-    finally:
-        if rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
 
 
 def write_card(folder: Path, config: RunConfig, report: RunReport) -> None:

@@ -31,6 +31,7 @@ from finetune.logging import busy, counting_rows, keeps_going, output, whole
 from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
 from finetune.runs.checkpoints import Checkpoint, find_checkpoint
+from finetune.runs.last_model import saved_whole
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
@@ -52,14 +53,13 @@ from finetune.training.run_folder import (
     discarded_unless_begun,
     make_folder,
     name_folder,
-    saved_whole,
     write_card,
 )
 from finetune.training.samples import prompts_of
 from finetune.training.scaling_state import save_scaling
 from finetune.training.schedule import schedule_of
 from finetune.training.session import Session, session_of
-from finetune.training.varlen import fix_documents, prefer_flash_3
+from finetune.training.varlen import fix_documents
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -378,7 +378,7 @@ class _Run:
 
     def save_model(self) -> None:
         """Save the trained model."""
-        with saved_whole(self.folder) as place:
+        with saved_whole(self.folder, writes=self.is_main) as place:
             self.trainer.save_model(str(place))
         if self.is_main and self.config.precision.eval == "fp8":
             conversion = self.session.conversion  # `generate` casts with these scales
@@ -478,6 +478,5 @@ def make_trainer(
             raise
         raise sft.refused("trl.SFTTrainer", error, config.train) from error
     if attention.implementation == VARLEN:
-        prefer_flash_3(this_device())
         fix_documents(trainer)
     return trainer

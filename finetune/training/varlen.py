@@ -22,10 +22,8 @@ Shapes: q [T, H, D]; k [T, Hkv, D]; v [T, Hkv, Dv]; H is a multiple of Hkv.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -35,7 +33,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from finetune.errors import ConfigError, first_line
+from finetune.errors import ConfigError
 from finetune.hardware.device import Device
 
 NAME = "varlen"
@@ -352,21 +350,6 @@ def register() -> None:
 
 
 # ------------------------------------------------------------------------------------------ kernel
-
-
-def prefer_flash_3(device: Device) -> None:
-    """Make FlashAttention-3 torch's implementation on Hopper, where its package loads."""
-    from torch.nn import attention
-
-    missing = importlib.util.find_spec("flash_attn_interface") is None
-    if missing or device.capability is None or device.capability[0] != 9 or _flash_in_use():
-        return
-    activate: Any = getattr(attention, "activate_flash_attention_impl", lambda _: None)
-    try:
-        activate("FA3")
-    except (ImportError, OSError, RuntimeError, ValueError) as error:  # of another torch or CUDA
-        line = f"FlashAttention-3 is installed and does not load: {first_line(error)}"
-        warnings.warn(f"! {line}; FlashAttention-2 of torch runs", stacklevel=2)
 
 
 def _flash_in_use() -> str | None:

@@ -364,21 +364,6 @@ def test_the_witness_can_count_the_kernel_of_any_torch() -> None:
         flop_registry.update(theirs)
 
 
-@pytest.mark.parametrize(
-    "error", [ImportError("undefined symbol: _ZN3c10"), RuntimeError("no bwd")]
-)
-def test_a_flash_3_that_does_not_load_is_said_and_left(error, monkeypatch) -> None:
-    from torch.nn import attention
-
-    def activate(name: str) -> None:
-        raise error
-
-    monkeypatch.setattr(varlen.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate, raising=False)
-    with pytest.warns(UserWarning, match="FlashAttention-3 is installed and does not load"):
-        varlen.prefer_flash_3(H100)
-
-
 # ------------------------------------------------------------------------------------------- auto
 
 

@@ -12,6 +12,7 @@ from finetune import train
 from finetune.config.recipe import load_recipe
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.runs.checkpoints import Checkpoint
+from finetune.runs.last_model import saved_whole
 from finetune.training import faults, run_folder
 from finetune.training.preflight import preflight
 from tests.conftest import CPU
@@ -87,10 +88,10 @@ def test_a_model_is_there_whole_or_not_at_all(tmp_path) -> None:
         (place / "half").touch()
         raise OSError("full")
 
-    with pytest.raises(OSError, match="full"), run_folder.saved_whole(tmp_path) as place:
+    with pytest.raises(OSError, match="full"), saved_whole(tmp_path) as place:
         half(place)
     assert list(tmp_path.iterdir()) == []
-    with run_folder.saved_whole(tmp_path) as place:
+    with saved_whole(tmp_path) as place:
         place.mkdir()
         assert not (tmp_path / "model").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
