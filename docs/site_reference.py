@@ -147,7 +147,6 @@ REFUSED = {
         ("llama_1b_full_fp8", "precision.backend=te precision.format=e5m2"),
         ("llama_1b_full_fp8", "precision.backend=torchao precision.format=e5m2"),
         ("llama_1b_full_fp8", "precision.backend=te precision.high_gemms=[wgrad]"),
-        ("llama_1b_full_fp8", "precision.backend=te precision.fp8_params=true"),
         (
             "llama_1b_full_fp8",
             "precision.backend=te precision.scaling=delayed precision.compile=on",

@@ -182,13 +182,6 @@ class PrecisionConfig(Section):
         description="low-rank adapters run in one autograd function with their frozen base layer; "
         "those with dropout, DoRA or a bias run as PEFT has them",
     )
-    fp8_params: bool = Field(
-        default=False,
-        description="keep each weight as FP8 codes too, at one byte a number (two where a GEMM "
-        "scales by row): it is cast once per optimizer step, not in each micro-batch and "
-        "recomputation; the parameter stays the optimizer's high-precision master (backends "
-        "`torchao` and `emulated`)",
-    )
     keep: tuple[str, ...] = Field(
         default=(),
         description="patterns of layers that stay in high precision: `fnmatch` over module names "
@@ -341,7 +334,7 @@ FP16_ONLY = (
     "loss_scale_backoff_factor",
 )  # fmt: skip
 FROZEN_ONLY = ("saved_input", "kernels")
-FP8_ONLY = ("high_gemms", "fp8_params", "eval", "frozen", *FROZEN_ONLY, "fast_accum")
+FP8_ONLY = ("high_gemms", "eval", "frozen", *FROZEN_ONLY, "fast_accum")
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 

@@ -127,8 +127,6 @@ def _limits(name: str, precision: PrecisionConfig) -> Iterator[tuple[str, dict[s
     if high and set(high) != {"dgrad", "wgrad"}:
         both = {"high_gemms": ("dgrad", "wgrad")}
         yield f"{te} keeps dgrad and wgrad high together or not at all", both
-    if precision.fp8_params:
-        yield f"with {te} weights stay in model.dtype", {"fp8_params": False}
 
 
 LIMITED = ("te", "torchao")
@@ -310,8 +308,7 @@ def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
                 break
     half = device.capability is not None and device.capability < (8, 0)  # no BF16 either
     compute = "precision.compute=fp16" if half else "precision.compute=bf16"
-    typed = [k for k in ("high_gemms", "fp8_params") if getattr(precision, k)]  # FP8's alone
-    yield " ".join([compute, *(f"~precision.{key}" for key in typed)])
+    yield compute + (" ~precision.high_gemms" if precision.high_gemms else "")  # FP8's alone
     if not device.has_fp8:
         yield FP8_GPUS
 

@@ -236,8 +236,6 @@ class Conversion:
         for module in self.compilable:
             module.compile()
             self.adapters.compiled(module)
-            for engine in self.engines:
-                engine.compiled(module)
             compiling.uncompiled_with_hooks(module, partial(self._hooked.add, id(module)))
             self.compiled.append(module)
         return len(self.compiled)

@@ -42,7 +42,7 @@ from finetune.precision.formats import E4M3
 from finetune.precision.gemm import compute_dtype
 from finetune.precision.layers import are_served_experts, declared_matmuls
 from finetune.precision.lora import Adapter
-from finetune.precision.stored import SCALE, CodesMixin
+from finetune.precision.stored import CodesMixin, scale_of
 from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import (
     Arithmetic,
@@ -225,7 +225,7 @@ class ExpertsMixin(CodesMixin):
         found = {}
         for name in stored_names(self):
             _, n, k = self.codes(name).shape
-            one = getattr(self, name + SCALE).shape[1] == 1
+            one = self.get_buffer(scale_of(name)).shape[1] == 1
             found[name] = dequantizing((n, k) if one else (1, k))
         return found
 
@@ -257,7 +257,7 @@ class ExpertsMixin(CodesMixin):
                 values, x_inverse = _take(values, token), _take(x_inverse, token)
         x = x if token is None else x[token]
         if how is not None:
-            bits, inverse = self.codes(name), getattr(self, name + SCALE)
+            bits, inverse = self.codes(name), self.get_buffer(scale_of(name))
             owner = self._owner(name)
             y = FrozenExperts.apply(x, values, x_inverse, bits, inverse, route, how, owner)
         else:
@@ -425,7 +425,7 @@ def put_experts(module: Any, name: str, bits: Tensor, inverse: Tensor) -> None:
     check_stack(name, bits, inverse)
     # In the shape that the module had, from which PEFT reads the sizes of adapters.
     module._parameters[name] = Fp8Bits(bits.mT if module.is_transposed else bits)
-    module.register_buffer(name + SCALE, inverse)
+    module.register_buffer(scale_of(name), inverse)
     if not isinstance(module, ExpertsMixin):
         swap(module, ExpertsMixin)
 
@@ -436,9 +436,9 @@ def release_experts(model: nn.Module, dtype: torch.dtype) -> None:
     stacks: list[Any] = [m for m in model.modules() if isinstance(m, ExpertsMixin)]
     for module in stacks:
         for name in stored_names(module):
-            bits, inverse = module.codes(name), getattr(module, name + SCALE)
+            bits, inverse = module.codes(name), module.get_buffer(scale_of(name))
             pairs, tile = zip(bits, inverse, strict=True), (1, bits.shape[2])
             w = torch.stack([dequantize_weight(q, scale, tile, dtype) for q, scale in pairs])
             w = w.mT.contiguous() if module.is_transposed else w
-            delattr(module, name + SCALE)
+            delattr(module, scale_of(name))
             module._parameters[name] = nn.Parameter(w, requires_grad=False)

@@ -27,6 +27,7 @@ as these modules are not.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.precision.backends.base import (
     Fp8Mixin,
@@ -45,7 +47,6 @@ from finetune.precision.backends.base import (
     in_backward,
     multiplying,
 )
-from finetune.precision.backends.cached import Updates
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.gemm import by_rows, compute_dtype, mm
@@ -169,6 +170,22 @@ def cast_together(masters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     low = [torch.empty_like(p, dtype=dtype, requires_grad=False) for p in masters]
     torch._foreach_copy_(low, masters)
     return low
+
+
+class Updates:
+    """Counter of the steps of all optimizers during its lifetime."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        this = weakref.ref(self)
+
+        def stepped(*_: Any) -> None:
+            alive = this()
+            if alive is not None:
+                alive.count += 1
+
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove)
 
 
 _WHOLE = (nn.Parameter, FakeTensor)

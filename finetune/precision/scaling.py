@@ -30,7 +30,7 @@ Sources: torchao `float8/config.py` (rowwise); DeepSeek-V3 technical report, sec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,10 @@ class Rule(ABC):
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         """Codes of a matrix whose dimension `dim` (0 or 1) is contracted."""
 
+    def codes(self, operand: Operand, values: Tensor, inverse: Tensor, *blocks: Any) -> Codes:
+        """Numbers on the grid of an operand's format, with their scales, as operand of a GEMM."""
+        return Codes(values, inverse, self.formats[operand], self.in_bf16, *blocks)
+
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """`x · scale` in float32, a new tensor."""
@@ -143,8 +147,7 @@ class TensorwiseRule(Rule):
     reuses = True
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
-        fmt = self.formats[operand]
-        return Codes(*cast_current(x, fmt, None, pow2=self.pow2), fmt, self.in_bf16)
+        return self.codes(operand, *cast_current(x, self.formats[operand], None, pow2=self.pow2))
 
 
 class RowwiseRule(Rule):
@@ -159,10 +162,9 @@ class RowwiseRule(Rule):
         self.one_scale_in_dgrad = precision.scaling == "rowwise_with_gw_hp"
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
-        fmt = self.formats[operand]
         whole = operand == "w" and dim == 0 and self.one_scale_in_dgrad
-        cast = cast_current(x, fmt, None if whole else dim, pow2=self.pow2)
-        return Codes(*cast, fmt, self.in_bf16)
+        along = None if whole else dim
+        return self.codes(operand, *cast_current(x, self.formats[operand], along, pow2=self.pow2))
 
 
 class BlockwiseRule(Rule):
@@ -178,7 +180,7 @@ class BlockwiseRule(Rule):
         blocks = split(x.float(), tile)
         scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, inverse=1 / FLOAT_MAX)
         values = to_codes(blocks * widen(scale), fmt)
-        return Codes(join(values, x), _one(x), fmt, self.in_bf16, scale.reciprocal(), tile)
+        return self.codes(operand, join(values, x), _one(x), scale.reciprocal(), tile)
 
 
 class MxRule(Rule):
@@ -190,7 +192,7 @@ class MxRule(Rule):
         blocks = split(x.float(), tile)
         inverse, scale = e8m0_scales(block_amax(blocks), fmt)
         values = to_codes(blocks * widen(scale), fmt)
-        return Codes(join(values, x), _one(x), fmt, self.in_bf16, inverse, tile)
+        return self.codes(operand, join(values, x), _one(x), inverse, tile)
 
 
 def e8m0_scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -235,7 +237,7 @@ class NvRule(Rule):
         if operand == "g" and self.stochastic:
             noise = self.generator.uniform(scaled_blocks)
         values = to_codes(scaled_blocks, E2M1, noise, saturate=True)  # the block scale was rounded
-        return Codes(join(values, x), inverse, E2M1, self.in_bf16, block, tile)
+        return self.codes(operand, join(values, x), inverse, block, tile)
 
 
 def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -380,6 +382,7 @@ class DelayedRule(Rule):
 
     def __init__(self, state: DelayedState, row: int) -> None:
         self.state, self.row = state, row
+        self.formats, self.in_bf16 = state.formats, state.in_bf16
         self.used_in: int | None = None  # forward pass of the last use
 
     def index(self, operand: Operand) -> int:
@@ -398,6 +401,5 @@ class DelayedRule(Rule):
         state.current[index] = torch.fmax(state.current[index].clamp(min=0), amax(x))
         # A copy: codes saved for backward keep the scale that made them.
         scale = state.scale[index].clone()
-        fmt = state.formats[operand]
-        values = to_codes(scaled(x, scale), fmt, saturate=True)
-        return Codes(values, scale.reciprocal(), fmt, state.in_bf16)
+        values = to_codes(scaled(x, scale), self.formats[operand], saturate=True)
+        return self.codes(operand, values, scale.reciprocal())

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from finetune.config.schema import PrecisionConfig
-from finetune.errors import PlanError, PrecisionError, did_you_mean, some
+from finetune.errors import PlanError, did_you_mean, some
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import by_rows
 from finetune.precision.layers import (
@@ -52,8 +51,10 @@ from finetune.precision.weights import (
     tile_of,
 )
 
-SCALE = "_scale"
-"""Suffix of the buffer with the inverse scales of a parameter of codes."""
+
+def scale_of(name: str) -> str:
+    """Name of the buffer with the inverse scales of a parameter of codes."""
+    return f"{name}_scale"
 
 
 class CodesMixin(Swapped):
@@ -71,7 +72,7 @@ class CodesMixin(Swapped):
         raise AssertionError("each of these mixins knows its parameters")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        scales = {name + SCALE: getattr(self, name + SCALE) for name in self.code_names()}
+        scales = {scale_of(name): self.get_buffer(scale_of(name)) for name in self.code_names()}
         with moving(self._parameters[name] for name in self.code_names()):
             result = super()._apply(fn, recurse)
         for name, before in scales.items():
@@ -94,9 +95,12 @@ class CodesMixin(Swapped):
                 errors = rest[-1]
                 errors.append(f"{prefix}{name} holds FP8 codes, and {given.dtype} was given")
                 return
-            alone = (given is None) is (prefix + name + SCALE in state_dict)
+            alone = (given is None) is (prefix + scale_of(name) in state_dict)
             if alone and not self.stored_raw:  # also where `strict=False` lets names be missing
-                rest[-1].append(f"{prefix}{name}: FP8 codes and {name + SCALE} are loaded together")
+                message = f"{prefix}{name}: FP8 codes and {scale_of(name)} are loaded together"
+                rest[-1].append(message)
+                    f"{prefix}{name}: FP8 codes and {scale_of(name)} are loaded together"
+                )
                 return
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -262,21 +266,6 @@ def before_sharding(model: nn.Module) -> None:
                 setattr(module, name, torch.empty_like(scale, device="cpu"))
 
 
-def refuse_sharded_copies(precision: PrecisionConfig) -> None:
-    """Refuse codes of whole weights that are kept between steps where FSDP shards them.
-
-    Raises:
-        PrecisionError: the setting that keeps them.
-    """
-    if precision.fp8_params:
-        raise PrecisionError(
-            "fp8_params with FSDP is not supported",
-            where="precision.fp8_params=true",
-            why="FSDP gathers each weight again for every use, so there is nothing to hold",
-            fix="~precision.fp8_params, or ~train.fsdp ~train.fsdp_config (DDP)",
-        )
-
-
 def share_scales(model: nn.Module) -> None:
     """Broadcast the scales of the first process, from which the codes came as well."""
     for _, scales in iter_scales(model):
@@ -288,7 +277,7 @@ def iter_scales(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Tensor]
     """Each module that has parameters of FP8 codes, and its buffers of scales by name."""
     for module in model.modules():
         if isinstance(module, CodesMixin) and (names := module.code_names()):
-            yield module, {name + SCALE: getattr(module, name + SCALE) for name in names}
+            yield module, {scale_of(name): module.get_buffer(scale_of(name)) for name in names}
 
 
 def iter_stored(model: nn.Module) -> Iterator[tuple[str, Any]]:

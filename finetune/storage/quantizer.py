@@ -35,8 +35,7 @@ from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, s
 from finetune.precision.experts import put_experts, quantize_stack, release_experts, stored_names
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import experts_in, linear_shape, why_own_forward
-from finetune.precision.stored import SCALE as EXPERT_SCALE
-from finetune.precision.stored import iter_stored, put, release, resolve, storable
+from finetune.precision.stored import iter_stored, put, release, resolve, scale_of, storable
 from finetune.precision.weights import (
     GRANULARITIES,
     Fp8Bits,
@@ -157,7 +156,7 @@ class QuantizeWeight(ConversionOps):
         stack = value.mT if module.is_transposed else value
         bits, inverse = quantize_stack(stack, self.quantizer.stacks[name])
         bits = bits.mT if module.is_transposed else bits
-        return {name: Fp8Bits(bits), name + EXPERT_SCALE: inverse}
+        return {name: Fp8Bits(bits), scale_of(name): inverse}
 
 
 class Fp8StorageQuantizer(HfQuantizer):
@@ -325,7 +324,7 @@ class Fp8StorageQuantizer(HfQuantizer):
         for name, module in iter_stored(model):
             check_codes(name, module)
         for name in self.stacks:
-            check_scales(name, model.get_buffer(name + EXPERT_SCALE))
+            check_scales(name, model.get_buffer(scale_of(name)))
         model._weight_conversions = [  # saved under our own names, not the publisher's
             c
             for c in model._weight_conversions

@@ -30,7 +30,7 @@ from finetune.hardware.device import processes
 from finetune.hardware.requirements import Resolution
 from finetune.precision.compiling import never_compiled
 from finetune.precision.layers import multiplies
-from finetune.precision.stored import before_sharding, refuse_sharded_copies, share_scales
+from finetune.precision.stored import before_sharding, share_scales
 from finetune.training import compute_types
 from finetune.training.checkpoint_weights import refuse_sharded_codes
 from finetune.training.replacing import replaced
@@ -269,14 +269,13 @@ def _check_accelerator(accelerator: Any, resolution: Resolution, *, known: bool)
         )
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "MEGATRON_LM"):
         raise engine_refused("DeepSpeed or Megatron-LM", str(accelerator.distributed_type))
-    if "FSDP" in str(accelerator.distributed_type):
-        if accelerator.state.fsdp_plugin.fsdp_version != 2:
-            raise PrecisionError(
-                "FSDP1 is not supported",
-                where="FullyShardedDataParallelPlugin, fsdp_config, or accelerate launch",
-                why=WHY_NOT_FSDP1,
-                fix="fsdp_version=2 there (version: 2 in fsdp_config)",
-            )
-        refuse_sharded_copies(resolution.precision)
+    sharded = "FSDP" in str(accelerator.distributed_type)
+    if sharded and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise PrecisionError(
+            "FSDP1 is not supported",
+            where="FullyShardedDataParallelPlugin, fsdp_config, or accelerate launch",
+            why=WHY_NOT_FSDP1,
+            fix="fsdp_version=2 there (version: 2 in fsdp_config)",
+        )
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise never_compiled("torch_compile=True, or the dynamo settings of accelerate")

@@ -52,10 +52,6 @@ LAYERS = {
     "FP8 full": ("llama_8b_full_fp8", ()),
     "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
     "FP8 full, checkpointed": ("llama_8b_full_fp8", (CHECKPOINTED,)),
-    "FP8 full, checkpointed, weights cast before": (
-        "llama_8b_full_fp8",
-        (CHECKPOINTED, "precision.fp8_params=true"),
-    ),
     "BF16 LoRA, rank 32": ("llama_8b_lora_bf16", (*RANK_32, "precision.compile=on")),
     "FP8 LoRA, rank 32": ("llama_8b_lora_fp8", RANK_32),
     "BF16 LoRA, checkpointed": (
@@ -132,8 +128,6 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         layer.compile(backend=backend, fullgraph=True, dynamic=False)
         # Adapters arrive cast, as a run gives them; its own cast skips fake parameters.
         feed(layer, "fp8_low", lambda _: ((m, _low(m)) for m in conversion.fused))
-        for engine in conversion.engines:
-            engine.compiled(layer)
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x, position_embeddings=(angles, angles), attention_mask=None)
         y.sum().backward()

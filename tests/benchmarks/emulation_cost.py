@@ -3,8 +3,7 @@
 One training step of the packaged model in each precision in turn, many times over, so that whatever
 else the machine does meets them all alike. A ratio is that of the step times of the same round;
 shown are the median over rounds and the quartiles. `--exact` multiplies in float32
-(`precision.emulation=exact`). `--kept` runs each with `precision.fp8_params` too, which pays where
-an update has several micro-steps (`--micro-steps`).
+(`precision.emulation=exact`).
 """
 
 from __future__ import annotations
@@ -29,12 +28,8 @@ from finetune.precision import convert, planner
 BASELINE = "bf16"
 
 
-def precisions(emulation: str, *, kept: bool) -> dict[str, PrecisionConfig]:
-    """Everything that emulates: our backend with every scaling, torchao's with what it has.
-
-    Args:
-        kept: with codes of weights kept between steps, too.
-    """
+def precisions(emulation: str) -> dict[str, PrecisionConfig]:
+    """Everything that emulates: our backend with every scaling, torchao's with what it has."""
     found = {}
     for backend in get_args(BackendName):
         for scaling in get_args(Scaling):
@@ -48,8 +43,6 @@ def precisions(emulation: str, *, kept: bool) -> dict[str, PrecisionConfig]:
             )
             if backend != "te" and engine_verdict(backend, p):
                 found[f"{backend} {scaling}"] = p
-                if kept:
-                    found[f"{backend} {scaling}, kept"] = p.model_copy(update={"fp8_params": True})
     return found
 
 
@@ -83,11 +76,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--micro-steps", type=int, default=1, help="for each optimizer step")
     parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--kept", action="store_true")
     parser.add_argument("--only", default="", help="part of the names to run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    every = precisions("exact" if arguments.exact else "allow", kept=arguments.kept)
+    every = precisions("exact" if arguments.exact else "allow")
     asked = {name: p for name, p in every.items() if arguments.only in name}
     shape = arguments.rows, arguments.length
     runs = {name: Run(p, *shape) for name, p in {BASELINE: None, **asked}.items()}

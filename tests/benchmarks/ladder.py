@@ -120,8 +120,6 @@ FULL = (
     Step("FP8 rowwise, compiled", FP8 | {"scaling": "rowwise"} | ON, train=_FUSED),
     Step("FP8 delayed, Transformer Engine", FP8 | {"backend": "te", "scaling": "delayed"},
          train=_FUSED),
-    Step("FP8 weights held, emulated", TENSORWISE | {"backend": "emulated", "fp8_params": True},
-         train=_FUSED),
     Step("shipped", how="shipped", liger="", train=_FUSED),
 )  # fmt: skip
 STEPS: dict[str, tuple[Step, ...]] = {"lora": LORA, "full": FULL}

@@ -489,9 +489,9 @@ def test_what_is_at_its_default_or_unknown_to_us_can_be_unset(load):
             id="fp8-evaluation-of-a-bf16-run",
         ),
         pytest.param(
-            BASE.replace("compute: bf16", "fp8_params: true"),
+            BASE.replace("compute: bf16", "high_gemms: [wgrad]"),
             "r.yaml:3",
-            ["fp8_params belongs to FP8 compute", "compute is 'bf16'"],
+            ["high_gemms belongs to FP8 compute", "compute is 'bf16'"],
             id="setting-of-another-compute",
         ),
         pytest.param(

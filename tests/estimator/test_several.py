@@ -23,7 +23,7 @@ from finetune.hardware.gpus import Place, place_of
 from finetune.hardware.requirements import resolve
 from tests.estimator.configs import changed
 from tests.estimator.test_sharding import run_worker
-from tests.sharding_worker import EMULATED, RECIPES, recipe_config
+from tests.sharding_worker import RECIPES, recipe_config
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +162,6 @@ def test_words_and_json_tell_of_several(config: RunConfig) -> None:
         (
             {"model": {"storage": "nf4"}, "lora": {"target_modules": "all-linear"}},
             "FSDP cannot shard",
-        ),
-        (
-            {"precision": {"compute": "fp8", "fp8_params": True, **EMULATED, "frozen": None}},
-            "fp8_params with FSDP",
         ),
     ],
 )

@@ -21,7 +21,7 @@ BACKENDS = ("te", "torchao", "auto")
 SCALINGS = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 MORE = (
     *("", "precision.format=e5m2", "precision.format=hybrid", "precision.high_gemms=[wgrad]"),
-    *("precision.power_of_two_scales=true", "precision.compile=on", "precision.fp8_params=true"),
+    *("precision.power_of_two_scales=true", "precision.compile=on"),
 )
 DEVICES = {d.name: d for d in (A100, APPLE, B200, CPU, H100, RTX4090, RTX5090, V100)}
 

@@ -338,9 +338,6 @@ def _without_triton() -> None:
         compile(self, *args, backend="aot_eager")
 
     nn.Module.compile = only_traced
-    from finetune.precision.backends import cached
-
-    cached.compiled_once = lambda function: function
 
 
 def _milliseconds(call: Callable[[], Any], **_: Any) -> float:

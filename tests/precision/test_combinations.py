@@ -240,19 +240,12 @@ def test_high_gemms(on, make_llama, backend, scaling, high) -> None:
             assert try_one(on, make_llama, backend, device, **settings) == "trained"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_held_weights(on, make_llama, backend) -> None:
-    for device in machine(backend):
-        happened = try_one(on, make_llama, backend, device, scaling="tensorwise", fp8_params=True)
-        assert happened == ("refused" if backend == "te" else "trained")
-
-
 @pytest.mark.usefixtures("imported")
 def test_what_falls_back_to_bf16_leaves_fp8s_settings_behind(on, make_llama) -> None:
-    """A map to FP8, held weights and GEMMs kept high ask nothing of a BF16 run."""
+    """A map to FP8 and GEMMs kept high ask nothing of a BF16 run."""
     with pytest.warns(UserWarning, match="FP8 was requested, BF16 will run"):
         accelerator = on(
-            "auto", CPU, on_unsupported="bf16", fp8_params=True, high_gemms=("wgrad",),
+            "auto", CPU, on_unsupported="bf16", high_gemms=("wgrad",),
             map={"output": "fp8", "attn": "fp32"}, keep=("down_proj",), first_n=0,
         )  # fmt: skip
     model = make_llama()

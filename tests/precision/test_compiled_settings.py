@@ -22,12 +22,10 @@ from tests.traced import traced
 
 FULL = {
     "plain": {},
-    "fp8_params": {"fp8_params": True},
     "high-fprop": {"high_gemms": ["fprop"]},
     "high-dgrad": {"high_gemms": ["dgrad"]},
     "high-wgrad": {"high_gemms": ["wgrad"]},
     "high-two": {"high_gemms": ["dgrad", "wgrad"]},
-    "fp8_params-high-dgrad": {"fp8_params": True, "high_gemms": ["dgrad"]},
     "other-scales": {"power_of_two_scales": True},
     "e4m3": {"format": "e4m3"},
     "attention-high": {"map": {"attn": "bf16"}},

@@ -225,7 +225,6 @@ def test_revert_copy_and_pickle_give_plain_modules(make_llama) -> None:
     p = PrecisionConfig.model_validate(
         {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "nvfp4"}
         | {"map": {"attn": "fp32", "norm": "bf16", "embed": "bf16", "output": "fp8"}}
-        | {"fp8_params": True}
     )
     convert.apply(model, planner.plan(model, p))
     assert [type(m) for m in model.modules()] != classes

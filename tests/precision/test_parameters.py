@@ -144,28 +144,6 @@ def test_bit_equal_in_other_recipes(form, scaling) -> None:
     assert torch.equal(as_linear(dw, how), dw_twin)
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
-def test_weights_held_in_fp8_are_those_of_the_product(scaling) -> None:
-    """One parameter, multiplied both ways round and matrix by matrix: each with its own codes."""
-
-    def form(x: Tensor, w: Tensor) -> Tensor:
-        y = (x @ w).sum(0)  # as [3 * 32, 32]
-        return (y @ w.mT).sum(0) @ w[1] + torch.einsum("ti,hio->tho", x, w).sum(1)
-
-    results = []
-    for held in (False, True):
-        model = converted(Holder(3, 32, 32, form=form), precision(scaling=scaling, fp8_params=held))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        seen = []
-        for seed in range(3):
-            y, dx, (dw,) = train(model, tokens(16, 32, seed=seed))
-            optimizer.step()
-            seen += [y, dx, dw.clone()]
-        results.append(seen)
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(("backend", "scaling"), RULES)
 def test_batched_weights_are_as_many_linear_layers(backend, scaling) -> None:
     """x [H, T, K] times w [H, K, N]: each head has the numbers of a linear layer of its own."""

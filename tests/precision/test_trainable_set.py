@@ -72,15 +72,11 @@ class InPlace(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("fp8_params", [False, True])
 @pytest.mark.parametrize(("backend", "scaling"), BACKENDS)
-def test_a_result_may_be_changed_in_place(setup_backend, backend, scaling, fp8_params) -> None:
-    if fp8_params and backend == "te":
-        pytest.skip("fp8_params is of the other engines")
-
+def test_a_result_may_be_changed_in_place(setup_backend, backend, scaling) -> None:
     def gradients(backend: str, scaling: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        accelerator = setup_backend(backend, scaling=scaling, fp8_params=fp8_params)
+        accelerator = setup_backend(backend, scaling=scaling)
         model = InPlace()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)

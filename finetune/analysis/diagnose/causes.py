@@ -157,7 +157,7 @@ def few_tokens(facts: Facts) -> Cause | None:
     """Too few tokens in a micro-batch to pay for casting, or loading, the weights."""
     if facts.emulated or facts.payoff is None:
         return None
-    stored = facts.config.precision.frozen == "fp8" or facts.config.precision.fp8_params
+    stored = facts.config.precision.frozen == "fp8"
     least = facts.payoff.least_tokens if stored else facts.payoff.least
     small = [g for g in facts.fp8_groups if g.role == "base" and 0 < g.tokens < least]
     if not small:

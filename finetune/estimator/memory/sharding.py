@@ -69,7 +69,6 @@ from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import KINDS
 from finetune.hardware.gpus import Place
-from finetune.precision.stored import refuse_sharded_copies
 from finetune.training.compute_types import AUTOCAST
 
 FLOAT32 = 4
@@ -208,7 +207,6 @@ def shares_model(config: RunConfig, place: Place) -> bool:
 
     Raises:
         ConfigError: on a CPU, where sharding is unsupported.
-        PrecisionError: stored FP8 copies of weights, which are gathered again.
     """
     if not config.train.get("fsdp") or place.count < 2:
         return False
@@ -219,7 +217,6 @@ def shares_model(config: RunConfig, place: Place) -> bool:
             why="accelerate shards on GPUs only",
             fix="--gpu NAME, or ~train.fsdp ~train.fsdp_config",
         )
-    refuse_sharded_copies(config.precision)
     return True
 
 

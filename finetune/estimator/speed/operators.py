@@ -73,7 +73,7 @@ _GATHERS = words(
     "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
     "index_add_ index_copy_"
 )
-_CASTS = words("cast_rows transpose_codes cast_together cast_weight")
+_CASTS = words("cast_rows transpose_codes cast_together")
 LAUNCH_NOTHING = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "
@@ -228,7 +228,7 @@ def is_backward_attention(op: Op) -> bool:
 def traffic(op: Op) -> tuple[float, float]:
     """(bytes read, bytes written) of one eager kernel."""
     kind, name = kind_of(op), base_name(op)
-    read = float(sum(x.nbytes for x in op.inputs)) * (2 if name == "cast_weight" else 1)
+    read = float(sum(x.nbytes for x in op.inputs))
     written = float(sum(operand.nbytes for operand in op.outputs))
     if kind == "none":
         return 0.0, 0.0

@@ -4,8 +4,6 @@ For g micro-batches (gradient accumulation):
 
     step = g x (forward + backward) + optimizer + exposed communication
 
-Weights cast once per optimizer step (`precision.fp8_params`) count with the optimizer.
-
 Compiled decoder layers (`precision.compile`) run with their pointwise chains fused. With
 `train.fsdp` each micro-batch gathers the weights of each group in forward and in backward, the last
 one also reduces gradients, and the update covers one GPU's shards in their stored dtype. Without it
@@ -37,7 +35,6 @@ import torch
 
 from finetune.config.schema import RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
-from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
@@ -152,7 +149,7 @@ def pace_of_one(
 def micro_batch(trace: Trace) -> tuple[list[Op], list[Op]]:
     """Operators of a micro-batch, and those that run once per optimizer step."""
     step = trace.since("step")
-    once = [op.phase == "optimizer" or base_name(op) == "cast_weight" for op in step]
+    once = [op.phase == "optimizer" for op in step]
     return [*compress(step, (not x for x in once))], [*compress(step, once)]
 
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 FARTHER, FARTHEST = 1.1, 100
 """Weight of a value per operator between it and backward, and the most of them that count."""
-BEFORE_LAYERS = ("cast_weight",)
-"""Operators whose results are inputs of a layer's graph (`precision.fp8_params`)."""
 SMALLER = 4
 """A result this many times smaller than its operands is saved."""
 
@@ -74,7 +72,7 @@ def _whole_recomputation(trace: Trace, step: int) -> Trace:
     forward: dict[str, list[Op]] = defaultdict(list)
     for op in trace.ops[step:]:
         layer = layer_of(op.module)
-        if op.phase == "forward" and layer and base_name(op) not in BEFORE_LAYERS:
+        if op.phase == "forward" and layer:
             forward[layer].append(op)
     ops, places, fresh = list[Op](), list[int](), len(trace.storages)
     left: list[Op] = []  # what a recomputation in progress has still to run
@@ -192,8 +190,6 @@ class _Graph:
 
     def _layer(self, op: Op, taken: tuple[int, ...], recomputed: set[str]) -> str:
         """Layer whose forward an operator belongs to, or could; empty if it needs a gradient."""
-        if base_name(op) in BEFORE_LAYERS:
-            return ""
         if op.phase != "backward":
             layer = layer_of(op.module)
             return layer if op.phase == ("recompute" if layer in recomputed else "forward") else ""

@@ -294,9 +294,6 @@ class Backend:
         """The gradient-checkpointing function to use instead of `checkpoint`."""
         return checkpoint
 
-    def compiled(self, layer: nn.Module) -> None:
-        """Prepare a decoder layer that is compiled now, which calls `layer._compiled_call_impl`."""
-
     def begin_step(self) -> None:
         """Begin a training forward (not a recomputation, not an evaluation)."""
 

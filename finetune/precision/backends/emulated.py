@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.precision.backends.base import Fp8Mixin, Passes, restore
-from finetune.precision.backends.cached import CachedBackend, WeightCache
-from finetune.precision.formats import E2M1, E4M3, Format, decode_bits
+from finetune.precision.backends.base import Backend, Fp8Mixin, Passes, restore
 from finetune.precision.gemm import Codes, by_rows, compute_dtype, scaled_mm
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
@@ -48,22 +45,13 @@ class EmulatedLinear(torch.autograd.Function):
         rule: Rule,
         high: frozenset[Gemm],
         dtype: torch.dtype,
-        kinds: tuple[Kind | None, Kind | None] = (None, None),
-        *codes: Tensor | None,
     ) -> Tensor:
-        """x [M, K], w [N, K] -> y [M, N] in `dtype`; GEMMs named in `high` are not quantized.
-
-        Args:
-            kinds, codes: `_pack` of codes of w that were made before, for fprop and for dgrad; None
-                casts w.
-        """
+        """x [M, K], w [N, K] -> y [M, N] in `dtype`; GEMMs named in `high` are not quantized."""
         low_fprop = "fprop" not in high
         x_again = rule.reuses and "wgrad" not in high and w.requires_grad
         w_again = rule.reuses and "dgrad" not in high
         xq = rule.cast("x", x, 1) if low_fprop or x_again else None
-        wq = _unpack(kinds[0], *codes[:3])
-        if wq is None and (low_fprop or w_again):
-            wq = rule.cast("w", w, 1)
+        wq = rule.cast("w", w, 1) if low_fprop or w_again else None
         if low_fprop:
             assert xq is not None
             assert wq is not None
@@ -71,11 +59,11 @@ class EmulatedLinear(torch.autograd.Function):
         else:
             y = x.to(dtype) @ w.t().to(dtype)  # [M, K] @ [K, N]
         ctx.rule, ctx.high, ctx.types = rule, high, (x.dtype, w.dtype)
-        # For backward: codes made before, else reusable ones, else the matrix.
-        ctx.x_kind, x_saved = _pack(xq if x_again else None, x if w.requires_grad else None)
-        ctx.w_kind, w_saved = _pack(wq if w_again else None, w)
-        if (kept := kinds[0] if w_again else kinds[1]) is not None:
-            ctx.w_kind, w_saved = kept, codes[:3] if w_again else codes[3:]
+        # For backward: codes that serve every GEMM, with their scale, else the matrix.
+        x_saved = (x if w.requires_grad else None, None)
+        if x_again and xq is not None:
+            x_saved = xq.values, xq.inverse
+        w_saved = (wq.values, wq.inverse) if w_again and wq is not None else (w, None)
         ctx.save_for_backward(*x_saved, *w_saved)
         return y
 
@@ -83,7 +71,7 @@ class EmulatedLinear(torch.autograd.Function):
     @once_differentiable  # rounding has no second derivative: an error, not a wrong number
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K], dw [N, K]; a frozen weight costs no wgrad."""
-        x, x_inverse, x_block, w, w_inverse, w_block = ctx.saved_tensors
+        x, x_inverse, w, w_inverse = ctx.saved_tensors
         rule, high = ctx.rule, ctx.high
         dx = dw = gq = None
         if ctx.needs_input_grad[0]:
@@ -91,7 +79,7 @@ class EmulatedLinear(torch.autograd.Function):
                 dx = g @ w.to(g.dtype)  # [M, N] @ [N, K]
             else:
                 gq = rule.cast("g", g, 1)
-                wq = _unpack(ctx.w_kind, w, w_inverse, w_block) or rule.cast("w", w, 0)
+                wq = _again(rule, "w", w, w_inverse)
                 dx = scaled_mm(gq, wq, g.dtype)  # [M, N] @ [N, K]
             dx = dx.to(ctx.types[0])
         if ctx.needs_input_grad[1]:
@@ -100,33 +88,17 @@ class EmulatedLinear(torch.autograd.Function):
             else:
                 if gq is None or not rule.reuses:
                     gq = rule.cast("g", g, 0)
-                xq = _unpack(ctx.x_kind, x, x_inverse, x_block) or rule.cast("x", x, 0)
+                xq = _again(rule, "x", x, x_inverse)
                 dw = scaled_mm(gq.t(), xq, g.dtype)  # [N, M] @ [M, K]
             dw = dw.to(ctx.types[1])
-        return dx, dw, *(None,) * (len(ctx.needs_input_grad) - 2)
+        return dx, dw, None, None, None
 
 
-Kind = tuple[Format, bool, tuple[int, int]]
-"""Format of codes, whether a CPU may multiply them in BF16, and the tile of their blocks."""
-Packed = tuple[Kind | None, tuple[Tensor | None, Tensor | None, Tensor | None]]
-
-
-def _pack(codes: Codes | None, matrix: Tensor | None = None) -> Packed:
-    """Tensors to keep: numbers, scale and scales of blocks of codes; or the matrix."""
-    if codes is None:
-        return None, (matrix, None, None)
-    return (codes.fmt, codes.in_bf16, codes.tile), (codes.values, codes.inverse, codes.block)
-
-
-def _unpack(kind: Kind | None, values: Any = None, inverse: Any = None, block: Any = None) -> Any:
-    """Codes of what `_pack` kept, None of a matrix; FP8 numbers become BF16 again."""
-    if kind is None:
-        return None
-    fmt, in_bf16, tile = kind
-    if values.dtype is E4M3.dtype:
-        values = decode_bits(values.view(torch.uint8))
-    values = values.to(torch.bfloat16)
-    return Codes(values, inverse, fmt, in_bf16, block, tile)
+def _again(rule: Rule, operand: Operand, saved: Tensor, inverse: Tensor | None) -> Codes:
+    """Codes for backward: those of fprop, which `saved` has with their scale, or of a matrix."""
+    if inverse is None:
+        return rule.cast(operand, saved, 0)
+    return rule.codes(operand, saved, inverse)
 
 
 class EmulatedMixin(Fp8Mixin):
@@ -134,17 +106,14 @@ class EmulatedMixin(Fp8Mixin):
 
     fp8_backend: EmulatedBackend
     fp8_rule: Rule
-    fp8_codes: tuple[Any, ...]
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        rule, high, dtype = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
-        self.fp8_backend.note_use(rule)
-        codes = self.fp8_backend.codes_for(self, w)
-        given = (rule, high, dtype, *codes)
+        given = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
+        self.fp8_backend.note_use(self.fp8_rule)
         return by_rows(x, bias, lambda rows: EmulatedLinear.apply(rows, w, *given))
 
 
-class EmulatedBackend(CachedBackend):
+class EmulatedBackend(Backend):
     """Backend that emulates FP8; owns the state of delayed scaling and of stochastic rounding."""
 
     name = "emulated"
@@ -166,28 +135,7 @@ class EmulatedBackend(CachedBackend):
             self._rows += 1
         else:
             rule = make_rule(self.precision, self.randomness)
-        return super().attributes(module, layer) | {"fp8_rule": rule}
-
-    def kept_codes(self, layer: Any, w: Tensor, cache: WeightCache[Any]) -> tuple[Any, ...]:
-        """Kinds and tensors of `EmulatedLinear`, codes as FP8 numbers of one byte."""
-        rule: Rule = layer.fp8_rule
-
-        def cast(w: Tensor, dim: int) -> Packed:
-            codes = rule.cast("w", w, dim)
-            # E2M1 numbers are E4M3 numbers too, and torch has no four-bit type that computes.
-            dtype = E4M3.dtype if codes.fmt is E2M1 else codes.fmt.dtype
-            # `decode_bits` has no NaN: here it is in the scale.
-            inverse = codes.inverse.masked_fill(codes.values.isnan().any(), torch.nan)
-            return _pack(codes._replace(values=codes.values.to(dtype), inverse=inverse))
-
-        dgrad = "dgrad" not in self.high
-        dims = {1} if "fprop" not in self.high or (rule.reuses and dgrad) else set[int]()
-        if dgrad and not rule.reuses and torch.is_grad_enabled():
-            dims.add(0)
-        none: Packed = None, (None, None, None)
-        found = [cache.get(w, d, partial(cast, dim=d)) if d in dims else none for d in (1, 0)]
-        kinds, tensors = zip(*found, strict=True)
-        return kinds, *tensors[0], *tensors[1]
+        return {"fp8_rule": rule}
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
         rule: Any = module.fp8_rule
@@ -228,7 +176,6 @@ class EmulatedBackend(CachedBackend):
             **{operand: fmt.name for operand, fmt in formats_of(p).items()},
             "power_of_two_scales": p.pow2_scales,
             "high_gemms": sorted(self.high),
-            "fp8_params": p.fp8_params,
         }
         if p.scaling == "nvfp4":
             report |= {"hadamard": p.hadamard, "stochastic_rounding": p.stochastic_rounding}

@@ -1,10 +1,9 @@
 """Backend `torchao`: `torchao.float8.Float8Linear` multiplies.
 
 Layers become subclasses of `Float8Linear`, with a configuration derived from torchao's recipes.
-Three differences from `convert_to_float8_training`:
+Two differences from `convert_to_float8_training`:
 
 * A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it.
-* With `precision.fp8_params` a weight is cast once per optimizer step, to the same bits (`cached`).
 * Under autocast on any device the input is cast to autocast's type (torchao: on CUDA only).
 
 Casts are many small kernels in eager mode: without `torch.compile` torchao is slower than BF16.
@@ -22,16 +21,10 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
-from torchao.float8.float8_training_tensor import (
-    Float8TrainingTensor,
-    GemmInputRole,
-    LinearMMConfig,
-)
-from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from finetune.config.schema import Gemm, PrecisionConfig
-from finetune.precision.backends.base import Fp8Mixin
-from finetune.precision.backends.cached import CachedBackend, WeightCache, compiled_once
+from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.gemm import by_rows
 from finetune.precision.planner import LayerPlan
@@ -69,82 +62,39 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
 class OwnMatmul(torch.autograd.Function):
     """`y = x Wᵀ` by torchao's casts and GEMMs, where its own function does too much or too little.
 
-    That has no weight which was cast before, computes the weight gradient of one that does not
-    train, and cannot multiply float32 weights by BF16 gradients in a GEMM that stays high.
+    That computes the weight gradient of one that does not train, and cannot multiply float32
+    weights by BF16 gradients in a GEMM that stays high.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w_t: Tensor,
-        fprop: Tensor | None,
-        fprop_scale: Tensor | None,
-        dgrad: Tensor | None,
-        dgrad_scale: Tensor | None,
-        mm: LinearMMConfig,
-        config: Float8LinearConfig,
+        ctx: Any, x: Tensor, w_t: Tensor, mm: LinearMMConfig, config: Float8LinearConfig
     ) -> Tensor:
-        """x [M, K], w_t [K, N] -> [M, N] in the type of `x`.
-
-        Args:
-            fprop, fprop_scale: FP8 numbers of w_t as fprop multiplies them, and their scale; None
-                casts w_t.
-            dgrad, dgrad_scale: the same in dgrad; None: those of fprop, if one cast serves both.
-        """
-        ctx.mm, ctx.config, ctx.w_dtype = mm, config, w_t.dtype
+        """x [M, K], w_t [K, N] -> [M, N] in the type of `x`."""
+        ctx.mm, ctx.config = mm, config
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_t)  # only wgrad needs x
         xq = _to_float8(x, config.cast_config_input, mm, GemmInputRole.INPUT, -1, config)
-        cast = config.cast_config_weight
-        wq = _weight(w_t, fprop, fprop_scale, x.dtype, cast, mm, 0, config)
-        if dgrad is None and _one_cast(config):
-            dgrad, dgrad_scale = fprop, fprop_scale
-        x_saved = x if ctx.needs_input_grad[1] else None  # only wgrad needs it
-        ctx.save_for_backward(x_saved, w_t if dgrad is None else None, dgrad, dgrad_scale)
-        return torch.mm(xq, wq)  # [M, K] @ [K, N]
+        wq = _to_float8(w_t, config.cast_config_weight, mm, GemmInputRole.WEIGHT, 0, config)
+        return torch.mm(xq, wq.to(x.dtype))  # [M, K] @ [K, N]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor):
         """g [M, N] -> dx [M, K], dw_t [K, N]."""
-        x, w_t, codes, scale = ctx.saved_tensors
+        x, w_t = ctx.saved_tensors
         mm, config, role = ctx.mm, ctx.config, GemmInputRole.GRAD_OUTPUT
         dx = dw_t = None
         if ctx.needs_input_grad[0]:
             gq = _to_float8(g, config.cast_config_grad_output, mm, role, -1, config)
             cast = config.cast_config_weight_for_grad_input
-            wq = _weight(w_t, codes, scale, g.dtype, cast, mm, -1, config)
-            dx = torch.mm(gq, wq.t())  # [M, N] @ [N, K]
+            wq = _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, -1, config)
+            dx = torch.mm(gq, wq.to(g.dtype).t())  # [M, N] @ [N, K]
         if ctx.needs_input_grad[1]:
             cast = config.cast_config_grad_output_for_grad_weight
             gq = _to_float8(g, cast, mm, role, 0, config)
             cast = config.cast_config_input_for_grad_weight
             xq = _to_float8(x, cast, mm, GemmInputRole.INPUT, 0, config)
-            dw_t = torch.mm(gq.t(), xq.to(gq.dtype)).t().to(ctx.w_dtype)  # [N, M] @ [M, K]
-        return dx, dw_t, None, None, None, None, None, None
-
-
-def _one_cast(config: Float8LinearConfig) -> bool:
-    """True if one cast of the weight serves fprop and dgrad: it has one scale."""
-    casts = config.cast_config_weight, config.cast_config_weight_for_grad_input
-    return casts[0] == casts[1] and casts[0].scaling_granularity is ScalingGranularity.TENSORWISE
-
-
-def _weight(
-    w_t: Tensor | None,
-    codes: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    cast: CastConfig,
-    mm: LinearMMConfig,
-    axis: int,
-    config: Float8LinearConfig,
-) -> Tensor:
-    """Numbers that were cast before, or w_t [K, N] cast now, to meet an operand of `dtype`."""
-    if codes is None:
-        assert w_t is not None
-        return _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, axis, config).to(dtype)
-    axiswise = get_maybe_axiswise_dim(axis, cast.scaling_granularity)
-    assert scale is not None
-    return Float8TrainingTensor(codes, scale, dtype, mm, GemmInputRole.WEIGHT, axiswise)
+            dw_t = torch.mm(gq.t(), xq.to(gq.dtype)).t().to(w_t.dtype)  # [N, M] @ [M, K]
+        return dx, dw_t, None, None
 
 
 def _to_float8(
@@ -170,49 +120,6 @@ def _to_float8(
     )
 
 
-def quantize_weight(
-    w: Tensor, dtype: torch.dtype, granularity: ScalingGranularity, pow2: bool, *, for_dgrad: bool
-) -> tuple[Tensor, Tensor]:
-    """FP8 numbers of a weight [N, K], as [K, N], and their scale: the bits of torchao's cast.
-
-    In plain operations, which `torch.compile` makes two passes over the weight.
-
-    Args:
-        for_dgrad: True for scales along N, which dgrad contracts; else along K.
-    """
-    axis = get_maybe_axiswise_dim(0 if for_dgrad else -1, granularity)
-    scale = tensor_to_scale(w, dtype, False, None, granularity, axis, pow2)
-    return to_fp8_saturated(w.float() * scale, dtype).t(), scale.t() if scale.dim() else scale
-
-
-# An operator: one result of a weight for dispatch modes, such as the estimator's trace.
-_library = torch.library.Library("finetune", "FRAGMENT")
-_library.define(
-    "cast_weight(Tensor w, ScalarType dtype, bool rowwise, bool pow2, bool for_dgrad, bool fused) "
-    "-> (Tensor, Tensor)"
-)
-
-
-def _cast_weight(
-    w: Tensor, dtype: torch.dtype, rowwise: bool, pow2: bool, for_dgrad: bool, fused: bool
-) -> tuple[Tensor, Tensor]:
-    granularity = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
-    quantize = compiled_once(quantize_weight) if fused else quantize_weight
-    return quantize(w, dtype, granularity, pow2, for_dgrad=for_dgrad)
-
-
-def _empty_cast(
-    w: Tensor, dtype: torch.dtype, rowwise: bool, pow2: bool, for_dgrad: bool, fused: bool
-) -> tuple[Tensor, Tensor]:
-    n, k = w.shape
-    shape = ((k, 1) if for_dgrad else (1, n)) if rowwise else ()
-    return torch.empty_like(w, dtype=dtype).t(), w.new_empty(shape, dtype=torch.float32)
-
-
-_library.impl("cast_weight", _cast_weight, "CompositeExplicitAutograd")
-_library.impl("cast_weight", _empty_cast, "Meta")
-
-
 TOKENS = 16
 """Divisor of the inner dimension of `torch._scaled_mm`."""
 
@@ -231,7 +138,6 @@ class TorchaoMixin(Fp8Mixin):
     """Forward of a linear layer that torchao multiplies."""
 
     fp8_backend: TorchaoBackend
-    fp8_codes: tuple[Tensor | None, ...]
     config: Float8LinearConfig
     linear_mm_config: LinearMMConfig
     unpadded_mm_config: LinearMMConfig
@@ -242,19 +148,17 @@ class TorchaoMixin(Fp8Mixin):
         return cls, Float8Linear if original is nn.Linear else original
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        config, codes = self.config, self.fp8_backend.codes_for(self, w)
+        config = self.config
         # wgrad contracts tokens: those of a last or packed batch need not be a multiple of 16.
         aligned = x.shape[:-1].numel() % TOKENS == 0
         mm = self.unpadded_mm_config if aligned else self.linear_mm_config
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
-        if codes or not w.requires_grad or self.fp8_backend.precision.gemms_kept_high:
-            given = codes or (None,) * 4
-            return by_rows(x, bias, lambda rows: OwnMatmul.apply(rows, w.t(), *given, mm, config))
-        matmul = matmul_with_hp_or_float8_args
+        own = not w.requires_grad or self.fp8_backend.precision.gemms_kept_high
+        matmul = OwnMatmul if own else matmul_with_hp_or_float8_args
         return by_rows(x, bias, lambda rows: matmul.apply(rows, w.t(), mm, config))
 
 
-class TorchaoBackend(CachedBackend):
+class TorchaoBackend(Backend):
     """Backend whose layers run in torchao."""
 
     name = "torchao"
@@ -269,24 +173,7 @@ class TorchaoBackend(CachedBackend):
             model = Float8Linear(1, 1, bias=False, config=self.config)
         names = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight")
         facts = {name: getattr(model, name) for name in (*names, "scaling_type_grad_output")}
-        unpadded = {"unpadded_mm_config": _unpadded(model.linear_mm_config)}
-        return super().attributes(module, layer) | facts | unpadded
-
-    def kept_codes(self, layer: Any, w: Tensor, cache: WeightCache[Any]) -> tuple[Any, ...]:
-        """Numbers and scale for fprop and for dgrad, None where a GEMM has none of its own."""
-        config, found = self.config, list[Any]()
-        fused = cache.fused and w.is_cuda  # on CPUs compiling takes longer than it saves
-        for cast in (config.cast_config_weight, config.cast_config_weight_for_grad_input):
-            assert cast is not None  # Float8LinearConfig fills it in
-            assert cast.target_dtype is not None
-            dgrad, off = bool(found), cast.scaling_type is ScalingType.DISABLED
-            if off or (dgrad and (_one_cast(config) or not torch.is_grad_enabled())):
-                found += [None, None]
-                continue
-            rowwise = cast.scaling_granularity is ScalingGranularity.AXISWISE
-            how = cast.target_dtype, rowwise, config.round_scales_to_power_of_2, dgrad, fused
-            found += cache.get(w, dgrad, lambda w, how=how: torch.ops.finetune.cast_weight(w, *how))
-        return tuple(found)
+        return facts | {"unpadded_mm_config": _unpadded(model.linear_mm_config)}
 
     def effective(self) -> dict[str, Any]:
         config = self.config
@@ -300,5 +187,4 @@ class TorchaoBackend(CachedBackend):
             "g": config.cast_config_grad_output.short_str(),
             "round_scales_to_power_of_2": config.round_scales_to_power_of_2,
             "emulate": config.emulate,
-            "fp8_params": self.cache is not None,
         }
