@@ -295,38 +295,3 @@ def slow_but(quick, values, mark=pytest.mark.slow):
         )
         for value in values
     ]
-
-
-@pytest.fixture
-def captured(monkeypatch) -> list[torch.fx.GraphModule]:
-    """Graphs of modules that are compiled, forward and backward, which run without a generator."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    plain, backend = torch.nn.Module.compile, aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: plain(self, backend=backend))
-    return graphs
-
-
-def reads_a_master(graph: torch.fx.GraphModule) -> bool:
-    """True if some node computes with a float32 matrix that the graph was given."""
-    pending = [
-        node
-        for node in graph.graph.nodes
-        if node.op == "placeholder"
-        and isinstance(value := node.meta.get("val"), torch.Tensor)
-        and (value.dtype, value.dim()) == (torch.float32, 2)
-        and min(value.shape) > 1  # no scale
-    ]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "call_function" and user.target in (torch.ops.aten.t.default,):
-                pending.append(user)
-            elif user.op != "output":
-                return True
-    return False

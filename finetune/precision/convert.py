@@ -34,7 +34,7 @@ from finetune.precision.experts import (
 )
 from finetune.precision.head import HeadMixin, in_fused_loss
 from finetune.precision.layers import decoder_layers, records
-from finetune.precision.lora import AdaptedMixin, FusedMixin, LowAdapters, iter_fusable
+from finetune.precision.lora import AdaptedMixin, FusedMixin, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
 from finetune.precision.peft_methods import guard_adapters
@@ -54,7 +54,6 @@ class Conversion:
         backend: engine of layers that keep their weights, None without such FP8 layers.
         frozen: engine of layers with weights stored in FP8, None without them.
         fused: PEFT's layers whose adapters are fused with their base.
-        adapters: their adapters in the compute type.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
         head: frozen output head in FP8, if any.
@@ -73,7 +72,6 @@ class Conversion:
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self.fused: list[nn.Module] = []
-        self.adapters = LowAdapters(self.fused)
         self.compiled: list[nn.Module] = []
         self._before, self._has_warned = (0, 0, 0), False
         self._hooked: set[int] = set()
@@ -127,8 +125,7 @@ class Conversion:
         fused = iter_fusable(self.model) if self.plan.precision.fused_adapters else ()
         for name, module in list(fused):
             self._swap(module.base_layer, AdaptedMixin)
-            facts = {"fp8_name": name, "fp8_together": self.adapters, "fp8_low": ()}
-            self._swap(module, FusedMixin, fp8_observers=[], **facts)
+            self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
             self.fused.append(module)
         self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
         self.is_applied = True
@@ -235,7 +232,6 @@ class Conversion:
         self._before = compiling.left_out()
         for module in self.compilable:
             module.compile()
-            self.adapters.compiled(module)
             compiling.uncompiled_with_hooks(module, partial(self._hooked.add, id(module)))
             self.compiled.append(module)
         return len(self.compiled)
@@ -268,8 +264,6 @@ class Conversion:
                 computes = low or self.plan.precision.eval == "fp8"
                 for engine in self.engines:
                     stack.enter_context(engine.computing(low=computes))
-            if low:
-                stack.enter_context(self.adapters.passes.whole_model())
             if self.backend is not None:
                 if steps and not in_backward():
                     if self.backend.wraps_checkpointing:

@@ -14,8 +14,8 @@ dA needs x, which in LoRA is most of what a layer keeps for backward. Where the 
 FP8, the codes that fprop made of x can be kept instead, at half the bytes: x̂ = codes · scale, with
 its scale folded into u. Siblings fed the same tensor keep the same codes.
 
-Adapters are float32 masters (or of the user's type), computed in the type of autocast, to which all
-of a model are cast together in each forward pass (`LowAdapters`), and never in FP8 at any rank.
+Adapters are float32 masters (or of the user's type), computed in the type of autocast and never in
+FP8 at any rank.
 PEFT's module, names and files do not change; only the class of its layer does, and only training
 is fused. Dropout, several active adapters, DoRA and other variants, and biases of adapters run in
 PEFT's own forward, with the same base.
@@ -27,26 +27,15 @@ as these modules are not.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from finetune.precision.backends.base import (
-    Fp8Mixin,
-    ObservedMixin,
-    Owner,
-    Passes,
-    feed,
-    in_backward,
-    multiplying,
-)
+from finetune.precision.backends.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
 from finetune.precision.gemm import by_rows, compute_dtype, mm
@@ -61,16 +50,12 @@ class Adapter(NamedTuple):
     """Masters [r, K] and [N, r] of an adapter, its s, and their names for observers of GEMMs.
 
     Those of an adapter on a stack of E experts are [r·E, K] and [N, r·E].
-
-    Attributes:
-        low: both in the compute type, or () where they have not been cast.
     """
 
     a: Tensor
     b: Tensor
     scaling: float
     owners: tuple[Owner, Owner]
-    low: tuple[Tensor, ...] = ()
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -90,8 +75,6 @@ class AdaptedLinear(torch.autograd.Function):
         s: float,
         how: Arithmetic | None,
         owners: tuple[Owner, Owner],
-        low_a: Tensor | None,
-        low_b: Tensor | None,
     ) -> Tensor:
         """x [M, K] -> y [M, N] in the type of `x`.
 
@@ -101,12 +84,7 @@ class AdaptedLinear(torch.autograd.Function):
             w, w_inverse: weight [N, K]: codes and scales, or a plain matrix and None.
             a, b: masters of the adapter, [r, K] and [N, r].
             how: arithmetic of the base, None for a plain matmul.
-            low_a, low_b: both in the type of `x`, if they have been cast.
         """
-        # No `*low`: without gradients Dynamo (torch 2.13) drops `ctx` from as many arguments as the
-        # signature has names, and then runs the whole layer uncompiled.
-        ctx.dtypes = a.dtype, b.dtype
-        a, b = (a if low_a is None else low_a), (b if low_b is None else low_b)
         low_a, low_b = a.to(x.dtype), b.to(x.dtype)
         if how is None:
             y = x @ w.t().to(x.dtype)  # [M, K] @ [K, N]
@@ -147,10 +125,10 @@ class AdaptedLinear(torch.autograd.Function):
             if needs_a:
                 if x_inverse is not None:  # x̂ = codes · scale: the scale goes into u
                     x, u = decode_bits(x.view(torch.uint8)), u * x_inverse
-                da = mm(u.to(dtype).t(), x.to(dtype), ctx.dtypes[0])  # [r, M] @ [M, K]
+                da = mm(u.to(dtype).t(), x.to(dtype), a.dtype)  # [r, M] @ [M, K]
         if needs_b:
             with multiplying(of_b, b, backward=True):
-                db = mm(g.t(), t.to(dtype), ctx.dtypes[1])  # [N, M] @ [M, r]
+                db = mm(g.t(), t.to(dtype), b.dtype)  # [N, M] @ [M, r]
         nones = (None,) * (len(ctx.needs_input_grad) - 8)
         return dx, None, None, None, None, None, da, db, *nones
 
@@ -165,102 +143,6 @@ def times(x: Tensor, w: Tensor, s: float, unread: Tensor) -> Tensor:
     return torch.addmm(unread, x, w, beta=0, alpha=s)
 
 
-def cast_together(masters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Cast tensors by one kernel."""
-    low = [torch.empty_like(p, dtype=dtype, requires_grad=False) for p in masters]
-    torch._foreach_copy_(low, masters)
-    return low
-
-
-class Updates:
-    """Counter of the steps of all optimizers during its lifetime."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        this = weakref.ref(self)
-
-        def stepped(*_: Any) -> None:
-            alive = this()
-            if alive is not None:
-                alive.count += 1
-
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove)
-
-
-_WHOLE = (nn.Parameter, FakeTensor)
-"""Types of parameters that are no shards or views of such; a fake one is of a rehearsal."""
-
-
-class LowAdapters:
-    """Adapters of a model in the compute type, cast together when a forward pass begins.
-
-    One at a time they are two kernels in each layer's forward, recomputation and backward. They are
-    cast in each pass, though steps are fewer: to look whether one has changed costs as much.
-
-    Attributes:
-        sharded: True where masters are whole only while their layer runs, though their types do not
-            say so (a rehearsal of FSDP2). Each layer then casts for itself.
-    """
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.passes, self.sharded = Passes(), False
-        self._updates = Updates()
-        self._layers = layers
-        self._made_in, self._is_alone = (-1, 0), True  # each layer casts for itself
-        self._used: dict[int, int] = {}
-        self._low: dict[int, tuple[Tensor, ...]] = {}
-
-    def of(self, layer: nn.Module, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A and B of a layer in `dtype`; () where they are to be cast alone, or not at all."""
-        key = id(layer)
-        self._used[key] = self.passes.of_use(self._used.get(key))
-        # Parts called in turns, without the whole, are one pass: an update ends it as well.
-        update = self._made_in[1] if in_backward() else self._updates.count
-        if self._made_in != (self.passes.number, update):
-            self._made_in = self.passes.number, update
-            self._cast(dtype)
-        elif not self._is_alone and not self._has(layer):
-            # Another adapter computed in the last pass, a reference's or a teacher's, between
-            # forward and the recomputation of a checkpoint: that is to save what forward saved.
-            self._cast(dtype)
-        low = self._low[key][2:] if self._has(layer) else ()
-        return low if low and low[0].dtype is dtype else ()
-
-    def _has(self, layer: nn.Module) -> bool:
-        """True if the adapter of a layer that is active now has been cast."""
-        (a, b), cast = active(layer), self._low.get(id(layer), (None, None))
-        return cast[0] is a and cast[1] is b
-
-    def _cast(self, dtype: torch.dtype) -> None:
-        fused = [layer for layer in self._layers if layer.training and not why_not_fused(layer)]
-        masters = [active(layer) for layer in fused]
-        flat = [p for pair in masters for p in pair]
-        self._low, self._is_alone = {}, True
-        # Shards are gathered layer by layer (FSDP), after this: each layer casts for itself.
-        whole = not self.sharded and all(type(p) in _WHOLE for p in flat)
-        if not flat or not whole or any(p.dtype is dtype for p in flat):
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            low = cast_together(flat, dtype)
-        pairs = zip(fused, masters, low[::2], low[1::2], strict=True)
-        self._is_alone = False
-        self._low = {id(layer): (*pair, a, b) for layer, pair, a, b in pairs}
-
-    def compiled(self, layer: nn.Module) -> None:
-        """Prepare a decoder layer that is compiled now, which calls `layer._compiled_call_impl`."""
-        inside = {id(m) for m in layer.modules()}
-        fused = [m for m in self._layers if id(m) in inside]
-        if fused:
-            feed(
-                layer,
-                "fp8_low",
-                lambda x: [
-                    (m, self.of(m, compute_dtype(x))) for m in fused if not why_not_fused(m)
-                ],
-            )
-
-
 class AdaptedMixin(Swapped):
     """Mixin of a frozen base layer that can be called with its adapter."""
 
@@ -271,8 +153,7 @@ class AdaptedMixin(Swapped):
         if adapter is None:
             return super().forward(input)
         values = x_inverse = kept = inverse = how = None
-        w, (a, b, s, owners, low) = weight_matrix(self), adapter
-        both = low or (None, None)
+        w, (a, b, s, owners) = weight_matrix(self), adapter
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin) and input.numel():  # no tokens have no scale
@@ -286,9 +167,7 @@ class AdaptedMixin(Swapped):
                 kept = None if kept is None else kept.view(torch.uint8)
 
         def multiply(x: Tensor) -> Tensor:
-            return AdaptedLinear.apply(
-                x, values, x_inverse, kept, w, inverse, a, b, s, how, owners, *both
-            )
+            return AdaptedLinear.apply(x, values, x_inverse, kept, w, inverse, a, b, s, how, owners)
 
         return by_rows(input, self.bias, multiply)
 
@@ -297,8 +176,6 @@ class FusedMixin(ObservedMixin):
     """Mixin of PEFT's LoRA layer: in training its adapter is passed to the base."""
 
     keeps_name = False
-    fp8_together: LowAdapters
-    fp8_low: tuple[Tensor, ...]
     base_layer: nn.Module
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -313,9 +190,7 @@ class FusedMixin(ObservedMixin):
         if self.fp8_observers:
             a_name, b_name = (f"{self.fp8_name}.lora_{which}.{name}" for which in "AB")
         owners = Owner(a_name, self.fp8_observers), Owner(b_name, self.fp8_observers)
-        compiling = torch.compiler.is_compiling()
-        low = self.fp8_low if compiling else self.fp8_together.of(this, compute_dtype(x))
-        return self.base_layer(x, Adapter(*active(this), float(this.scaling[name]), owners, low))
+        return self.base_layer(x, Adapter(*active(this), float(this.scaling[name]), owners))
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.base_layer, StoredMixin):

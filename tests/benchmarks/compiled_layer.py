@@ -37,8 +37,6 @@ from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.gpus import place_of
 from finetune.hardware.requirements import resolve_there
 from finetune.precision import compiling, convert, planner
-from finetune.precision.backends.base import feed
-from finetune.precision.lora import active
 from finetune.training.model import sketch
 
 GPU = "H100"
@@ -112,7 +110,7 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         to_fake(model)
         choose_attention(model, "varlen")
         store_base(model, config.model.storage)
-        conversion = convert.apply(model, plan, hardware=True)
+        convert.apply(model, plan, hardware=True)
         compiling.prepare()
         if config.train["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -126,17 +124,11 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
 
         # As `Conversion.compile_layers` compiles it, but for the backend.
         layer.compile(backend=backend, fullgraph=True, dynamic=False)
-        # Adapters arrive cast, as a run gives them; its own cast skips fake parameters.
-        feed(layer, "fp8_low", lambda _: ((m, _low(m)) for m in conversion.fused))
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x, position_embeddings=(angles, angles), attention_mask=None)
         y.sum().backward()
     inputs = {name: inputs for name, (_, inputs) in found.items()}
     return Graphs(found["forward"][0], found["backward"][0], inputs)
-
-
-def _low(layer: Any) -> tuple[Tensor, ...]:
-    return tuple(p.detach().to(torch.bfloat16) for p in active(layer))
 
 
 _SLOW_PATTERNS = (

@@ -132,17 +132,6 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_cast_together_unless_their_layers_are_gathered_one_by_one() -> None:
-    config = with_checkpointing(load_recipe("llama_8b_lora_fp8").config, True)
-    for sharded in (False, True):
-        found = rehearse(config, H100, there(config, "frozen"), layers=2, sharded=sharded)
-        names = [op.name for op in found.trace.ops]
-        assert names.count("finetune_estimator.cast_together.default") == (not sharded)
-        modules = {layer_of(op.module) for op in found.trace.ops if op.phase == "backward"}
-        assert len(modules - {""}) == 2, "backward of each layer is still kept apart"
-
-
-@pytest.mark.slow
 def test_an_fp8_head_is_stored_and_multiplied_in_fp8_and_counted_as_the_head(monkeypatch) -> None:
     monkeypatch.setattr(head, "WORDS", 768)  # two slabs
     plain, low = (

@@ -49,7 +49,7 @@ from finetune.estimator.memory.overheads import (
     installed_torch,
     sdpa_kernel,
 )
-from finetune.precision import gemm, lora, weights
+from finetune.precision import gemm, weights
 
 LIBRARY = torch.library.Library("finetune_estimator", "DEF")
 """Operators without values: results of the right shapes, for a trace to see."""
@@ -69,9 +69,7 @@ def without_memory() -> Iterator[FakeTensorMode]:
     whole: list[tuple[Any, str, Any]] = [(weights, "SLAB", {}), (weights, "SLAB_ELSEWHERE", 2**62)]
     # Grouped products of fake tensors are BF16 only (torch 2.13); Transformers' own take any type.
     grouped = moe, "_can_use_grouped_mm", lambda _, w, __: w.dtype is torch.bfloat16
-    # One operator with results; torch's has none, and is one of optimizers elsewhere.
-    adapters = lora, "cast_together", OPS.cast_together
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced([*whole, grouped, adapters]):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced([*whole, grouped]):
         yield mode
 
 
@@ -302,10 +300,6 @@ class _Launcher:
         return lambda tile, *_, **__: OPS.in_place(tile, self.name)
 
 
-define(
-    "cast_together(Tensor[] masters, ScalarType dtype) -> Tensor[]",
-    lambda masters, dtype: [torch.empty_like(p, dtype=dtype) for p in masters],
-)
 define("in_place(Tensor(a!) tile, str name) -> ()", lambda *_: None)
 define("addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()", lambda *_: None)
 

@@ -165,7 +165,6 @@ def rehearse(
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
-        conversion.adapters.sharded = sharded
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":

@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
             return known
         number, trace = len(self.trace.storages), self.trace
         size = 0 if self._outside else storage.nbytes()
-        module = self._modules[-1] if self._modules and op not in _FOR_ALL else ""
+        module = self._modules[-1] if self._modules else ""
         trace.storages[number] = Storage(
             size, self.phase, module, tensor.dtype, op, kind or "temporary", passing=self._passing
         )
@@ -382,8 +382,6 @@ _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _COUNTING = {getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")}
-_FOR_ALL = {"cast_together.default"}
-"""Operators that run in the first layer and make tensors of all."""
 _SMALL = 2**20
 """Most elements of an operator that runs on real tensors."""
 _NOTHING = {

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
-from finetune.precision.backends.base import Backend, Fp8Mixin, Passes, restore
+from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
 from finetune.precision.gemm import Codes, by_rows, compute_dtype, scaled_mm
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
@@ -111,6 +111,32 @@ class EmulatedMixin(Fp8Mixin):
         given = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
         self.fp8_backend.note_use(self.fp8_rule)
         return by_rows(x, bias, lambda rows: EmulatedLinear.apply(rows, w, *given))
+
+
+class Passes:
+    """Number of the running forward pass; a recomputation in backward belongs to the last one."""
+
+    def __init__(self) -> None:
+        self.number, self._inside = 0, False
+
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """Context of a call of the whole model, which is one pass."""
+        before, self._inside = self._inside, True
+        self.number += not before
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def of_use(self, last: int | None) -> int:
+        """Number of the pass in which something is used whose last use was in pass `last`.
+
+        Parts of a model are called without the whole: a second use of one is then another pass.
+        """
+        if last == self.number and not self._inside and not in_backward():
+            self.number += 1
+        return self.number
 
 
 class EmulatedBackend(Backend):
