@@ -99,8 +99,6 @@ class CodesMixin(Swapped):
             if alone and not self.stored_raw:  # also where `strict=False` lets names be missing
                 message = f"{prefix}{name}: FP8 codes and {scale_of(name)} are loaded together"
                 rest[-1].append(message)
-                    f"{prefix}{name}: FP8 codes and {scale_of(name)} are loaded together"
-                )
                 return
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
