@@ -8,8 +8,7 @@ output channel. Tokens come sorted by expert, x [S, K], and both GEMMs start fro
     fprop   y  = x̂_e · q_eᵀ       for each expert e with tokens
     dgrad   dx = ĝ_e · q_e
 
-On GPUs of compute capability 9.0 `torch._scaled_grouped_mm` multiplies all experts in one kernel,
-without synchronization; elsewhere it is a loop over the experts, after one synchronization.
+It is a loop over the experts, after one synchronization.
 
 The forward is that of `transformers.integrations.moe.grouped_mm_experts_forward` (5.23), whose
 routing, gates, biases and norms it keeps; the weights follow autocast, which `grouped_mm` by itself
@@ -49,7 +48,6 @@ from finetune.precision.weights import (
     Fp8Bits,
     Granularity,
     Tile,
-    cast,
     check_stack,
     dequantize_weight,
     dequantizing,
@@ -69,14 +67,14 @@ class Routing(NamedTuple):
         token: token of each sorted row, [S].
         expert: expert of each sorted row, [S].
         ends: end of each expert's rows, int32 [E].
-        sizes: number of rows of each expert; None where one kernel multiplies all experts.
+        sizes: number of rows of each expert.
     """
 
     order: Tensor
     token: Tensor
     expert: Tensor
     ends: Tensor
-    sizes: list[int] | None
+    sizes: list[int]
 
 
 class FrozenExperts(torch.autograd.Function):
@@ -95,16 +93,10 @@ class FrozenExperts(torch.autograd.Function):
         owner: Owner,
     ) -> Tensor:
         """x [S, K], its cast (None if high), bits [E, N, K], inverse [E, N, 1] -> [S, N]."""
-        ctx.save_for_backward(bits, inverse, route.ends, route.expert)
+        ctx.save_for_backward(bits, inverse)
         ctx.sizes, ctx.how, ctx.owner = route.sizes, how, owner
+        y = x.new_empty(x.shape[0], bits.shape[1])
         with multiplying(owner, bits[0]):
-            if route.sizes is None:
-                assert values is not None
-                assert x_inverse is not None
-                cast_x = values, x_inverse.reshape(-1)
-                y = _grouped(cast_x, bits.mT, inverse.squeeze(-1), route.ends, how)
-                return y if y.dtype is x.dtype else y.to(x.dtype)  # as `weights.of_type`
-            y = x.new_empty(x.shape[0], bits.shape[1])
             for e, rows in _parts(route.sizes):
                 xq = _rows(values, rows), _rows(x_inverse, rows)
                 y[rows] = fprop(x[rows], xq, bits[e], inverse[e], how)  # [M, K] @ [K, N]
@@ -114,18 +106,11 @@ class FrozenExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor):
         """g [S, N] -> dx [S, K]."""
-        bits, inverse, ends, expert = ctx.saved_tensors
+        bits, inverse = ctx.saved_tensors
+        dx = g.new_empty(g.shape[0], bits.shape[2])
         with multiplying(ctx.owner, bits[0], backward=True):
-            if ctx.sizes is None:
-                values, g_inverse = cast(g.float() * inverse.squeeze(-1)[expert], ctx.how)
-                column_major = bits.mT.contiguous().mT  # [E, N, K], N innermost
-                ones = inverse.new_ones(bits.shape[0], bits.shape[2])
-                cast_g = values, g_inverse.reshape(-1)
-                dx = _grouped(cast_g, column_major, ones, ends, ctx.how).to(g.dtype)
-            else:
-                dx = g.new_empty(g.shape[0], bits.shape[2])
-                for e, rows in _parts(ctx.sizes):
-                    dx[rows] = dgrad(g[rows], bits[e], inverse[e], ctx.how)  # [M, N] @ [N, K]
+            for e, rows in _parts(ctx.sizes):
+                dx[rows] = dgrad(g[rows], bits[e], inverse[e], ctx.how)  # [M, N] @ [N, K]
         return dx, None, None, None, None, None, None, None
 
 
@@ -140,24 +125,6 @@ def _parts(sizes: list[int]) -> Iterator[tuple[int, slice]]:
 
 def _rows(x: Tensor | None, rows: slice) -> Any:
     return x if x is None or x.numel() == 1 else x[rows]
-
-
-def _grouped(
-    a: tuple[Tensor, Tensor], bits: Tensor, inverse: Tensor, ends: Tensor, how: Arithmetic
-) -> Tensor:
-    """[S, C] @ [E, C, D] -> [S, D] in BF16, by torch's kernel for Hopper (torch 2.13).
-
-    `a` are E4M3 rows and their inverse scales [S]; `bits` have C innermost; `inverse` is [E, D].
-    """
-    return torch._scaled_grouped_mm(
-        a[0],
-        bits.view(E4M3.dtype),
-        a[1],
-        inverse.contiguous(),
-        offs=ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=how.fast_accum,
-    )
 
 
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -216,8 +183,7 @@ class ExpertsMixin(CodesMixin):
         # By comparison: `histc` and `bincount` have no common type on CPUs and GPUs.
         numbers = torch.arange(self.num_experts, device=expert.device)
         ends = torch.searchsorted(expert, numbers, right=True).int()
-        loop = not all(how.grouped for how in self._arithmetic().values())
-        sizes = group_sizes(ends, len(expert)) if loop else None
+        sizes = group_sizes(ends, len(expert))
         return Routing(order, order // top_k_index.shape[-1], expert, ends, sizes)
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
@@ -330,12 +296,12 @@ class ConvertedExpertsMixin(ObservedMixin):
         y = super()._project(name, x, *args)  # pyright: ignore[reportAttributeAccessIssue]
         if name in self.fp8_tallies and self.fp8_frozen is not None and y.numel():
             tally = self.fp8_tallies[name]  # of rows [S, N]
-            tally.watch(y, y) if self.fp8_frozen.is_high(self) else tally.count(y)
+            tally.count(y) if self.fp8_frozen.runs_low(self) else tally.watch(y, y)
         return y
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
         backend = self.fp8_frozen
-        if backend is None or backend.is_high(self):
+        if backend is None or not backend.runs_low(self):
             return super()._arithmetic()  # pyright: ignore[reportAttributeAccessIssue]
         return self.fp8_how
 

@@ -220,7 +220,7 @@ class ParameterMixin(ObservedMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, ParameterMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, *args, **kwargs)
-        if self.fp8_backend.is_high(self):
+        if not self.fp8_backend.runs_low(self):
             y = self.plain_class.forward(self, *args, **kwargs)
             for entry in self.fp8_parameters:
                 for result in tensors_of([y]):

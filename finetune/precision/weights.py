@@ -160,7 +160,6 @@ class Arithmetic(NamedTuple):
         own: True if operators of `finetune.precision.kernels` transpose codes for
             `torch._scaled_mm`, and cast its operands by row where nothing is compiled.
         own_cast: True if they cast in compiled layers, too, where Inductor joins casts to others.
-        grouped: True if one kernel multiplies all experts of a stack.
     """
 
     tile: Tile
@@ -172,7 +171,6 @@ class Arithmetic(NamedTuple):
     fast_accum: bool = True
     own: bool = False
     own_cast: bool = False
-    grouped: bool = False
 
 
 def dequantizing(tile: Tile) -> Arithmetic:

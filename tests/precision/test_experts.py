@@ -166,42 +166,6 @@ def test_each_expert_is_a_frozen_linear_layer(tile, sizes) -> None:
         assert torch.equal(dx[start:end], torch.autograd.grad(one, part, g[start:end])[0])
 
 
-def test_one_kernel_gets_what_it_wants_and_gives_the_same(monkeypatch) -> None:
-    """On Hopper. Its meta kernel checks shapes, strides and types; a loop stands for its values."""
-    torch.manual_seed(2)
-    sizes, calls = [5, 0, 16, 11], []
-    stack = torch.randn(4, 32, 48)
-    bits, inverse = quantize_stack(stack, (1, 48))
-    kernel = torch._scaled_grouped_mm
-
-    def checked(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
-        meta = [t.to("meta") for t in (a, b, scale_a, scale_b, offs)]
-        # On strides the kernel insists: b has its contracted dimension innermost.
-        assert meta[1].stride() == b.stride()
-        out = kernel(*meta[:4], offs=meta[4], out_dtype=out_dtype, use_fast_accum=use_fast_accum)
-        calls.append(tuple(out.shape))
-        rows = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))
-        wide = torch.einsum("sc,scd->sd", a.float(), b.float()[rows])
-        return (wide * scale_a[:, None] * scale_b[rows]).to(out_dtype)
-
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", checked)
-    x = torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
-    g = torch.randn(32, 32, dtype=torch.bfloat16)
-    route = routed(sizes)
-    found = []
-    for how, own in (
-        (Arithmetic((1, 48), emulate=False, grouped=True), route._replace(sizes=None)),
-        (Arithmetic((1, 48)), route),
-    ):
-        xq = cast(x.detach(), how)
-        xq = (xq[0].to(E4M3.dtype), xq[1]) if how.grouped else xq
-        y = FrozenExperts.apply(x, *xq, bits, inverse, own, how, Owner("experts", []))
-        found.append((y, *torch.autograd.grad(y, x, g)))
-    assert calls == [(32, 32), (32, 48)]
-    for one, other in zip(*found, strict=True):
-        assert torch.allclose(one.float(), other.float(), rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_stored_experts_compute_what_their_codes_say(family) -> None:
     model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32).eval()

@@ -155,7 +155,7 @@ class Fp8Mixin(Swapped):
     @property
     def runs_low(self) -> bool:
         """True if a call now runs in FP8: in training, or evaluation with `precision.eval=fp8`."""
-        return not self.fp8_backend.is_high(self)
+        return self.fp8_backend.runs_low(self)
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""
@@ -199,11 +199,11 @@ class Backend:
         self.precision = precision
         self._low: bool | None = None
 
-    def is_high(self, module: nn.Module) -> bool:
-        """True if a module of this backend computes in high precision at present: in evaluation."""
+    def runs_low(self, module: nn.Module) -> bool:
+        """True if a call of a module of this backend runs in FP8 now."""
         if self._low is not None:
-            return not self._low
-        return not module.training and self.precision.eval == "high"
+            return self._low
+        return module.training or self.precision.eval == "fp8"
 
     @contextlib.contextmanager
     def computing(self, *, low: bool) -> Iterator[None]:

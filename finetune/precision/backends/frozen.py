@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
-from finetune.hardware.device import has_triton, this_device
+from finetune.hardware.device import has_triton
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import by_rows, compute_dtype
@@ -97,8 +97,6 @@ class FrozenBackend(Backend):
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than
         # casts apart; what it does not compile, or cannot join, runs in kernels of ours.
         own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
-        # `torch._scaled_grouped_mm` of torch 2.13 is for Hopper, scales by row and E4M3 alone.
-        hopper = not emulate and this_device().capability == (9, 0)
         self.how = Arithmetic(
             tile=(1, 1),
             per_row=rowwise,
@@ -109,7 +107,6 @@ class FrozenBackend(Backend):
             fast_accum=precision.fast_accum,
             own=own,
             own_cast=own and precision.kernels == "triton",
-            grouped=hopper and rowwise and not high,
         )
         self._shared = SharedCast()
 
