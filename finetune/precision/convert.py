@@ -1,7 +1,7 @@
 """Conversion of a model to its plan: apply it, undo it, or switch it off for a while.
 
-Two rules hold the design together. *Modules change class, parameters never change*: every trainable
-parameter stays the object the optimizer knows. *The model equals the plan or an error is raised.*
+*Modules change class, parameters never change*: every trainable parameter stays the object the
+optimizer knows.
 
 A frozen weight may be replaced by FP8 codes, where the plan says so. Reverting does not undo
 that: the high-precision weight is gone, and the layer dequantizes its codes.
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import ConversionError
 from finetune.precision import compiling
 from finetune.precision.backends.base import Backend, Fp8Mixin, ObservedMixin, Tally, in_backward
 from finetune.precision.backends.frozen import FrozenBackend
@@ -92,9 +91,8 @@ class Conversion:
     # ---------------------------------------------------------------------------- apply, revert
 
     def apply(self) -> None:
-        """Change the classes of the planned layers and of the root, then check against the plan."""
+        """Change the classes of the planned layers and of the root."""
         modules = dict(self.model.named_modules())
-        kept = self._parameters()
         held: dict[int, tuple[nn.Parameter, Any]] = {}  # by what was stored, which stays alive here
         for layer in self.plan.fp8_layers:
             if layer.kind == "parameter":
@@ -129,13 +127,6 @@ class Conversion:
             self.fused.append(module)
         self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
         self.is_applied = True
-        self.check()
-        if self._parameters() != kept:
-            raise ConversionError(
-                "conversion changed the model's parameters",
-                why="the optimizer would update weights that the model no longer uses",
-                fix="report this as a bug",
-            )
 
     def _convert_experts(self, modules: dict[str, nn.Module]) -> None:
         """Store frozen experts, split the adapters on experts, and let both be observed."""
@@ -162,36 +153,9 @@ class Conversion:
             elif isinstance(module, SplitMixin):
                 self._swap(module, ObservedMixin, fp8_name=name, fp8_observers=[])
 
-    def _parameters(self) -> dict[str, tuple[int, bool]]:
-        """Identity and trainability of every parameter that conversion must not touch."""
-        names = {"linear": "{}.weight", "parameter": "{}"}
-        stored = {names[layer.kind].format(layer.name) for layer in self.plan.stored}
-        named = self.model.named_parameters()
-        return {name: (id(p), p.requires_grad) for name, p in named if name not in stored}
-
     def _swap(self, module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
         self._swapped.append(module)
         swap(module, mixin, **facts)
-
-    def check(self) -> None:
-        """Raise `ConversionError` unless exactly the planned layers are FP8 layers."""
-        planned = {layer.name for layer in self.plan.fp8_layers} | self.plan.overrides.keys()
-        found: set[str] = set()
-        for name, module in self.model.named_modules():
-            if isinstance(module, Fp8Mixin | OverrideMixin):
-                found.add(name)
-            if isinstance(module, ConvertedExpertsMixin):
-                found |= {f"{name}.{local}" for local in module.fp8_how}
-            if isinstance(module, ParameterMixin):
-                local = [each.layer.local for each in module.fp8_parameters]
-                found |= {f"{name}.{each}".lstrip(".") for each in local}
-        if planned != found:
-            raise ConversionError(
-                "the model does not equal its precision plan",
-                where=", ".join(sorted(planned ^ found)[:8]),
-                why="some layers would run in another precision than the receipt says",
-                fix="convert after adapters are attached, and do not replace layers afterwards",
-            )
 
     def shares(self, model: nn.Module) -> bool:
         """True if layers of another model are converted by this one."""
@@ -340,11 +304,7 @@ def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> 
 
 
 def apply(model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False) -> Conversion:
-    """Make `model` equal `plan`. A model that was already converted is reverted first.
-
-    Raises:
-        ConversionError: the model does not equal the plan afterwards.
-    """
+    """Make `model` equal `plan`. A model that was already converted is reverted first."""
     revert(model)
     precision, plain = plan.precision, sum(not layer.stored for layer in plan.fp8_layers)
     backend = make_backend(precision, plain, hardware=hardware) if plain else None

@@ -46,11 +46,6 @@ class Swapped(Module):
     in_copies: ClassVar[bool] = False
     keeps_name: ClassVar[bool] = False
 
-    @classmethod
-    def bases(cls, original: type[nn.Module]) -> tuple[type, ...]:
-        """Bases of the swapped class for the class `original`."""
-        return cls, original
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         swaps = [cls for cls in type(self).__mro__ if "swapped_from" in vars(cls)]
         mixins = [(cls.swapped_by, cls.swapped_facts) for cls in swaps]
@@ -111,7 +106,7 @@ def swapped_class(
     if mixin.keeps_name:
         name = original.__name__
         members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    made: Any = type(name, mixin.bases(original), members)
+    made: Any = type(name, (mixin, original), members)
     if mixin.in_copies:
         made.plain_class = made
     return made

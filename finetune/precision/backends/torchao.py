@@ -1,6 +1,6 @@
-"""Backend `torchao`: `torchao.float8.Float8Linear` multiplies.
+"""Backend `torchao`: the GEMMs and casts of `torchao.float8.Float8Linear`.
 
-Layers become subclasses of `Float8Linear`, with a configuration derived from torchao's recipes.
+Their configuration is derived from torchao's recipes.
 Two differences from `convert_to_float8_training`:
 
 * A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it.
@@ -138,20 +138,15 @@ class TorchaoMixin(Fp8Mixin):
     """Forward of a linear layer that torchao multiplies."""
 
     fp8_backend: TorchaoBackend
-    config: Float8LinearConfig
-    linear_mm_config: LinearMMConfig
-    unpadded_mm_config: LinearMMConfig
-
-    @classmethod
-    def bases(cls, original: type[nn.Module]) -> tuple[type, ...]:
-        # torchao's own tools still recognize a converted `nn.Linear` as one of its layers.
-        return cls, Float8Linear if original is nn.Linear else original
+    fp8_config: Float8LinearConfig
+    fp8_mm: LinearMMConfig
+    fp8_unpadded_mm: LinearMMConfig
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        config = self.config
+        config = self.fp8_config
         # wgrad contracts tokens: those of a last or packed batch need not be a multiple of 16.
         aligned = x.shape[:-1].numel() % TOKENS == 0
-        mm = self.unpadded_mm_config if aligned else self.linear_mm_config
+        mm = self.fp8_unpadded_mm if aligned else self.fp8_mm
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
         own = not w.requires_grad or self.fp8_backend.precision.gemms_kept_high
         matmul = OwnMatmul if own else matmul_with_hp_or_float8_args
@@ -171,9 +166,8 @@ class TorchaoBackend(Backend):
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         with torch.device("meta"):
             model = Float8Linear(1, 1, bias=False, config=self.config)
-        names = ("config", "linear_mm_config", "scaling_type_input", "scaling_type_weight")
-        facts = {name: getattr(model, name) for name in (*names, "scaling_type_grad_output")}
-        return facts | {"unpadded_mm_config": _unpadded(model.linear_mm_config)}
+        mm = model.linear_mm_config
+        return {"fp8_config": self.config, "fp8_mm": mm, "fp8_unpadded_mm": _unpadded(mm)}
 
     def effective(self) -> dict[str, Any]:
         config = self.config
