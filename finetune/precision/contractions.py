@@ -210,10 +210,6 @@ def _matmul(a: Tensor, b: Tensor) -> Product | None:
     return Product(a, b, of_a, of_b, of_y)
 
 
-def _flipped(b: Tensor, a: Tensor) -> Product | None:
-    return _matmul(a, b)
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | None:
     if weight.dim() != 2:
         return None
@@ -280,22 +276,16 @@ def products() -> dict[Any, tuple[Callable[..., Product | None], tuple[str, ...]
     assert moe.ALL_EXPERTS_FUNCTIONS
     ops: Any = torch.ops.transformers
     added = ("mat1", "mat2", "beta", "alpha")
-    batch_added = ("batch1", "batch2", "beta", "alpha")
     return {
         torch.matmul: (_matmul, ("input", "other")),
         Tensor.matmul: (_matmul, ("self", "other")),
         Tensor.__matmul__: (_matmul, ("self", "other")),
-        Tensor.__rmatmul__: (_flipped, ("self", "other")),
         torch.mm: (_matmul, ("input", "mat2")),
         Tensor.mm: (_matmul, ("self", "mat2")),
         torch.bmm: (_matmul, ("input", "mat2")),
         Tensor.bmm: (_matmul, ("self", "mat2")),
-        torch.mv: (_matmul, ("input", "vec")),
-        Tensor.mv: (_matmul, ("self", "vec")),
         torch.addmm: (_addmm, ("input", *added)),
         Tensor.addmm: (_addmm, ("self", *added)),
-        torch.baddbmm: (_addmm, ("input", *batch_added)),
-        Tensor.baddbmm: (_addmm, ("self", *batch_added)),
         torch.einsum: (_einsum, ("equation", "a", "b")),
         F.linear: (_linear, ("input", "weight", "bias")),
         F.grouped_mm: (_grouped_mm, ("mat_a", "mat_b", "offs", "bias", "out_dtype")),

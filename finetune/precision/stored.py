@@ -45,9 +45,7 @@ from finetune.precision.weights import (
     dequantize_weight,
     dequantizing,
     moving,
-    quantize_slabs,
     quantize_weight,
-    slab_rows,
     tile_of,
 )
 
@@ -209,7 +207,7 @@ def store(module: nn.Module, granularity: Granularity = "row") -> None:
 
 @torch.no_grad()
 def requantize(module: StoredMixin, granularity: Granularity) -> None:
-    """Change the granularity of a stored layer, in float32, some rows at a time.
+    """Change the granularity of a stored layer, through its weight in float32.
 
     Nothing is cast where it is unchanged, and where one scale becomes one per row. Else a
     second E4M3 rounding error is added, nearly independent of the first, so together they are about
@@ -217,24 +215,12 @@ def requantize(module: StoredMixin, granularity: Granularity) -> None:
 
         ‖W - row(block(W))‖ ≈ (‖W - block(W)‖² + ‖W - row(W)‖²)^½
     """
-    (n, k), old, inverse = module.bits.shape, module.stored_tile, module.weight_scale
-    tile, one = tile_of(granularity, (n, k)), old == (n, k)
-    if old == tile:
-        return
-    if one and tile == (1, k):
-        module.weight_scale, module.stored_tile = inverse.repeat(n, 1), tile
-        return
-    rows = slab_rows((n, k), module.bits.device, tile, old)
-
-    def slabs() -> Iterator[Tensor]:
-        for start in range(0, n, rows):
-            stop = min(start + rows, n)
-            above = slice(None) if one else slice(start // old[0], -(-stop // old[0]))
-            part = (stop - start, k) if one else old
-            yield dequantize_weight(module.bits[start:stop], inverse[above], part)
-
-    bits = torch.empty_like(module.bits, memory_format=torch.contiguous_format)
-    module.put_bits(bits, quantize_slabs(slabs, bits, tile))
+    (n, k), old = module.bits.shape, module.stored_tile
+    tile = tile_of(granularity, (n, k))
+    if old == (n, k) and tile == (1, k):
+        module.weight_scale = module.weight_scale.repeat(n, 1)
+    elif old != tile:
+        module.put_bits(*quantize_weight(module.weight_in(torch.float32), tile))
     module.stored_tile = tile
 
 

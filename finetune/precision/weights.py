@@ -27,7 +27,6 @@ compiles for a later GPU, too. So dgrad transposes the codes into a scratch of o
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -90,40 +89,17 @@ def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         bits, uint8 [N, K]; inverse scales, float32, one per tile [ceil(N/r), ceil(K/c)]. A tile
         with NaN or infinity has a NaN or infinite inverse.
     """
-    n, k = w.shape
-    rows = slab_rows((n, k), w.device, tile)
+    (n, k), scale = w.shape, None
+    slabs, inverses = w.split(slab_rows((n, k), w.device, tile)), list[Tensor]()
     bits = torch.empty(n, k, dtype=torch.uint8, device=w.device)
-    return bits, quantize_slabs(lambda: w.split(rows), bits, tile)
-
-
-def slab_rows(shape: tuple[int, int], device: torch.device, *tiles: Tile) -> int:
-    """Number of rows of a weight [N, K] processed at a time: whole tiles, or whole rows."""
-    n, k = shape
-    whole = math.lcm(*(tile[0] for tile in tiles if tile != shape))
-    slab = SLAB.get(device.type, SLAB_ELSEWHERE)
-    return min(max(slab // k // whole, 1) * whole, n)
-
-
-def quantize_slabs(slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Tile) -> Tensor:
-    """`quantize_weight` of a weight that is produced some rows at a time.
-
-    Args:
-        slabs: yields the rows in order, `slab_rows` at a time; called twice for a single scale.
-        bits: uint8 [N, K]; overwritten with the codes.
-        tile: tile that shares a scale.
-
-    Returns:
-        Inverse scales, float32, one per tile.
-    """
-    shape, inverses, row, scale = tuple(bits.shape), [], 0, None
-    if tile == shape:
-        top = torch.stack([amax(slab) for slab in slabs()]).amax()
-        scale = scale_from_amax(top, E4M3)
+    if tile == (n, k):
+        scale = scale_from_amax(torch.stack([amax(slab) for slab in slabs]).amax(), E4M3)
         inverses.append(scale.reciprocal().reshape(1, 1))
-    for slab in slabs():
+    row = 0
+    for slab in slabs:
         if scale is not None:
             codes = scaled(slab, scale).to(E4M3.dtype)
-        elif tile == (1, shape[1]):
+        elif tile == (1, k):
             codes, inverse = cast_current(slab, E4M3, 1, packed=True)
             inverses.append(inverse)
         else:
@@ -133,7 +109,15 @@ def quantize_slabs(slabs: Callable[[], Iterable[Tensor]], bits: Tensor, tile: Ti
             inverses.append(own.reciprocal())
         bits[row : row + len(slab)] = codes.view(torch.uint8)
         row += len(slab)
-    return torch.cat(inverses)
+    return bits, torch.cat(inverses)
+
+
+def slab_rows(shape: tuple[int, int], device: torch.device, tile: Tile = (1, 1)) -> int:
+    """Number of rows of a weight [N, K] processed at a time: whole tiles, or whole rows."""
+    n, k = shape
+    whole = 1 if tile == shape else tile[0]
+    slab = SLAB.get(device.type, SLAB_ELSEWHERE)
+    return min(max(slab // k // whole, 1) * whole, n)
 
 
 def dequantize_weight(
