@@ -8,7 +8,6 @@ FP8 tensor cores and cuBLASLt's epilogue do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,12 +55,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def by_rows(x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Forward of a linear layer, x [..., K] -> [..., N], by its product [M, K] -> [M, N].
+def as_rows(x: Tensor) -> Tensor:
+    """The input of a linear layer, x [..., K], as a matrix [M, K] of the compute type."""
+    return x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
 
-    The input is cast to the compute type.
-    """
-    y = multiply(x.reshape(-1, x.shape[-1]).to(compute_dtype(x)))
+
+def as_output(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The output [..., N] of a linear layer from its product y [M, N] and its input x [..., K]."""
     y = y if bias is None else y + bias.to(y.dtype)
     # No view for autograd: torchao (0.18) returns one of its own, and then autograd forbids what
     # Falcon and Llama 4 do, to add in place to the result of a linear layer.

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from finetune.precision.backends.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import decode_bits
-from finetune.precision.gemm import by_rows, compute_dtype, mm
+from finetune.precision.gemm import as_output, as_rows, compute_dtype, mm
 from finetune.precision.layers import is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
 from finetune.precision.stored import StoredMixin
@@ -166,10 +166,9 @@ class AdaptedMixin(Swapped):
                 # refuses a function that takes one tensor twice: as bytes they are another.
                 kept = None if kept is None else kept.view(torch.uint8)
 
-        def multiply(x: Tensor) -> Tensor:
-            return AdaptedLinear.apply(x, values, x_inverse, kept, w, inverse, a, b, s, how, owners)
-
-        return by_rows(input, self.bias, multiply)
+        cast = values, x_inverse, kept
+        y = AdaptedLinear.apply(as_rows(input), *cast, w, inverse, a, b, s, how, owners)
+        return as_output(y, input, self.bias)
 
 
 class FusedMixin(ObservedMixin):
@@ -239,10 +238,10 @@ def fused_adapters(layers: Iterable[Any]) -> str:
     return "; ".join([f"{reasons['']} of {reasons.total()} fused with their base layer", *left])
 
 
-def iter_fusable(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def iter_fusable(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     """Name and module of each of PEFT's LoRA layers whose base `AdaptedLinear` can multiply."""
     peft = sys.modules.get("peft.tuners.lora.layer")
-    for name, module in model.named_modules() if peft is not None else ():
+    for name, module in modules.items() if peft is not None else ():
         if type(module) is not peft.Linear:  # pyright: ignore[reportOptionalMemberAccess]
             continue
         base: Any = module.base_layer

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from finetune.errors import PlanError, did_you_mean, some
 from finetune.precision.formats import E4M3
-from finetune.precision.gemm import by_rows
+from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.layers import (
     are_served_experts,
     is_conv1d,
@@ -166,9 +166,8 @@ class StoredMixin(CodesMixin):
 
     def forward(self, input: Tensor) -> Tensor:
         bits, scale, how = self.bits, self.weight_scale, dequantizing(self.stored_tile)
-        return by_rows(
-            input, self.bias, lambda rows: FrozenLinear.apply(rows, None, None, bits, scale, how)
-        )
+        y = FrozenLinear.apply(as_rows(input), None, None, bits, scale, how)
+        return as_output(y, input, self.bias)
 
     def extra_repr(self) -> str:
         rows, columns = self.stored_tile

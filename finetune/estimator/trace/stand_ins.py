@@ -50,7 +50,7 @@ from finetune.estimator.trace.trace import Recorder, plain_tensors
 from finetune.precision import kernels, weights
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
-from finetune.precision.gemm import by_rows
+from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.scaling import cast_current
 from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
@@ -133,9 +133,8 @@ class EngineMixin(Fp8Mixin):
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         backend: Any = self.fp8_backend
         name, copies = backend.format, backend.copies
-        return by_rows(
-            x, bias, lambda rows: _EngineLinear.apply(rows, w.to(rows.dtype), name, copies)
-        )
+        rows = as_rows(x)
+        return as_output(_EngineLinear.apply(rows, w.to(rows.dtype), name, copies), x, bias)
 
 
 class EngineBackend(Backend):

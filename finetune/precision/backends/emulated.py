@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
-from finetune.precision.gemm import Codes, by_rows, compute_dtype, scaled_mm
+from finetune.precision.gemm import Codes, as_output, as_rows, compute_dtype, scaled_mm
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
     DelayedRule,
@@ -110,7 +110,7 @@ class EmulatedMixin(Fp8Mixin):
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         given = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
         self.fp8_backend.note_use(self.fp8_rule)
-        return by_rows(x, bias, lambda rows: EmulatedLinear.apply(rows, w, *given))
+        return as_output(EmulatedLinear.apply(as_rows(x), w, *given), x, bias)
 
 
 class Passes:

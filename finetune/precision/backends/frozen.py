@@ -16,7 +16,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import has_triton
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
-from finetune.precision.gemm import by_rows, compute_dtype
+from finetune.precision.gemm import as_output, as_rows, compute_dtype
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import Operand
 from finetune.precision.stored import StoredMixin
@@ -77,7 +77,7 @@ class FrozenMixin(Fp8Mixin):
         how, scale, xq = self.fp8_how, self.weight_scale, (None, None)
         if "fprop" not in how.high:
             xq = self.fp8_backend.cast(x, how, compute_dtype(x))
-        return by_rows(x, bias, lambda rows: FrozenLinear.apply(rows, *xq, w, scale, how))
+        return as_output(FrozenLinear.apply(as_rows(x), *xq, w, scale, how), x, bias)
 
 
 class FrozenBackend(Backend):

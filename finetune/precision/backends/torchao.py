@@ -26,7 +26,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3, E5M2
-from finetune.precision.gemm import by_rows
+from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.planner import LayerPlan
 
 
@@ -150,7 +150,7 @@ class TorchaoMixin(Fp8Mixin):
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
         own = not w.requires_grad or self.fp8_backend.precision.gemms_kept_high
         matmul = OwnMatmul if own else matmul_with_hp_or_float8_args
-        return by_rows(x, bias, lambda rows: matmul.apply(rows, w.t(), mm, config))
+        return as_output(matmul.apply(as_rows(x), w.t(), mm, config), x, bias)
 
 
 class TorchaoBackend(Backend):

@@ -112,7 +112,7 @@ class TransformerEngineMixin(Fp8Mixin):
         finally:
             parameters.update(placeholders)
         y = y[: y.shape[0] - missing] if missing else y
-        # No view for autograd, as in `gemm.by_rows`: what the engine returns is one of its own.
+        # No view for autograd, as in `gemm.as_output`: what the engine returns is one of its own.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
