@@ -112,7 +112,7 @@ class Conversion:
                 self._swap(module, HeadMixin, fp8_name=layer.name, fp8_observers=[])
                 self.head = module
         if self.frozen is not None:
-            guard_adapters(self.model)
+            guard_adapters(modules.values())
         self._convert_experts(modules)
         for owner, layers in self.plan.fp8_parameters.items():
             assert self.backend is not None
@@ -120,7 +120,7 @@ class Conversion:
             self._swap(modules[owner], ParameterMixin, **facts)
         for name, compute in self.plan.overrides.items():
             self._swap(self.model.get_submodule(name), OverrideMixin, fp8_dtype=DTYPES[compute])
-        fused = iter_fusable(self.model) if self.plan.precision.fused_adapters else ()
+        fused = iter_fusable(modules) if self.plan.precision.fused_adapters else ()
         for name, module in list(fused):
             self._swap(module.base_layer, AdaptedMixin)
             self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
@@ -131,7 +131,7 @@ class Conversion:
     def _convert_experts(self, modules: dict[str, nn.Module]) -> None:
         """Store frozen experts, split the adapters on experts, and let both be observed."""
         if self.plan.precision.fused_adapters or self.frozen is not None:
-            split_adapters(self.model)
+            split_adapters(modules.values())
         stored: dict[str, dict[str, Arithmetic]] = {}
         for layer in self.plan.stored:
             if layer.kind == "parameter" and layer.stored and self.frozen is not None:
@@ -142,7 +142,7 @@ class Conversion:
                 stored.setdefault(layer.owner, {})[layer.local] = how
         if self.plan.precision.compute != "fp32":
             in_fp8 = {modules[name] for name in self.plan.fp8_parameters}
-            for module in [m for m in cast_experts(self.model) if m not in in_fp8]:
+            for module in [m for m in cast_experts(modules.values()) if m not in in_fp8]:
                 self._swap(module, CastExpertsMixin)
         for name, module in modules.items():
             if isinstance(module, ExpertsMixin):
@@ -164,10 +164,11 @@ class Conversion:
 
     def is_current(self) -> bool:
         """True if the model is unchanged since conversion: same layers, same trainable set."""
-        planned = {layer.name for layer in self.plan.layers}
-        names = {record.name for record in records(self.model)}
         now = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        return self.is_applied and planned == names and now == self.trainable
+        if not self.is_applied or now != self.trainable:
+            return False
+        names = {record.name for record in records(self.model)}
+        return names == {layer.name for layer in self.plan.layers}
 
     def revert(self) -> None:
         """Restore the plain model; repeated calls have no effect."""

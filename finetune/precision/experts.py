@@ -26,7 +26,7 @@ modules, parameters and files do not change. Both classes stay in copies, like s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -247,9 +247,9 @@ class CastExpertsMixin(ExpertsMixin):
     in_copies = False
 
 
-def cast_experts(model: nn.Module) -> Iterator[Any]:
+def cast_experts(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Experts with float32 weights that Transformers would multiply past autocast."""
-    for module in model.modules():
+    for module in modules:
         if not are_served_experts(module) or isinstance(module, ExpertsMixin):
             continue
         own = [module._parameters[name] for name in declared_matmuls(module)]
@@ -351,9 +351,9 @@ class SplitMixin(Swapped):
         super().merge(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def split_adapters(model: nn.Module) -> None:
+def split_adapters(modules: Iterable[nn.Module]) -> None:
     """Let the adapters on served experts be multiplied apart from the base, from now on."""
-    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+    wrappers: list[Any] = [m for m in modules if type(m).__name__ == "ParamWrapper"]
     for wrapper in wrappers:
         experts = wrapper.get_base_layer()
         if are_served_experts(experts) and wrapper.parameter_name in declared_matmuls(experts):

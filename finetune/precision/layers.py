@@ -131,13 +131,16 @@ class Record:
     past: str = ""
 
 
-def records(model: nn.Module) -> list[Record]:
+def records(model: nn.Module, modules: dict[str, nn.Module] | None = None) -> list[Record]:
     """All linear layers, then all declared parameters of a model; shared modules once.
+
+    Args:
+        modules: its `named_modules()`, if the caller has walked over them.
 
     Raises:
         PlanError: a declared name is no matrix parameter of its module.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules()) if modules is None else modules
     in_head, experts = head_modules(model), _expert_count(model)
     linears: list[Record] = []
     parameters: list[Record] = []
@@ -167,10 +170,10 @@ def linear_records(model: nn.Module) -> list[Record]:
     return [record for record in records(model) if record.kind == "linear"]
 
 
-def elementwise(model: nn.Module) -> dict[str, Literal["embed", "norm"]]:
+def elementwise(modules: dict[str, nn.Module]) -> dict[str, Literal["embed", "norm"]]:
     """Name -> part of embeddings and norms: modules with weights and no matmul."""
     found: dict[str, Literal["embed", "norm"]] = {}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if isinstance(module, nn.Embedding):
             found[name] = "embed"
         elif "norm" in type(module).__name__.lower() and not list(module.children()):
@@ -229,12 +232,12 @@ def past_forward_here(record: Record) -> str:
     return record.past if fused else ""
 
 
-def ids_giving_types(model: nn.Module) -> Iterator[int]:
+def ids_giving_types(modules: Iterable[nn.Module]) -> Iterator[int]:
     """Ids of layers whose parent's code casts activations to the type of their weight.
 
     T5's `wo` is one. Cast to the type of FP8 codes, activations would lose scale and gradient.
     """
-    for parent in model.modules():
+    for parent in modules:
         for name in _named_before_dtype(type(parent)):
             child = getattr(parent, name, None)
             yield id(getattr(child, "base_layer", child))

@@ -17,6 +17,7 @@ since a second adapter (`add_adapter`) comes to layers that PEFT made over plain
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -61,9 +62,9 @@ def guard(layer: Any) -> None:
         layer.__dict__["resolve_lora_variant"] = MethodType(resolve_lora_variant, layer)
 
 
-def guard_adapters(model: nn.Module) -> None:
+def guard_adapters(modules: Iterable[nn.Module]) -> None:
     """`guard` the layers whose base has been stored after PEFT made them."""
-    for module in model.modules():
+    for module in modules:
         if isinstance(module._modules.get("base_layer"), StoredMixin):
             guard(module)
 

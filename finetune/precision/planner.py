@@ -197,10 +197,11 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             honored, or FP8 was requested and no layer can take it.
         StorageNotComputeError: FP8 was requested and the model's weights are quantized.
     """
-    found = records(model)
+    modules = dict(model.named_modules())
+    found = records(model, modules)
     if precision.compute == "fp8":
         refuse_quantized(model, precision, found)
-    in_head, lookups = head_modules(model), elementwise(model)
+    in_head, lookups = head_modules(model), elementwise(modules)
     parts: dict[str, Part] = {
         each.name: _part(each, each.owner in in_head)
         for each in found
@@ -211,7 +212,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     if precision.first_n or precision.last_n:
         names = [name for name, part in parts.items() if part]
         blocks = decoder_blocks(model, names, "precision.first_n, precision.last_n")
-    choices, storing = Choices(precision, parts, blocks), _Storing(model, precision)
+    choices, storing = Choices(precision, parts, blocks), _Storing([*modules.values()], precision)
     layers = []
     for each in found:
         cannot = why_not_aligned(each.shape, precision)
@@ -313,10 +314,9 @@ def refuse_half_weights(model: nn.Module) -> None:
 class _Storing:
     """Adds storage to the rows of linear layers: planned, or found in the model."""
 
-    def __init__(self, model: nn.Module, precision: PrecisionConfig) -> None:
+    def __init__(self, modules: list[Any], precision: PrecisionConfig) -> None:
         self.precision = precision
-        modules: list[Any] = list(model.modules())
-        owned = [(id(p), m) for m in modules for p in m.parameters(recurse=False)]
+        owned = [(id(p), m) for m in modules for p in m._parameters.values() if p is not None]
         times = Counter(key for key, _ in owned)
         # A parameter of several modules, such as a head tied to an embedding. Linear layers alone,
         # such as those of PEFT's `layer_replication`, share their codes as they shared the weight.
@@ -328,7 +328,7 @@ class _Storing:
             for m in modules
             if type(m).__name__ != "ParamWrapper" and (method := other_method(m))
         }
-        self._typed = set(ids_giving_types(model))
+        self._typed = set(ids_giving_types(modules))
         self._granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:

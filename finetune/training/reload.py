@@ -156,7 +156,7 @@ def _load(run: TrainedRun) -> Any:
         warnings.filterwarnings("error", "Found missing adapter keys")
         model: Any = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
     take_ends(model, run.weights)
-    split_adapters(model)  # PEFT adds those on experts to weights, which may be codes
+    split_adapters(model.modules())  # PEFT adds those on experts to weights, which may be codes
     return model
 
 

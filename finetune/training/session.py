@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -108,11 +109,12 @@ class Session:
     def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
         """Convert models that Accelerate is about to prepare; `evaluation`: none of them trains."""
         self._checks.models.update(models)
-        for model in sorted(models, key=multiplies, reverse=True):
+        asked = [(multiplies(model), model) for model in models]
+        for converts, model in sorted(asked, key=itemgetter(0), reverse=True):
             if evaluation:
                 self._prepare_reference(model)
             # A loss or temperature module has nothing to convert.
-            elif multiplies(model) or not len(self.conversions):
+            elif converts or not len(self.conversions):
                 self.prepare_model(model)
 
     def _prepare_reference(self, model: nn.Module) -> None:

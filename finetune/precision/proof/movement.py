@@ -108,7 +108,7 @@ class Movement:
         counts = _rate(optimizer) > 0 and any(
             is_nonzero(p.grad) for p in trainable.values() if id(p) in owned
         )  # the first one tells
-        if _maximum([[counts]], self._device)[0][0]:
+        if _maximum([[counts]], trainable)[0][0]:
             self._effective[id(optimizer)] += 1
         if not self._effective:
             self.missing = STILL + (f"; {ZEROS}" if _rate(optimizer) > 0 else "")
@@ -128,7 +128,7 @@ class Movement:
         still: list[str] = []
         # Of all processes together: a shard may stand still alone.
         flags = [[n in self._driven, _changed(self._first.get(n), p)] for n, p in trainable.items()]
-        together = _maximum(flags, self._device)
+        together = _maximum(flags, trainable)
         for (name, p), (driven, changed) in zip(trainable.items(), together, strict=True):
             if not driven:
                 still.append(name)
@@ -167,10 +167,6 @@ class Movement:
             "train",
             stacklevel=2,
         )
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     # --------------------------------------------------------------------------- all steps
 
@@ -255,10 +251,11 @@ def is_nonzero(gradient: Tensor | None) -> bool:
     return gradient is not None and bool((local_part(gradient) != 0).any())
 
 
-def _maximum(flags: list[list[bool]], device: torch.device) -> list[list[bool]]:
+def _maximum(flags: list[list[bool]], trainable: dict[str, nn.Parameter]) -> list[list[bool]]:
     """True where any process has True; an optimizer that steps inside a backward decides alone."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or in_backward():
         return flags
+    device = next(iter(trainable.values())).device
     reduced = torch.tensor(flags, dtype=torch.float32, device=device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
     return [[bool(flag) for flag in row] for row in reduced.tolist()]

@@ -106,6 +106,7 @@ class Proof:
         self.movement = Movement(self.model, self.trainable, self._fail, optimizers)
         self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
         self._flops: Flops = {}
+        self._train: dict[str, nn.Parameter] = {}  # in the step that is being taken
         self._left = ""
         self._makes_state = False  # the step that is being taken
         self._steppers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -350,9 +351,9 @@ class Proof:
         if self._witness is None:
             self.sentinel.before_step()
         if self.is_open:
-            trainable = named_trainable(self.model)
-            self.trainable["after"] = sum(p.numel() for p in trainable.values())
-            self.movement.before_step(optimizer, trainable)
+            self._train = named_trainable(self.model)
+            self.trainable["after"] = sum(p.numel() for p in self._train.values())
+            self.movement.before_step(optimizer, self._train)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._makes_state or not self.concerns(optimizer):
@@ -360,7 +361,7 @@ class Proof:
         self.movement.count_step(optimizer)
         if not self.is_open:
             return
-        self.movement.after_step(optimizer, named_trainable(self.model))
+        self.movement.after_step(optimizer, self._train)
         self.status = f"not proven: {self.movement.missing}"
         if self.movement.is_done and self._witness is None:
             self.status = f"not proven: {self._left}" if self._left else "proven"

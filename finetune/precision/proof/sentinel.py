@@ -84,7 +84,6 @@ class Sentinel:
         self._leave = leave
         self.steps, self.rests, self.entered = 0, Counter[str](), Counter[str]()
         self._linears = {id(r.owner): (r.name, r.owner) for r in linear_records(self.model)}
-        self._names = {name for name, _ in self.model.named_parameters()}
         self._trains = trains
         self._held: list[Held] = []
         self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
@@ -97,15 +96,15 @@ class Sentinel:
 
     def begin(self) -> None:
         """Begin to count, after the witnessed micro-step."""
-        self._held = list(self._iter_held())
-        self._forwards = {n: (m, _forward_of(m)) for n, m in self.model.named_modules()}
+        modules = dict(self.model.named_modules())
+        self._held = list(self._iter_held(modules))
+        self._forwards = {name: (m, _forward_of(m)) for name, m in modules.items()}
         # Not at preparation, after which FSDP2 has its own way with types.
         named = self.model.named_parameters()
         self._types = {name: p.dtype for name, p in named if p.requires_grad}
         self._is_begun = True
 
-    def _iter_held(self) -> Iterator[Held]:
-        modules = dict(self.model.named_modules())
+    def _iter_held(self, modules: dict[str, nn.Module]) -> Iterator[Held]:
         for layer in self.conversion.plan.fp8_layers:
             module: Any = modules.get(layer.owner)
             if isinstance(module, Fp8Mixin):
@@ -155,10 +154,11 @@ class Sentinel:
         now = self._as_it_is()
         if now == self._noted:
             return
+        parameters = dict(self.model.named_parameters())
         self._check_layers()
-        self._check_trainable()
+        self._check_trainable({name for name, p in parameters.items() if p.requires_grad})
         if self._is_begun:
-            self._check_types()
+            self._check_types(parameters)
             self._check_classes()
             refuse_compiled(self.model, compiled_later)
             # Not of the whole model, whose forward Accelerate wraps and unwraps.
@@ -203,17 +203,9 @@ class Sentinel:
             )
         self._linears = now
 
-    def _check_trainable(self) -> None:
+    def _check_trainable(self, now: set[str]) -> None:
         """Raise unless the parameters that train are those that trained at preparation."""
-        now = {name for name, p in self.model.named_parameters() if p.requires_grad}
         unfrozen, froze = sorted(now - self._trains), sorted(self._trains - now)
-        if added := [name for name in unfrozen if name not in self._names]:
-            self._fail(
-                "trainable parameters were added after preparation",
-                where=some(added),
-                why="the plan does not have them, and no optimizer made before has them",
-                fix="add them first, then prepare the model",
-            )
         if unfrozen or froze:
             self._fail(
                 "the model was prepared with a different choice of which parameters train",
@@ -224,10 +216,10 @@ class Sentinel:
                 "afterwards; or prepare the model again when it has changed",
             )
 
-    def _check_types(self) -> None:
+    def _check_types(self, parameters: dict[str, nn.Parameter]) -> None:
         cast = [
             (name, self._types[name], p.dtype)
-            for name, p in self.model.named_parameters()
+            for name, p in parameters.items()
             if p.dtype is not self._types.get(name, p.dtype)
         ]
         if cast:

@@ -166,10 +166,12 @@ class Witness:
             # A block's GEMMs besides its layers belong to no layer, also in a checkpoint's
             # recomputation, which begins inside an autograd node of some layer.
             if name not in self._plan and module._modules:
-                self._name_call(module, OTHER, (0, 0))
+                self._watch_module(module, OTHER, (0, 0))
         for layer in plan.layers:
-            watch = self._watch_parameter if layer.kind == "parameter" else self._watch_layer
-            watch(layer, modules[layer.owner])
+            if layer.kind == "parameter":
+                self._watch_parameter(layer, modules[layer.owner])
+            else:
+                self._watch_module(modules[layer.owner], layer.name, layer.shape)
 
     @property
     def owners(self) -> set[str]:
@@ -223,8 +225,8 @@ class Witness:
             self._handles.append(node.register_hook(self.leave))
             pending.extend(n for n, _ in node.next_functions if n is not None)
 
-    def _name_call(self, module: nn.Module, name: str, shape: tuple[int, int]) -> None:
-        """Attribute the GEMMs in a module's forward to `name`."""
+    def _watch_module(self, module: nn.Module, name: str, shape: tuple[int, int]) -> None:
+        """Attribute the GEMMs in a module's forward to `name`, and those of a layer's gradients."""
 
         def before(module: nn.Module, args: Any) -> None:
             empty = any(isinstance(x, Tensor) and not x.numel() for x in args)  # no expert's tokens
@@ -232,16 +234,13 @@ class Witness:
                 self.called.add(name)
             self.enter(name, shape)
 
-        leave = module.register_forward_hook(Hook(self.leave), always_call=True)
-        self._handles += [module.register_forward_pre_hook(Hook(before), prepend=True), leave]
-
-    def _watch_layer(self, layer: LayerPlan, module: nn.Module) -> None:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                self.watch(layer.name, layer.shape, output, (*args, *kwargs.values()))
+            self.leave()
+            if name != OTHER and isinstance(output, Tensor):
+                self.watch(name, shape, output, (*args, *kwargs.values()))
 
-        self._name_call(module, layer.name, layer.shape)
-        self._handles.append(module.register_forward_hook(Hook(after), with_kwargs=True))
+        leave = module.register_forward_hook(Hook(after), with_kwargs=True, always_call=True)
+        self._handles += [module.register_forward_pre_hook(Hook(before), prepend=True), leave]
 
     def _watch_parameter(self, layer: LayerPlan, owner: nn.Module) -> None:
         def before(module: nn.Module, args: Any) -> None:
