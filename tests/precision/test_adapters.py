@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 
-from finetune import get_receipt, revert, setup_fp8_mixed_precision_training
+from finetune import get_receipt, revert
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.convert import apply, disabled
@@ -169,25 +169,6 @@ def test_checkpointing_gives_the_same_bits(make_llama, precision, reentrant):
     assert all(torch.equal(plain[n], recomputed[n]) for n in plain)
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about their own environment
-@pytest.mark.parametrize("precision", [FP8, {"compute": "bf16"}], ids=["fp8", "bf16"])
-def test_a_decoder_layer_compiles_without_a_graph_break(make_llama, precision):
-    model = adapted(make_llama)
-    conversion = convert(model, **precision)
-    loss, eager = gradients(model)
-    torch._dynamo.reset()
-    counters.clear()
-    for layer in model.base_model.model.model.layers:
-        layer.compile(backend="aot_eager")
-    compiled_loss, compiled = gradients(model)
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] in (1, 2)
-    assert conversion.fused
-    assert abs(loss - compiled_loss) < 1e-3
-    assert apart(compiled, eager) < 2e-2
-
-
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_an_expert_without_tokens_has_nothing_to_cast(scaling):
     expert = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
@@ -279,28 +260,6 @@ def test_two_adapters_one_at_a_time(make_llama):
         model(**batch())  # as PEFT has it
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["up_proj"]])
-def test_another_adapter_between_forward_and_recomputation(make_llama, targets):
-    """A reference or teacher: what was cast of the one that trains was gone (CheckpointError)."""
-    model = adapted(make_llama)
-    model.add_adapter("other", LoraConfig(**LORA | {"target_modules": targets}))
-    convert(model, **FP8)
-    _, plain = gradients(model)
-    model.enable_input_require_grads()
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch(length=40)).loss
-        with torch.no_grad():
-            model.set_adapter("other")
-            model(**batch(length=40))
-            model.set_adapter("default")
-    loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == plain.keys()
-    assert all(torch.equal(found[n], plain[n]) for n in plain)
-
-
 def test_adapters_to_be_swapped_run_as_peft_has_them(make_llama):
     """Their scaling is a tensor, so that graphs do not depend on it; reading it broke them."""
     from peft.utils.hotswap import prepare_model_for_compiled_hotswap
@@ -346,15 +305,6 @@ def test_hooks_on_the_base_layer_run_around_base_and_adapter(make_llama):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         added = (x.bfloat16() @ a.t().bfloat16()) * layer.scaling["default"] @ b.t().bfloat16()
         torch.testing.assert_close(y, alone + added, rtol=2e-2, atol=2e-2)
-
-
-def test_fusing_can_be_switched_off(make_llama):
-    model = adapted(make_llama)
-    conversion = convert(model, compute="bf16", fused_adapters=False)
-    assert not conversion.fused
-    setup_fp8_mixed_precision_training(
-        "emulated", emulation="allow", cpu=True, fused_adapters=False
-    )
 
 
 def test_a_base_weight_that_is_thawed_gets_its_gradient(make_llama):

@@ -462,44 +462,25 @@ def test_emulated_rules_compile(setup_backend, monkeypatch, scaling) -> None:
 
 
 TRAINED = {
-    "frozen": ({"frozen": "fp8", "scaling": "rowwise"}, {"r": 4, "target_modules": ["q_proj"]}),
-    "lora": ({"frozen": "fp8", "scaling": "rowwise"}, {"r": 4, "target_modules": "all-linear"}),
-    "lora-codes-saved": (
-        {"frozen": "fp8", "scaling": "rowwise", "saved_input": "fp8"},
-        {"r": 4, "target_modules": "all-linear"},
-    ),
-    "dora": (
+    "full": ({"backend": "torchao", "scaling": "tensorwise"}, None, False),
+    "lora, checkpointed": (
         {"frozen": "fp8", "scaling": "rowwise"},
-        {"r": 4, "target_modules": "all-linear", "use_dora": True},
-    ),
-    "full-rowwise": ({"backend": "torchao", "scaling": "rowwise"}, None),
-    "full-tensorwise": ({"backend": "torchao", "scaling": "tensorwise"}, None),
-    "full-high-wgrad": ({"backend": "torchao", "scaling": "rowwise_with_gw_hp"}, None),
-    "full-high-dgrad": (
-        {"backend": "torchao", "scaling": "tensorwise", "high_gemms": ["dgrad"]},
-        None,
-    ),
-    "full-high-fprop": (
-        {"backend": "torchao", "scaling": "rowwise", "high_gemms": ["fprop"]},
-        None,
+        {"r": 4, "target_modules": "all-linear"},
+        True,
     ),
 }
-"""Kind of layer -> its precision, and its adapters."""
+"""Kind of layer -> its precision, its adapters, and whether it is checkpointed."""
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
-@pytest.mark.parametrize(
-    ("kind", "checkpointed"),
-    slow_but(
-        [("full-tensorwise", False), ("lora-codes-saved", True)],
-        [*((kind, False) for kind in TRAINED), ("lora-codes-saved", True)],
-        pytest.mark.long,
-    ),
-)
-def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind, checkpointed) -> None:
-    """Forward and backward of a decoder layer without a break, and the numbers of eager mode."""
-    settings, adapters = TRAINED[kind]
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind) -> None:
+    """Forward and backward of a decoder layer without a break, and the numbers of eager mode.
+
+    Each setting is compiled in `test_compiled_settings`.
+    """
+    settings, adapters, checkpointed = TRAINED[kind]
     model = make_llama().train()
     if adapters is not None:
         model = get_peft_model(model, LoraConfig(**adapters))
@@ -572,7 +553,7 @@ def test_a_compiled_adapter_has_the_gradients_of_eager_mode() -> None:
     def adapted(*operands: Tensor) -> Tensor:
         x, a, b = operands
         nones = (None,) * 3
-        return AdaptedLinear.apply(x, *nones, w, None, a, b, 2.0, None, owners, None, None).tanh()
+        return AdaptedLinear.apply(x, *nones, w, None, a, b, 2.0, None, owners).tanh()
 
     trained = [each.requires_grad_() for each in (x, a, b)]
     torch._dynamo.reset()

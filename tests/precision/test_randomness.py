@@ -13,7 +13,6 @@ from torch import nn
 from finetune import load_recipe, train
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
-from finetune.precision.scaling import Randomness
 
 QUIET = Console(quiet=True)
 
@@ -80,19 +79,6 @@ def test_recomputation_draws_nothing() -> None:
             model(x).square().mean().backward()
         grads.append(model.layer.weight.grad)
     assert torch.equal(*grads)
-
-
-def test_state_goes_on_where_it_was() -> None:
-    like = torch.empty(5)
-    torch.manual_seed(3)
-    one = Randomness()
-    assert one.state is None
-    first, state, second = one.uniform(like), one.state.clone(), one.uniform(like)
-    assert not torch.equal(first, second)
-    other = Randomness()
-    other.restore(state)
-    assert torch.equal(other.state, state), "also before anything is drawn"
-    assert torch.equal(other.uniform(like), second)
 
 
 @pytest.mark.long

@@ -244,26 +244,6 @@ def test_adapters_merged_between_steps_are_no_damage(make_llama, setup_backend) 
     assert get_receipt().status == "proven"
 
 
-def put_in_place(model) -> None:
-    layer = block(model).mlp.down_proj
-    layer.weight = nn.Parameter(layer.weight.detach().clone())
-
-
-def test_a_weight_that_is_put_in_place_with_its_optimizer(make_llama, setup_backend) -> None:
-    """Is watched on: what went past its layer would be found by its gradient."""
-    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
-    for seed in range(3):
-        step(accelerator, model, optimizer, seed)
-    put_in_place(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for seed in range(3):
-        step(accelerator, model, optimizer, seed)
-    assert get_receipt().status == "proven"
-    multiply_past(model)
-    with pytest.raises(ProofError, match=r"BF16 entered at optimizer step 7: 1 layers"):
-        step(accelerator, model, optimizer)
-
-
 def test_prepared_again_after_a_change(make_llama, setup_backend) -> None:
     """The way to unfreeze in the middle of a run."""
     model = make_llama()

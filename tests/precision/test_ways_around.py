@@ -234,11 +234,6 @@ def test_parameters_that_need_no_conversion_are_prepared_too(make_llama, setup_b
     assert not torch.equal(prompt[0], before)
 
 
-def test_prepare_model_converts_too(make_llama, setup_backend) -> None:
-    accelerator = setup_backend("emulated")
-    assert fp8_layers(accelerator.prepare_model(make_llama())) == 14
-
-
 def test_model_without_linear_layers(setup_backend) -> None:
     accelerator = setup_backend("emulated")
     with pytest.raises(PlanError, match="no layer of this model can take it"):
@@ -261,22 +256,6 @@ def test_model_around_a_prepared_model(make_llama, setup_backend) -> None:
     inner = accelerator.prepare(nn.Sequential(nn.Linear(64, 64)))
     outer = accelerator.prepare(nn.Sequential(inner, *[nn.Linear(64, 64) for _ in range(8)]))
     assert fp8_layers(outer) == 9
-
-
-def test_full_run_then_lora_of_the_same_model(make_llama, setup_backend) -> None:
-    accelerator, model, optimizer = prepared(make_llama(), setup_backend)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
-    model._is_accelerate_prepared = False
-    adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"])).train()
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
-    adapted, optimizer = accelerator.prepare(adapted, optimizer)
-    for seed in range(2):
-        step(accelerator, adapted, optimizer, seed)
-    receipt = get_receipt()
-    assert receipt.status == "proven"
-    assert any(row.role == "adapter" for row in receipt.layers)
-    assert receipt.trainable["moved"] == receipt.trainable["before"] < 10_000
 
 
 def test_setup_again_and_going_on_with_the_old_model(make_llama, setup_backend) -> None:
@@ -418,39 +397,6 @@ def test_sanity_forward_in_evaluation_mode_is_no_evidence(make_llama, setup_back
 # ------------------------------------------------------------------------------- legitimate scripts
 
 
-def test_two_models_in_one_loss(make_llama, setup_backend) -> None:
-    plain = torch.autograd.backward
-    accelerator = setup_backend("emulated")
-    first, second = make_llama(seed=0), make_llama(seed=1)
-    parameters = [*first.parameters(), *second.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    first, second, optimizer = accelerator.prepare(first, second, optimizer)
-    for seed in range(3):
-        accelerator.backward(first(**batch(seed=seed)).loss + second(**batch(seed=seed)).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert get_receipt().status == "proven"
-    assert torch.autograd.backward is plain
-
-
-def test_two_optimizers(make_llama, setup_backend) -> None:
-    accelerator = setup_backend("emulated")
-    model = make_llama()
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    model, a, b = accelerator.prepare(
-        model, torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(others, lr=1e-2)
-    )
-    for seed in range(3):
-        accelerator.backward(model(**batch(seed=seed)).loss)
-        for optimizer in (a, b):
-            optimizer.step()
-            optimizer.zero_grad()
-    t = get_receipt().trainable
-    assert get_receipt().status == "proven"
-    assert t["moved"] == t["in_optimizer"] == t["before"]
-
-
 def test_an_optimizer_that_steps_less_often(make_llama, setup_backend) -> None:
     """A critic steps five times as often: the other's parameters were "not in the optimizer"."""
     accelerator, model = setup_backend("emulated"), make_llama()
@@ -475,18 +421,6 @@ def test_long_warmup_of_float32_weights_is_told_not_stopped(make_llama, setup_ba
         step(accelerator, model, optimizer, seed)
     t = get_receipt().trainable
     assert t["below_resolution"] >= 5 * 64, "the norms"
-
-
-def test_group_that_is_switched_off(make_llama, setup_backend) -> None:
-    model = make_llama()
-    norms = [p for p in model.parameters() if p.dim() == 1]
-    rest = [p for p in model.parameters() if p.dim() != 1]
-    accelerator = setup_backend("emulated")
-    groups = [{"params": rest}, {"params": norms, "lr": 0.0}]
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, lr=1e-2))
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
-    assert get_receipt().status == "proven"
 
 
 def test_converted_layers_keep_their_interface(make_llama, setup_backend) -> None:
@@ -582,29 +516,6 @@ def test_checkpointing_enabled_anew(make_llama, te_engine) -> None:
     assert model.model.layers[0]._gradient_checkpointing_func is function
 
 
-@pytest.mark.parametrize("keep", [(), ("experts",)])
-def test_experts_in_one_parameter_are_counted(setup_backend, keep) -> None:
-    """Mixture of experts: parameters that multiply stand in the receipt and in the share."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=272, num_local_experts=4, num_experts_per_tok=2,
-        use_cache=False, output_router_logits=False,
-    )  # fmt: skip
-    model = MixtralForCausalLM(config).train()
-    accelerator, model, optimizer = prepared(model, setup_backend, keep=keep)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
-    receipt = get_receipt()
-    total = sum(row.flops for row in receipt.layers)
-    names = ("(batched)", "(experts)", "(other)")
-    experts = sum(r.flops for r in receipt.layers if ".experts." in r.name or r.name in names)
-    assert experts / total == pytest.approx(0.416, abs=0.003), "router and scores beside them"
-    assert receipt.fp8_flop_share == pytest.approx(0.207 if keep else 0.622, abs=0.001)
-
-
 @pytest.mark.parametrize(
     ("backend", "scaling"),
     [("emulated", "tensorwise"), ("torchao", "rowwise"), ("te", "tensorwise"), ("te", "delayed")],
@@ -621,17 +532,3 @@ def test_evaluation_in_fp8_only_when_asked(make_llama, setup_backend, backend, s
     assert not torch.equal(plain, fp8)
     assert torch.equal(fp8, logits("high", training=True))
     assert float((plain - fp8).norm() / plain.norm()) < 0.2
-
-
-def test_recomputed_attention_is_not_taken_for_a_gradient(make_llama, setup_backend):
-    """Eager attention is recomputed inside the backward of the layer that follows it."""
-    model = make_llama(attn_implementation="eager")
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    accelerator = setup_backend("emulated")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for _ in range(2):
-        accelerator.backward(model(**batch()).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert get_receipt().status == "proven"
