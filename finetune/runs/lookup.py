@@ -85,26 +85,26 @@ def read_run(folder: Path | str) -> Run:
     folder = user_path(folder)
     if is_run(folder):
         return Run(folder)
-    why, inside = "there is no such folder", folder
-    if folder.is_dir():
-        why = "a run folder holds config.yaml and metrics.jsonl or receipt.json"
-    else:
-        why = "it is a file, and a run is a folder" if folder.is_file() else why
-        inside = next((p for p in folder.parents if p.is_dir()), Path())
-        inside = Path("runs") if inside in (Path(), inside.parent) else inside
+    around = next((path for path in folder.parents if is_run(path)), None)
+    inside = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
+    # Not the whole disk, or the folder that the command was started in.
+    inside = Path("runs") if inside in (Path(), inside.parent) else inside
     known = [str(run.folder) for run in (find_runs(inside) if inside.is_dir() else [])]
-    what, fix = "no run folder", "give the folder that the run printed, runs/<recipe>/<time>-<id>"
-    close = None if folder.is_dir() else nearest(str(folder), known)
-    around = next((p for p in folder.parents if is_run(p)), None) if folder.exists() else None
-    if around is not None:
-        what, fix = "a part of a run, and no run", f"the run is {around}"
-        if (step := folder.name.partition("checkpoint-")[2]).isdigit():
-            fix += f"; --checkpoint {step} of resume, generate and evaluate takes that one"
-    elif close:
+    fix = "give the folder that the run printed, runs/<recipe>/<time>-<id>"
+    if folder.exists() and around is not None:
+        fix = f"the run is {around} (--checkpoint N takes one of its checkpoints)"
+    elif close := None if folder.is_dir() else nearest(str(folder), known):
         fix = f"the nearest run is {close}"
     elif known:
         fix = f"the newest run {'in it ' if folder.is_dir() else ''}is {known[0]}"
-    raise ConfigError(f"{str(folder)!r} is {what}", where=str(folder.absolute()), why=why, fix=fix)
+    raise ConfigError(
+        f"{str(folder)!r} is no run folder",
+        where=str(folder.absolute()),
+        why="a run folder holds config.yaml and metrics.jsonl or receipt.json"
+        if folder.exists()
+        else "there is no such folder",
+        fix=fix,
+    )
 
 
 def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:

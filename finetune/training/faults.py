@@ -1,4 +1,4 @@
-"""Faults of the machine, as errors with a remedy: disk, memory, other processes, trackers.
+"""Faults of the machine, as errors with a remedy: disk, memory, other processes.
 
 A run that is left alone for days meets them; a traceback of the library in which they happened says
 neither what is lost nor how to resume.
@@ -10,13 +10,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import (
     CheckpointError,
-    ConfigError,
     FinetuneError,
     MemoryShortError,
     RunFailedError,
@@ -132,44 +129,3 @@ def _is_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     of_torch = isinstance(error, RuntimeError) and any(word in text for word in _OUT_OF_MEMORY)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or of_torch
-
-
-# --------------------------------------------------------------------------------------- trackers
-
-
-def guard_trackers(trainer: Any, say: Callable[[str], None]) -> None:
-    """Keep a tracker's failure from ending a run: later ones are said once, the first is an error.
-
-    When training begins somebody is there to put it right; in the third night nobody is, and the
-    run's own `metrics.jsonl` has every row.
-    """
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    kinds = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
-    for callback in trainer.callback_handler.callbacks:
-        if kinds and isinstance(callback, kinds):
-            down: list[str] = []
-            for event in (name for name in dir(callback) if name.startswith("on_")):
-                method = partial(_report, getattr(callback, event), event, down, say)
-                setattr(callback, event, method)
-
-
-def _report(
-    method: Any, event: str, down: list[str], say: Callable[[str], None], *args: Any, **kwargs: Any
-) -> Any:
-    if down:
-        return None
-    try:
-        return method(*args, **kwargs)
-    except Exception as error:
-        name, why = type(method.__self__).__name__.removesuffix("Callback"), first_line(error)
-        if event in ("on_init_end", "on_train_begin"):
-            raise ConfigError(
-                f"the tracker {name} does not answer",
-                where="train.report_to",
-                why=f"{type(error).__name__}: {why}",
-                fix="start it or log in, or train.report_to=none (metrics.jsonl has every row)",
-            ) from error
-        down.append(event)
-        say(f"the tracker {name} failed and gets no more rows ({why}); metrics.jsonl has them all")
-        return None

@@ -152,17 +152,18 @@ def _obstacle(config: RunConfig, model: nn.Module, device: Device) -> str:
     # Models for FlashAttention pass windows on, and work without a mask.
     if not base._supports_flash_attn or not base._can_set_attn_implementation():
         return f"{name} computes attention in a way of its own"
-    if getattr(text, "attn_logit_softcapping", None):
-        return f"{name} caps attention scores (attn_logit_softcapping)"
     if any(n.endswith(".sinks") for n, _ in base.named_parameters()):
         return f"{name} has attention sinks"
-    if getattr(text, "attention_chunk_size", None):
-        return f"{name} attends within chunks (attention_chunk_size)"
+    dropout = next((key for key in DROPOUTS if getattr(text, key, 0)), "")
+    for key, does in (
+        ("attn_logit_softcapping", "caps attention scores"),
+        ("attention_chunk_size", "attends within chunks"),
+        (dropout, "drops attention weights"),
+    ):
+        if getattr(text, key, None):
+            return f"{name} {does} ({key})"
     if not getattr(text, "is_causal", True):
         return f"{name} attends in both directions (is_causal)"
-    dropped = next((key for key in DROPOUTS if getattr(text, key, 0)), None)
-    if dropped is not None:
-        return f"{name} drops attention weights ({dropped})"
     return _obstacle_on(device, text, config.precision.compute)
 
 

@@ -14,14 +14,12 @@ early. TRL caches these on disk; the precision becomes a part of their key.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from finetune.config.schema import PrecisionConfig
@@ -81,27 +79,6 @@ class References:
             return False
         self._lines[f"{name}: in the precision of the policy, FP8 in training"] = None
         return policy.model.training
-
-    def watch_adapters(self, conversion: Conversion) -> None:
-        """Notice it if the policy is its own reference, by other adapters or by none."""
-        peft = sys.modules.get("peft.tuners.tuners_utils")
-        layers = () if peft is None else conversion.model.modules()
-        tuner: Any = next((m for m in layers if isinstance(m, peft.BaseTunerLayer)), None)  # pyright: ignore[reportOptionalMemberAccess]
-        if tuner is None:
-            return
-
-        trains = list(tuner.active_adapters)
-
-        @contextlib.contextmanager
-        def around() -> Iterator[None]:
-            if not torch.is_grad_enabled():
-                if tuner.disable_adapters:
-                    self._lines["the policy with its adapters switched off, FP8 in training"] = None
-                elif list(tuner.active_adapters) != trains:
-                    self._lines["the policy with another adapter, FP8 in training"] = None
-            yield
-
-        conversion.around.append(around)
 
     # ----------------------------------------------------------------------------- precomputed
 

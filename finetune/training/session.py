@@ -174,7 +174,6 @@ class Session:
             _describe_storage(model)
         if before:
             self._begin_proof(conversion, before)
-            self.references.watch_adapters(conversion)
         else:
             self._compile(conversion)
         return conversion

@@ -45,7 +45,7 @@ from finetune.storage.pretrained import (
 from finetune.training import low_bit, resume, scope
 from finetune.training.evaluate import load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
-from finetune.training.faults import explained, guard_trackers, write_failure
+from finetune.training.faults import explained, write_failure
 from finetune.training.model import VARLEN, Attention, load_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
@@ -298,7 +298,6 @@ class _Run:
             self._warn(line) if warns else console.print(f"      {line}")
         self.monitor = HealthMonitor(self.trainer, say=self._warn)
         self.trainer.add_callback(self.monitor)
-        guard_trackers(self.trainer, self._warn)
         self.trainer.remove_callback(PrinterCallback)
         self.trainer.remove_callback(ProgressCallback)
         if session.precision.compute == "fp16":

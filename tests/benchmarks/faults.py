@@ -4,13 +4,12 @@
 
 Each fault happens in step 5 of a tiny run that saves every second step, in a process of its own.
 Faults of the system are real ones: signals, a limit on the size of files, `/dev/full`, a folder
-without permission. Memory, clocks and trackers are simulated. A run that ends has to leave whole
+without permission. Memory and clocks are simulated. A run that ends has to leave whole
 checkpoints only, and one error: the first. Prints a table.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -167,25 +166,6 @@ def eval_loss_of_nan() -> None:
     SFTTrainer.prediction_step = step
 
 
-def tracker(failing: str) -> None:
-    """A tracker of which one event fails, from step 5 on if it is a log."""
-    from transformers import TrainerCallback
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    class TestCallback(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.fail("on_train_begin", state)
-
-        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.fail("on_log", state)
-
-        def fail(self, event: str, state: Any) -> None:
-            if event == failing and (event != "on_log" or state.global_step > DONE):
-                raise ConnectionError(errno.ECONNREFUSED, "Connection refused by tracker:5000")
-
-    INTEGRATION_TO_CALLBACK["mlflow"] = TestCallback
-
-
 def clock_jumps_back() -> None:
     """From step 5 on the clock, and the times of files, are those of the day before."""
     from finetune.training import checkpoints
@@ -264,16 +244,6 @@ FAULTS = {
         "out of memory, GPU", partial(fail, out_of_gpu_memory), 2,
         ("out of memory", "20.00 GiB", "train.gradient_checkpointing=true", GO_ON),
     ),
-    "tracker": Fault(
-        "tracker down at the start", partial(tracker, "on_train_begin"), 2,
-        ("tracker Test does not answer", "Connection refused", "train.report_to=none"), 0,
-        ("train.report_to=mlflow",),
-    ),
-    "tracker_later": Fault(
-        "tracker down in step 5", partial(tracker, "on_log"), 0,
-        ("tracker Test failed and gets no more rows", "Connection refused"), 8,
-        ("train.report_to=mlflow",),
-    ),
     "clock": Fault(
         "clock one day back", clock_jumps_back, 0, ("FP8 verified",), 8,
         ("checkpoints.keep_last=1",),
@@ -311,7 +281,7 @@ class Outcome:
     @property
     def message(self) -> str:
         """The line that reports the fault."""
-        found = re.search(r"^(error: .*|! the tracker.*|Interrupted.*)$", self.output, re.M)
+        found = re.search(r"^(error: .*|Interrupted.*)$", self.output, re.M)
         return found[0] if found else ""
 
 

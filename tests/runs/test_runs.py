@@ -234,19 +234,12 @@ def test_a_folder_that_is_none_names_the_nearest_run(run, tmp_path, path, names)
 # -------------------------------------------------------------------------------------- ls --runs
 
 
-def test_a_file_is_called_a_file_and_its_run_named(run):
-    with pytest.raises(ConfigError, match="it is a file") as caught:
-        read_run(run / "receipt.json")
-    assert caught.value.fix == f"the run is {run}"
-
-
-def test_a_part_of_a_run_names_the_run_and_its_checkpoint(run):
-    checkpoint = run / "checkpoints" / "checkpoint-20"
-    checkpoint.mkdir(parents=True)
-    for part, says in ((run / "config.yaml", ""), (checkpoint, "; --checkpoint 20 ")):
-        with pytest.raises(ConfigError, match="a part of a run") as caught:
-            find_run(str(part))
-        assert caught.value.fix.startswith(f"the run is {run}{says}")
+@pytest.mark.parametrize("part", ["receipt.json", "checkpoints/checkpoint-20"])
+def test_a_part_of_a_run_names_the_run(part, run):
+    (run / "checkpoints" / "checkpoint-20").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is no run folder") as caught:
+        find_run(str(run / part))
+    assert caught.value.fix.startswith(f"the run is {run} (--checkpoint N")
     assert find_run(str(run)) == run
 
 

@@ -88,7 +88,6 @@ def test_another_adapter_of_the_policy_is_its_teacher_or_reference(shop, kind, m
         assert len(trainer.model.peft_config) == 2
         receipt = get_receipt()
     assert receipt.status == "proven"
-    assert receipt.precision["references"] == ["the policy with another adapter, FP8 in training"]
     if kind == "DPO":
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         assert losses[0] == pytest.approx(math.log(2), abs=5e-5)

@@ -77,6 +77,7 @@ class HealthMonitor(TrainerCallback):
         self._before: dict[str, Tensor] = {}
         self._snr: Ratios = {}
         self._update: Ratios = {}
+        self._scale = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         # Unwrapping looks at every module for compiled ones, so it is done once.
@@ -136,13 +137,15 @@ class HealthMonitor(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = self.trainer.accelerator.scaler
-        unscaled = scaler is None or scaler.get_scale() <= LEAST_SCALE
-        self._finiteness.judge_step(state.global_step + 1, gradients=unscaled)
+        self._scale = scaler.get_scale() if scaler is not None else 0.0
+        self._finiteness.judge_step(state.global_step + 1, gradients=self._scale <= LEAST_SCALE)
         if self._due:
             self._before = {name: sample(p) for name, p in named_trainable(self._unwrapped).items()}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._due or self.trainer.optimizer.step_was_skipped:  # by loss scaling
+        scaler = self.trainer.accelerator.scaler
+        # Accelerate's flag for a skipped step misses fused optimizers, which skip inside.
+        if not self._due or (scaler is not None and scaler.get_scale() < self._scale):
             return
         named = named_trainable(self._unwrapped)
         groups = {name: self._watch.groups[name.rpartition(".")[0]] for name in named}
