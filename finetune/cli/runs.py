@@ -21,7 +21,7 @@ from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
 from finetune.units import size, size_of_gib
 
 DEFAULT_OUT = Path("runs")
-_STATES = {"finished": "", "running": "cyan", "interrupted": "yellow"}
+_STATES = {"finished": "", "running": "cyan", "stopped": "yellow"}
 WIDE = 112
 """Columns of a terminal from which every fact of a run has a column; a pipe is as wide."""
 FACTS, COMPARED_FACTS, SAVED = 30, 60, 66

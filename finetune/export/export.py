@@ -92,17 +92,12 @@ def open_run(folder: Path | str) -> FinishedRun:
     folder = run.folder
     model = folder / "model"
     if not model.is_dir():
-        why = {
-            "interrupted": "it was interrupted before its end",
-            "stopped": run.receipt.get("run", {}).get("stopped", ""),
-            "failed": "it ended in an error",
-            "running": "it has not ended yet",
-            "killed": "it was killed before its end",
-        }
+        stopped = run.receipt.get("run", {}).get("stopped")
+        why = {"finished": "its model/ was removed", "running": "it has not ended yet"}
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(model.absolute()),
-            why=why.get(run.state, "it ended, and its model/ was removed"),
+            why=why.get(run.state, stopped or f"it was {run.state} before its end"),
             fix=f"let it end: {resume_command(folder)}, if it saved a checkpoint",
         )
     if not run.receipt:

@@ -5,9 +5,8 @@
 the very end), so that a folder says by itself how far its run came:
 
     finished     report.json is there
-    interrupted  stopped by Ctrl-C or SIGTERM, and the receipt says so
-    stopped      ended by one of our own errors, which the receipt names
-    failed       training ended in another error: a receipt, and nothing after it
+    stopped      by a signal or one of our own errors, as the receipt says; or by another error:
+                 there is a receipt, and nothing after it
     running      neither, and the process of run.json lives
     killed       neither, and it does not
 
@@ -178,15 +177,15 @@ class Run:
 
     @cached_property
     def state(self) -> str:
-        """`finished`, `interrupted`, `stopped`, `failed`, `running` or `killed`."""
+        """`finished`, `stopped`, `running` or `killed`."""
         ended = self.receipt.get("run", {})
-        if end := next((e for e in ("interrupted", "stopped") if ended.get(e)), ""):
-            return end
+        if ended.get("interrupted") or ended.get("stopped"):
+            return "stopped"
         if self.receipt and self.report:
             return "finished"
         if self._lives():
             return "running"
-        return "failed" if self.receipt else "killed"
+        return "stopped" if self.receipt else "killed"
 
     def _lives(self) -> bool:
         if not self._is_of_this_machine:

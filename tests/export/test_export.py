@@ -582,7 +582,7 @@ def copy_of(run: Path, into: Path) -> Path:
 @pytest.mark.parametrize(
     ("ended", "why"),
     [
-        ({"interrupted": True}, "interrupted"),
+        ({"interrupted": True}, "stopped before its end"),
         ({"stopped": "loss is NaN"}, "loss is NaN"),
         ({}, "model/ was removed"),
     ],

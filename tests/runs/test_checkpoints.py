@@ -259,7 +259,7 @@ def ended(folder: Path, *, best: str = "", until: int = 8) -> Path:
 def test_a_run_whose_model_alone_is_missing_gets_it(best, step, tmp_path, cli) -> None:
     """Resuming was refused, since no step is left: the model of a trained run was out of reach."""
     run = ended(tmp_path, best=best)
-    assert Run(run).state == "interrupted"
+    assert Run(run).state == "stopped"
     done = cli("resume", run)
     assert (done.code, done.err) == (0, "")
     assert f"model of checkpoint-{step} is saved in {run / 'model'}" in done.out
