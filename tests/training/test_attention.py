@@ -17,9 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import finetune
 from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
-from finetune.storage.pretrained import load_shape
 from finetune.training import varlen
-from finetune.training.model import implementation_arguments, resolve_attention, sketch
+from finetune.training.model import resolve_attention, sketch
 from finetune.training.varlen import UNLIMITED, FixedDocuments, varlen_attention
 from tests.conftest import A100, CPU, H100, RTX4090, V100
 
@@ -126,14 +125,6 @@ def test_it_is_masked_attention_over_any_documents(lengths, window, heads, block
         torch.testing.assert_close(a, b)
 
 
-def test_long_documents_are_computed_in_blocks(monkeypatch) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(40, 4, 8), torch.randn(40, 2, 8)
-    whole = varlen_attention(q, k, k, boundaries(7, 33), 0.3, 5)
-    monkeypatch.setattr(varlen, "BLOCK", 4)
-    torch.testing.assert_close(varlen_attention(q, k, k, boundaries(7, 33), 0.3, 5), whole)
-
-
 def test_documents_have_to_cover_the_row() -> None:
     x = torch.randn(8, 2, 4)
     with pytest.raises(ValueError, match="documents end at token 7 of 8"):
@@ -194,15 +185,6 @@ def test_a_sliding_window_is_kept(row) -> None:
     assert error(found[0], expected[0]) < 1e-6
     assert error(found[1], expected[1]) < 2e-6
     assert error(outcome(model, [row])[0], expected[0]) > 0.01
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_nothing(model, reentrant) -> None:
-    expected = outcome(model, [packed()])
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    for found, plain in zip(outcome(model, [packed()]), expected, strict=True):
-        assert torch.equal(found, plain)
 
 
 class Largest(TorchDispatchMode):
@@ -341,10 +323,6 @@ def test_torchs_function_gets_the_arguments_that_it_takes(takes, windowed, monke
             varlen._on_cuda(q, k, v, ends, 64, 0.3, 5)
 
 
-def test_torchs_function_is_called_with_words_that_it_knows() -> None:
-    assert varlen._TAKES & {"is_causal", "window_size"}
-
-
 def test_the_witness_can_count_the_kernel_of_any_torch() -> None:
     """torch 2.10 and 2.11 have no formula: packed rows on a GPU ended in a KeyError."""
     q, k, v = torch.randn(TOKENS, 4, 16), torch.randn(TOKENS, 2, 16), torch.randn(TOKENS, 2, 16)
@@ -446,13 +424,6 @@ def test_sinks_are_seen(make_llama) -> None:
     model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4))
     config = load_recipe("tiny_full_bf16", PACKED).config
     assert "sinks" in resolve_attention(config, model, H100).reason
-
-
-def test_an_unresolved_setting_loads_the_models_own() -> None:
-    config = load_recipe("tiny_full_bf16").config
-    assert config.model.attention == "auto"
-    assert implementation_arguments(config.model) == {}
-    assert load_shape(config.model).model_type == "llama"
 
 
 # ---------------------------------------------------------------------------------------- batches

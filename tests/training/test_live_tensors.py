@@ -29,18 +29,6 @@ def test_a_storage_counts_once_and_until_it_dies():
         assert live.peak == live.bytes == 400
 
 
-def test_what_is_saved_for_backward_lives_until_backward():
-    x = torch.randn(64, 32, requires_grad=True)
-    with LiveTensors([x]) as live:
-        y = x.exp().sum()
-        assert live.bytes == 2 * x.nbytes + 4
-        y.backward()
-        del y
-        assert live.bytes == 2 * x.nbytes  # x and its gradient
-        x.grad = None
-        assert live.bytes == x.nbytes
-
-
 def test_the_peak_of_a_step_is_that_of_torchs_own_tracker():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))

@@ -17,7 +17,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, NonFiniteError, PrecisionError, ProofError
 from finetune.training import session
-from finetune.training.compute_types import refuse_vanished_scale, scaler_arguments
+from finetune.training.compute_types import refuse_vanished_scale
 from finetune.training.trainer import RunReport, train
 from tests.config.test_optimizers import SMALL, low_bit_adamw
 from tests.conftest import batch
@@ -75,18 +75,6 @@ def test_a_recipe_trains_in_float16_and_proves_it(tmp_path) -> None:
     assert [row["skipped_steps"] for row in logs(report)] == [0, 0, 0]
 
 
-@pytest.mark.long
-def test_gradients_are_those_of_float32(tmp_path) -> None:
-    """Unscaled before they are clipped: the norm is the same, whatever the scale."""
-    norms = [
-        logs(run(tmp_path, f"precision.loss_scale_init={scale}"))[0]["grad_norm"]
-        for scale in (1, 1024, 65536)
-    ]
-    exact = logs(run(tmp_path, "precision.compute=fp32"))[0]
-    assert norms == pytest.approx([exact["grad_norm"]] * 3, rel=5e-3)
-    assert "loss_scale" not in exact
-
-
 def test_overflow_is_skipped_backs_off_and_is_logged(tmp_path) -> None:
     """From 2^22, where this model overflows; the learning rate waits for the first real step."""
     report = run(tmp_path, "precision.loss_scale_init=4194304", "train.max_steps=8")
@@ -110,18 +98,6 @@ def test_a_run_of_skipped_steps_alone_is_not_proven(tmp_path) -> None:
     assert report.receipt.status.startswith("not proven: weights have not been seen to move")
     assert report.receipt.trainable["moved"] == 0
     assert [row["skipped_steps"] for row in logs(report)] == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_the_scale_grows_after_the_interval(tmp_path) -> None:
-    settings = (
-        "loss_scale_init=1024",
-        "loss_scale_growth_interval=2",
-        "loss_scale_growth_factor=4",
-    )
-    rows = logs(run(tmp_path, *(f"precision.{s}" for s in settings), "train.max_steps=5"))
-    assert [row["loss_scale"] for row in rows] == [1024, 4096, 4096, 16384, 16384]
-    assert rows[-1]["skipped_steps"] == 0
 
 
 @pytest.mark.slow
@@ -163,14 +139,6 @@ def test_a_scale_that_has_vanished_is_refused() -> None:
     refuse_vanished_scale(1.0, 3)
     with pytest.raises(ProofError, match=r"loss scale of 0\.5[\s\S]*3 steps were skipped"):
         refuse_vanished_scale(0.5, 3)
-
-
-@pytest.mark.slow
-def test_adapters_train_over_a_frozen_bfloat16_base(tmp_path) -> None:
-    report = run(tmp_path, "model.dtype=bfloat16", recipe="tiny_lora_bf16")
-    assert report.receipt.status == "proven"
-    base = [row for row in report.receipt.layers if row.role == "base"]
-    assert {row.fprop for row in base} == {"fp16"}
 
 
 @pytest.mark.slow
@@ -227,21 +195,6 @@ def test_frozen_float16_weights_are_not(make_llama) -> None:
     assert get_receipt().status == "proven"
 
 
-def test_without_a_session_accelerate_is_as_it_was() -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    session.install(PrecisionConfig(compute="fp16"))
-    scaled = Accelerator(cpu=True)
-    assert scaled.native_amp
-    assert scaled.scaler.get_scale() == 65536
-    session.uninstall()
-    AcceleratorState._reset_state()
-    plain = Accelerator(mixed_precision="fp16", cpu=True)
-    assert plain.scaler is None
-    assert not plain.native_amp
-
-
 # ------------------------------------------------------------------------------------------ refused
 
 
@@ -256,16 +209,6 @@ def test_bfloat16_weights_are_refused_before_loading(tmp_path) -> None:
 def test_loss_scaling_belongs_to_float16(compute, setting) -> None:
     with pytest.raises(ConfigError, match=r"belongs to fp16[\s\S]*precision\.compute=fp16"):
         load_recipe("tiny_full_bf16", [f"precision.compute={compute}", f"precision.{setting}"])
-
-
-def test_an_overflow_multiplies_by_the_backoff_factor() -> None:
-    precision = PrecisionConfig(compute="fp16", loss_scale_backoff_factor=0.25)
-    scaler = torch.amp.GradScaler("cpu", **scaler_arguments(precision))
-    weight = torch.nn.Parameter(torch.ones(2))
-    scaler.scale(weight.sum() * float("inf")).backward()
-    scaler.step(torch.optim.SGD([weight], lr=1.0))
-    scaler.update()
-    assert scaler.get_scale() == 65536 / 4
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise", "mxfp8"])

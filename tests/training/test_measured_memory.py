@@ -135,24 +135,6 @@ def test_before_training_and_after_a_broken_step_there_is_a_reason() -> None:
     assert "ended before step 3" in loop.meter.reading()["measured"]
 
 
-def test_on_a_gpu_the_allocator_counts(monkeypatch) -> None:
-    peaks = {"allocated": 5 * 2**30, "reserved": 6 * 2**30}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks["allocated"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peaks["reserved"])
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda: peaks.update(allocated=2**30, reserved=2**31)
-    )
-    loop = Loop(kind="cuda")
-    found = loop.run()
-    assert loop.counted == []
-    assert found == {
-        "measured_gib": 1.0,
-        "measured": "peak allocated by torch, whole training",
-        "reserved_gib": 2.0,
-    }
-    assert loop.meter.earlier_gib == 5.0  # loading, which the report's peak has in it
-
-
 # --------------------------------------------------------------------------------------- whole runs
 
 

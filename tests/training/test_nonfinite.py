@@ -29,20 +29,6 @@ LAYER = "model.layers.1.mlp.down_proj"
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow and are saturated|signal over noise)")
 
 
-class BadGradient(torch.autograd.Function):
-    """Identity whose backward returns an Inf."""
-
-    @staticmethod
-    def forward(_, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(_, g):
-        bad = g.clone()
-        bad.view(-1)[3] = torch.inf
-        return bad
-
-
 def spoil_output(module: nn.Module, value: float = torch.nan):
     """The module's output gets one such value."""
 
@@ -194,16 +180,6 @@ def test_the_gradient_that_backward_came_to_first(
     assert "keep=['model.layers.1.mlp.up_proj']" in error.fix
 
 
-def test_sum_of_micro_batches(make_llama, setup_backend, tmp_path) -> None:
-    """Each gradient is finite, their sum is not."""
-    model = make_llama(dtype=torch.float32)
-    weight = model.model.norm.weight
-    weight.register_hook(lambda g: torch.full_like(g, 3e38))
-    setup_backend("emulated")
-    error = stopped(trainer_of(model, tmp_path, gradient_accumulation_steps=2))
-    assert error.where == "model.norm.weight: its gradient"
-
-
 def digest(folder: Path) -> dict[str, str]:
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
@@ -334,26 +310,6 @@ def test_a_skipped_step_is_no_update_and_no_error(loss_scaling, make_llama, tmp_
     rows = [row for row in trainer.state.log_history if "health/attn/x_amax" in row]
     assert "health/attn/update_ratio" not in rows[0], "there was no update"
     assert "health/attn/update_ratio" in rows[1]
-
-
-@pytest.mark.slow
-def test_fp16_names_the_layer_when_scaling_cannot_help(tmp_path, monkeypatch) -> None:
-    """A real FP16 run, whose own loss scaling would stop it one step later without a name."""
-
-    def spoil(trainer) -> None:
-        norm = trainer.model.model.layers[1].input_layernorm
-        plain = norm.forward
-        norm.forward = lambda x: BadGradient.apply(plain(x))
-
-    overrides = [
-        *SAVING, "precision.compute=fp16", "model.dtype=float32", "precision.loss_scale_init=4",
-        "train.per_device_train_batch_size=2",
-    ]  # fmt: skip
-    with after_saving(monkeypatch, spoil), pytest.raises(NonFiniteError) as caught:
-        train(load_recipe("tiny_full_bf16", overrides), out=tmp_path, console=QUIET)
-    assert caught.value.what.startswith("a gradient is not finite at step 5"), "4, 2, then 1"
-    assert caught.value.where.endswith(".weight: its gradient")
-    assert "precision.compute=bf16" in caught.value.fix
 
 
 def test_a_loss_is_judged_under_loss_scaling(loss_scaling, make_llama, tmp_path) -> None:

@@ -116,22 +116,6 @@ def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
         assert all(s.answer.endswith("Fair winds.") for s in report.samples)
 
 
-@pytest.mark.long
-def test_an_fp8_base_at_rank_32_learns_what_a_bf16_base_does(tmp_path) -> None:
-    """Much of the shipped pair at another rank: what it ends at is in FP8_FINDINGS.md."""
-    asked = ["lora.r=32", "lora.alpha=64", "train.max_steps=40", "train.eval_steps=40"]
-    asked += ["eval.at_start=false", "eval.samples=false", "data.eval_fraction=0.05"]
-    reports = [
-        train(load_recipe(f"tiny_lora_{base}", asked), out=tmp_path, console=QUIET)
-        for base in ("fp8", "bf16")
-    ]
-    fp8, bf16 = reports
-    assert fp8.receipt.precision["effective"]["frozen"]["w"] == "e4m3, held"
-    assert fp8.eval_loss == pytest.approx(bf16.eval_loss, rel=0.02)
-    assert fp8.eval_loss != bf16.eval_loss
-    assert all(report.final_loss < 0.8 * report.first_loss for report in reports)
-
-
 def test_run_folder_and_resuming_is_bit_identical(tmp_path) -> None:
     """Delayed scaling state is stored beside the checkpoint: resuming changes no bit."""
     overrides = [
@@ -210,33 +194,6 @@ def test_the_best_checkpoint_outlives_an_interrupt_and_a_move(tmp_path) -> None:
     best = load_file(moved / "checkpoints" / "checkpoint-2" / "model.safetensors")
     taken = load_file(ended / "model" / "model.safetensors")
     assert all(torch.equal(value, best[name]) for name, value in taken.items())
-
-
-@pytest.mark.slow
-def test_own_data_file(tmp_path) -> None:
-    file = tmp_path / "mine.jsonl"
-    rows = [{"question": f"What is {i}?", "answer": f"It is number {i}."} for i in range(24)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    overrides = [f"data.path={file}", "train.max_steps=3", "train.warmup_steps=0", *SMALL_BATCHES]
-    report = train(load_recipe("tiny_lora_fp8", overrides), out=tmp_path / "runs", console=QUIET)
-    assert report.receipt.status == "proven"
-    adapter = Path(report.folder / "model" / "adapter_model.safetensors")
-    assert adapter.is_file()
-    assert all(not key.endswith("_extra_state") for key in load_file(adapter))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fp8", slow_but([True], [True, False]))
-def test_packing_and_checkpointing(fp8, tmp_path) -> None:
-    overrides = [
-        "train.packing=true", "train.gradient_checkpointing=true", "train.max_steps=3",
-        "train.warmup_steps=0",
-    ]  # fmt: skip
-    recipe = load_recipe(f"tiny_lora_{'fp8' if fp8 else 'bf16'}", overrides)
-    report = train(recipe, out=tmp_path, console=QUIET)
-    assert report.receipt.status == "proven"
-    base = [row for row in report.receipt.layers if row.role == "base"]
-    assert all(row.calls["fprop"] == 2 for row in base)
 
 
 @pytest.mark.parametrize(
@@ -417,32 +374,6 @@ def test_seconds_per_step_are_those_since_the_last_log_also_of_a_resumed_run(
     state.global_step, now[0] = 105, 63.0
     metrics.on_log(None, state, None, logs={"loss": 1.0})
     assert [*found, metrics.step_seconds] == [2.0, 2.5, 3.0]
-
-
-@pytest.mark.long
-def test_resuming_under_another_scaling_begins_its_history_anew(tmp_path) -> None:
-    base = [
-        "train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2",
-        "train.warmup_steps=0",
-    ]  # fmt: skip
-    run = train(load_recipe("tiny_full_fp8", base), out=tmp_path, console=QUIET)
-    resume = f"train.resume_from_checkpoint={run.folder}/checkpoints/checkpoint-2"
-    other = load_recipe("tiny_full_fp8", [*base, resume, "precision.amax_history_len=8"])
-    with pytest.warns(UserWarning, match="of another precision: amax histories begin again"):
-        report = train(other, out=tmp_path, console=QUIET)
-    assert report.receipt.status == "proven"
-    assert report.receipt.run["resumed"]["changed"] == {"precision.amax_history_len": (16, 8)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["my data #[1] é*.jsonl"])
-def test_odd_file_names(name, tmp_path) -> None:
-    rows = [{"text": f"boat number {i} is in the harbour"} for i in range(16)]
-    (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    steps = ("train.max_steps=1", "train.warmup_steps=0")
-    overrides = [f"data.path={tmp_path / name}", *steps, *SMALL_BATCHES]
-    report = train(load_recipe("tiny_lora_bf16", overrides), out=tmp_path / "runs", console=QUIET)
-    assert not json.loads((report.folder / "report.json").read_text())["proven"], "one step"
 
 
 @pytest.mark.long
