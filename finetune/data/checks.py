@@ -1,62 +1,13 @@
-"""Checks of rows: text that is not UTF-8, rows that are there twice, or were tokenized before."""
+"""Checks of rows: those that are there twice, and those that were tokenized before."""
 
 from __future__ import annotations
 
 import itertools
-import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from finetune.errors import DataError
-
-LONGEST = 64 << 20
-"""Bytes of a row."""
-MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip"}
-
-
-def not_utf8(label: str, files: Iterable[Path]) -> DataError:
-    """The error for text of another encoding, with the first line that has it and a command."""
-    import fsspec
-
-    files = list(files)
-    name, where, fix = Path(label).name, label, "save it as UTF-8"
-    likely = "WINDOWS-1252"  # of older programs
-    for file in files:
-        with fsspec.open(str(file), "rb", compression="infer") as opened:
-            begins = opened.read(4096)
-        if b"\0" in begins and not begins.startswith(tuple(MARKS)):
-            return DataError(
-                f"{file.name} is no text",
-                where=str(file),
-                why="it has NUL bytes: another kind of file than its name says",
-                fix="give the file under the name of its kind, or write its rows as text",
-            )
-    for file, number, start in itertools.islice(_not_decoded(files), 1):
-        name, where = file.name, f"{file}:{number}"
-        likely = MARKS.get(start, likely) if number == 1 else likely
-        if likely in ("gzip", "zip"):
-            fix = "unpack it, or write its rows as text"
-        elif file.suffix in (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt"):
-            command = f"iconv -f {likely} -t UTF-8 {shlex.quote(str(file))}"
-            fix = f"{command} > {shlex.quote(str(file.with_name(f'utf8-{name}')))}"
-    why = f"that line is not valid utf-8; most likely the file is {likely}"
-    return DataError(f"{name} is not UTF-8 text", where=where, why=why, fix=fix)
-
-
-def _not_decoded(files: Iterable[Path]) -> Iterator[tuple[Path, int, bytes]]:
-    """(file, number, first two bytes) of lines that are not UTF-8."""
-    import fsspec
-
-    for file in files:
-        with fsspec.open(str(file), "rb", compression="infer") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    line.decode()
-                except UnicodeDecodeError:
-                    yield file, number, line[:2]
-
 
 # --------------------------------------------------------------------- rows that are there twice
 

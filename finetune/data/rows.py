@@ -47,7 +47,6 @@ from finetune.data.chat import (
     without_system,
 )
 from finetune.data.masks import TRAINED_TURNS, answers
-from finetune.data.sources import files_of
 from finetune.errors import DataError, did_you_mean
 from finetune.hardware.device import cores
 
@@ -99,18 +98,15 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
     skips, tokenized = form.data.on_bad_row == "skip", kind == "tokenized"
     refused: dict[int, str] = {}
     _note_folded(rows, convert, form, source)
-    try:
-        if skips or tokenized:
-            template = form.tokenizer.chat_template  # another one refuses other rows
-            name = made_by(rows, "reasons", *_arguments(convert), template)
-            refused = _bad_rows(rows, _taken(convert, form.tokenizer), name)
-            if refused and not skips:
-                raise _refused(source, *next(iter(refused.items())))
-            rows = _without(rows, refused, source)
-        done = rows if tokenized else mapped(rows, partial(_numbered, convert, source, 0))
-        return kind, done, _named(refused)
-    except UnicodeDecodeError as error:
-        raise checks.not_utf8(source, files_of(source, "data.path").files) from error
+    if skips or tokenized:
+        template = form.tokenizer.chat_template  # another one refuses other rows
+        name = made_by(rows, "reasons", *_arguments(convert), template)
+        refused = _bad_rows(rows, _taken(convert, form.tokenizer), name)
+        if refused and not skips:
+            raise _refused(source, *next(iter(refused.items())))
+        rows = _without(rows, refused, source)
+    done = rows if tokenized else mapped(rows, partial(_numbered, convert, source, 0))
+    return kind, done, _named(refused)
 
 
 class SkippedLate:

@@ -7,17 +7,14 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import glob
 import hashlib
-import itertools
 import json
 import lzma
 import os
 import re
 import shlex
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from gzip import BadGzipFile
@@ -27,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, user_path
 from finetune.config.section import BUILTIN, DataConfig
-from finetune.data import json_rows
-from finetune.data.checks import LONGEST, not_utf8
-from finetune.data.json_rows import cells, columns_of, features_of
+from finetune.data import text_rows
+from finetune.data.text_rows import COMPRESSED, cells, columns_of, features_of, kind_of
 from finetune.errors import (
     DataError,
     DataNotFoundError,
@@ -47,11 +43,9 @@ LOADERS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".ndjson": "json",
     ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
-DELIMITERS = ",;\t|"
 CHECKED = 10_000
-"""Lines of a streamed CSV whose cells are counted before it is read."""
+"""Rows of a streamed file of text by which its columns are known."""
 BLOCK, BLOCKS = 1 << 20, 64
 """Bytes of a block, and blocks of a large file that its fingerprint is of."""
 
@@ -140,37 +134,29 @@ class Source:
             if self.loader == "saved":
                 rows: Any = load_from_disk(str(self.files[0].parent))
                 return rows.to_iterable_dataset() if streaming else rows
-            options = _csv_options(self, streaming) if self.loader == "csv" else {}
-            if self.loader == "text":
-                options["sample_by"] = self.sample_by
-            if self.loader == "json":
-                return self._read_json(streaming)
+            if self.loader in ("json", "csv", "text"):
+                return self._read_text(streaming)
             names = [glob.escape(str(file)) for file in self.files]
             # Its copy is found by path and time: other rows may have those of before (archives).
-            options |= {} if streaming else {"name": f"rows-{self.fingerprint()[:16]}"}
-            found: Any = load_dataset(
-                self.loader, data_files=names, split="train", streaming=streaming, **options
+            name = None if streaming else f"rows-{self.fingerprint()[:16]}"
+            return load_dataset(
+                self.loader, name, data_files=names, split="train", streaming=streaming
             )
-            # A blank line separates rows of text.
-            return found.filter(_has_text) if self.loader == "text" else found
 
-    def _read_json(self, streaming: bool) -> Any:
+    def _read_text(self, streaming: bool) -> Any:
         from datasets import Dataset, IterableDataset
 
-        columns = columns_of(self.files, CHECKED if streaming else None)
-        given = {"files": [str(file) for file in self.files], "columns": columns}
-        features = features_of(columns)
+        columns = columns_of(self.files, CHECKED if streaming else None, self.sample_by)
         if not columns:
             raise self.empty()
+        files = [str(file) for file in self.files]
+        given = {"files": files, "columns": columns, "sample_by": self.sample_by}
+        features = features_of(columns)
         if streaming:
             return IterableDataset.from_generator(cells, features, gen_kwargs=given)
-        code = Path(json_rows.__file__).read_text(encoding="utf-8")
-        name = hashlib.sha256(f"{self.fingerprint()}{code}".encode()).hexdigest()[:16]
-        return Dataset.from_generator(cells, features, gen_kwargs=given, fingerprint=name)
-
-
-def _has_text(row: dict[str, Any]) -> bool:
-    return bool(row["text"].strip())
+        code = Path(text_rows.__file__).read_text(encoding="utf-8")
+        made = hashlib.sha256(f"{self.fingerprint()}{self.sample_by}{code}".encode()).hexdigest()
+        return Dataset.from_generator(cells, features, gen_kwargs=given, fingerprint=made[:16])
 
 
 # ---------------------------------------------------------------------------------------- sources
@@ -234,13 +220,13 @@ def files_of(given: str, setting: str, sample_by: str = "line") -> Source:
     if os.path.isfile(path):  # False of a name that no file can have
         files = [path]
     elif os.path.isdir(path):
-        files = [file for file in _all(path) if _kind(file) in LOADERS]
+        files = [file for file in _all(path) if kind_of(file) in LOADERS]
     else:
         files = sorted(map(Path, glob.glob(str(path), recursive=True)))
         files = [file for file in files if os.path.isfile(file)]
     if not files:
         raise _not_found(path, where)
-    kinds = sorted({_kind(file) for file in files})
+    kinds = sorted({kind_of(file) for file in files})
     unknown = [kind for kind in kinds if kind not in LOADERS]
     if unknown:
         raise DataError(
@@ -248,7 +234,7 @@ def files_of(given: str, setting: str, sample_by: str = "line") -> Source:
             where=where,
             fix=f"use {', '.join(LOADERS)}, or one of these with {', '.join(COMPRESSED)}",
         )
-    if len({LOADERS[kind] for kind in kinds}) > 1 or (len(kinds) > 1 and ".tsv" in kinds):
+    if len({LOADERS[kind] for kind in kinds}) > 1:
         raise DataError(
             f"{path} holds files of several types: {', '.join(kinds)}",
             where=where,
@@ -276,16 +262,9 @@ def _all(folder: Path, suffix: str = "") -> list[Path]:
     )
 
 
-def _kind(file: Path) -> str:
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        del suffixes[-1]
-    return suffixes[-1] if suffixes else ""
-
-
 def _not_found(path: Path, where: str) -> DataNotFoundError:
     if os.path.isdir(path):
-        found = sorted({_kind(file) or "(none)" for file in _all(path)})
+        found = sorted({kind_of(file) or "(none)" for file in _all(path)})
         return DataNotFoundError(
             f"the folder {str(path)!r} has no data files",
             where=where,
@@ -301,7 +280,7 @@ def _not_found(path: Path, where: str) -> DataNotFoundError:
         )
     beside = sorted(path.parent.iterdir()) if os.path.isdir(path.parent) else []
     # By their names without endings, most of which are alike.
-    known = {one.name.partition(".")[0]: one.name for one in beside if _kind(one) in LOADERS}
+    known = {one.name.partition(".")[0]: one.name for one in beside if kind_of(one) in LOADERS}
     close = known.get(nearest(path.name.partition(".")[0], known) or "")
     return DataNotFoundError(
         f"there is no data file {str(path)!r}" + (f"; did you mean {close!r}?" if close else ""),
@@ -316,7 +295,7 @@ def _not_found(path: Path, where: str) -> DataNotFoundError:
 
 _UNREADABLE = (
     *(ValueError, OSError, TypeError, LookupError, AttributeError, EOFError),
-    *(csv.Error, lzma.LZMAError, zlib.error),
+    *(lzma.LZMAError, zlib.error),
 )
 """Errors by which `datasets` and what it calls refuse a file."""
 _NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
@@ -334,8 +313,6 @@ def reading(source: Source) -> Iterator[None]:
         yield
     except FinetuneError:
         raise
-    except StopIteration:  # of a compressed file without a line
-        raise source.empty() from None
     except read as error:
         if not source.files:
             raise _not_on_the_hub(source, error) from error
@@ -355,8 +332,6 @@ def reading(source: Source) -> Iterator[None]:
 def _unreadable(source: Source, error: BaseException) -> DataError:
     name = Path(source.label).name
     where = source.label
-    if isinstance(error.__cause__ or error, UnicodeDecodeError):
-        return not_utf8(source.label, source.files)
     why = (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
     if len(source.files) > 1 and why == "Couldn't cast":  # what `datasets` 5.0 says first
         return DataError(
@@ -377,68 +352,8 @@ def _unreadable(source: Source, error: BaseException) -> DataError:
         f"{name} cannot be read as {source.loader}",
         where=where,
         why=why,
-        fix="fix that line; every row needs the same columns with the same types"
-        if source.loader == "csv"
-        else "write or copy the file again: it is cut off, or of another kind than its name says",
+        fix="write or copy the file again: it is cut off, or of another kind than its name says",
     )
-
-
-def _csv_options(source: Source, streaming: bool) -> dict[str, Any]:
-    """Options that read every cell as text: `007` keeps its zeros, and `NA` is not missing."""
-    import fsspec
-    from datasets import Features, Value
-
-    csv.field_size_limit(LONGEST // 2)  # of a cell; 131,072 characters otherwise
-    columns: list[str] = []
-    separator = _separator(source.files[0])
-    for path in source.files:
-        with fsspec.open(
-            str(path), "rt", compression="infer", newline="", encoding="utf-8-sig"
-        ) as file:
-            lines = csv.reader(file, delimiter=separator)
-            first = next(lines, [])
-            if "\0" in "".join(first):
-                raise not_utf8(source.label, [path])
-            if not "".join(first).strip():
-                raise DataError(
-                    f"the first line of {path.name} is blank",
-                    where=f"{path}:1",
-                    why="the names of the columns stand there",
-                    fix="remove the lines before them",
-                )
-            # pandas writes its index under no name, and reads it under such a one.
-            header = [name or f"Unnamed: {i}" for i, name in enumerate(first)]
-            counts = Counter(header)
-            if twice := [name for name in header if counts[name] > 1][:1]:
-                raise DataError(
-                    f"{path.name} has two columns of the name {twice[0]!r}",
-                    where=f"{path}:1",
-                    why="only one of them would be read",
-                    fix="rename one of them in the first line",
-                )
-            columns = columns or header
-            for cells in itertools.islice(lines, CHECKED if streaming else None):
-                if cells and len(cells) != len(header):
-                    raise DataError(
-                        f"{path.name} has a row of {len(cells)} cells under {len(header)} columns",
-                        where=f"{path}:{lines.line_num}",
-                        why="its columns would be shifted",
-                        fix="quote cells that hold a comma or a line break, or remove the row",
-                    )
-    features = Features({column: Value("string") for column in columns})
-    text = {"features": features, "keep_default_na": False} if columns else {}
-    return {"sep": separator, **text}
-
-
-def _separator(path: Path) -> str:
-    """What separates the cells of the first line: as the name says, or the only one it has."""
-    import fsspec
-
-    usual = "\t" if _kind(path) == ".tsv" else ","
-    with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig") as file:
-        header = next(csv.reader(file, delimiter=usual), [])
-    found = Counter(c for c in "".join(header) if c in DELIMITERS) if len(header) == 1 else {}
-    return max(found, key=lambda c: found[c], default=usual)
 
 
 def _not_on_the_hub(source: Source, error: BaseException) -> DataNotFoundError:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from finetune.config.paths import find_recipe
 from finetune.config.schema import RunConfig
-from finetune.data.json_rows import rows_of
+from finetune.data.text_rows import rows_of
 from finetune.errors import DataError
 
 CORPUS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "corpus.yaml").read_text("utf-8"))
@@ -181,7 +181,6 @@ FILES: dict[str, list[bytes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pandas, streamed
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_files_that_are_no_rows(refused, name, streaming) -> None:

@@ -541,12 +541,6 @@ def test_an_unknown_packaged_set_names_the_nearest(load):
         ),
         pytest.param(
             "a.jsonl",
-            '{"text": "a"}\n{"text": "b", "text": "c"}\n',
-            ["where: a.jsonl:2", "the key 'text' is there twice", "fix or remove that line"],
-            id="a-key-twice",
-        ),
-        pytest.param(
-            "a.jsonl",
             '{"text": "a"}\n{"text": "b \\ud83c"}\n',
             ["where: a.jsonl:2", "half of one"],
             id="half-of-a-surrogate",
