@@ -6,8 +6,9 @@ torch; checking the `train` section imports trl, and can be left out.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,38 @@ from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read
 from finetune.errors import ConfigError, did_you_mean, speaking
 
 SECTIONS = tuple(RunConfig.model_fields)
-OF_A_NAME = {
-    "model.name": ("pad_token", "revision"),
-    "data.path": ("prompts",),
-    "data.name": ("prompts",),
-}
-"""Setting -> those of its section that are about what it named in the recipe."""
+
+
+def _of(section: str, *keys: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{key}" for key in keys)
+
+
+REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = (
+    # What the recipe says of its own model, or of its own rows, does not follow onto others.
+    ("model.name", operator.ne, _of("model", "pad_token", "revision")),
+    ("data.path", operator.ne, _of("data", "prompts")),
+    ("data.name", operator.ne, _of("data", "prompts")),
+    ("data.path", lambda new, _: bool(new), _of("data", "name", "subset", "eval_split")),
+    ("data.name", lambda new, _: bool(new), _of("data", "path", "eval_path")),
+    # Transformers lets `max_steps` win over epochs without a word; with -1 it counts epochs.
+    ("train.num_train_epochs", lambda new, _: _is_amount(new), _of("train", "max_steps")),
+    ("train.max_steps", lambda new, _: _is_amount(new), _of("train", "num_train_epochs")),
+    # A typed accumulation stays as it is, however few the rows.
+    ("train.gradient_accumulation_steps", lambda new, _: new is not None, _of("data", "min_steps")),
+    ("precision.scaling", lambda new, _: new != "delayed", _of("precision", *DELAYED_ONLY)),
+    (
+        "precision.scaling",
+        lambda new, _: new not in FROZEN_SCALINGS,
+        _of("precision", "frozen", *FROZEN_ONLY),
+    ),
+    ("precision.frozen", lambda new, _: new != "fp8", _of("precision", *FROZEN_ONLY)),
+    ("precision.compute", lambda new, _: new != "fp8", _of("precision", *FP8_ONLY)),
+)
+"""A setting that is typed; of its new and old value, whether others of the recipe go; and these."""
+
+
+def _is_amount(value: Any) -> bool:
+    return value is not None and not str(value).startswith("-")
 
 
 @dataclass(frozen=True)
@@ -86,10 +113,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 section[last] = _override_value(value, item)
             else:
                 section.pop(last, None)
-    _leave_behind(data, written, overrides)
-    _replace_data_source(data, overrides)
-    _replace_duration(data, overrides)
-    _replace_precision(data, overrides)
+    _replace(data, written, overrides)
     return data
 
 
@@ -146,80 +170,30 @@ def _override_value(text: str, item: str) -> Any:
     return PlainText(text)
 
 
-def _leave_behind(
-    data: dict[str, Any], written: Mapping[str, Any], overrides: Sequence[str]
-) -> None:
-    """What the recipe says of its own model, or of its own rows, does not follow onto others."""
+def _replace(data: dict[str, Any], written: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Take out what the recipe says beside a setting that is typed, and that belonged to it.
+
+    What is typed itself stays. Of `precision.map`, parts in FP8 go with FP8 compute.
+    """
     named = set(map(_key, overrides))
-    for given, along in OF_A_NAME.items():
-        section, _, key = given.partition(".")
-        before, now = written.get(section), data.get(section)
-        if given in named and isinstance(before, dict) and isinstance(now, dict):
-            for other in along if before.get(key) != now.get(key) else ():
-                if f"{section}.{other}" not in named:
-                    now.pop(other, None)
 
+    def value(whole: Mapping[str, Any], setting: str) -> Any:
+        section, _, key = setting.partition(".")
+        return part.get(key) if isinstance(part := whole.get(section), dict) else None
 
-def _replace_data_source(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """`data.path=mine.jsonl` alone replaces the recipe's `data.name`, and the other way round."""
-    named = {item.partition("=")[0] for item in overrides}
-    section = data.get("data")
-    if not isinstance(section, dict):
-        return
-    for given, other, along in (
-        ("path", "name", ("subset", "eval_split")),
-        ("name", "path", ("eval_path",)),
-    ):
-        if f"data.{given}" in named and f"data.{other}" not in named and section.get(given):
-            for key in (other, *along):
-                if f"data.{key}" not in named:
-                    section.pop(key, None)
-
-
-def _replace_duration(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """`train.num_train_epochs=3` alone replaces the recipe's `train.max_steps`, and vice versa.
-
-    Transformers lets `max_steps` win over epochs, without a word. A typed accumulation stays as it
-    is, however few the rows.
-    """
-    named, section = {item.partition("=")[0] for item in overrides}, data.get("train")
-    own, rows = "train.gradient_accumulation_steps", data.get("data")
-    if own in named and "data.min_steps" not in named and isinstance(rows, dict):
-        rows.pop("min_steps", None)
-    epochs, steps = "num_train_epochs", "max_steps"
-    for given, other in ((epochs, steps), (steps, epochs)):
-        alone = f"train.{given}" in named and f"train.{other}" not in named
-        # With `max_steps=-1` Transformers counts epochs.
-        if alone and isinstance(section, dict) and not str(section.get(given)).startswith("-"):
-            section.pop(other, None)
-
-
-def _replace_precision(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """`precision.scaling=mxfp8` or `precision.compute=bf16` alone replace the recipe's own.
-
-    Settings that belong to them go too: of delayed scaling, of weights stored in FP8, and parts of
-    the model that `precision.map` has in FP8.
-    """
-    named, section = set(map(_key, overrides)), data.get("precision")
-    if not isinstance(section, dict):
-        return
-    foreign: list[str] = []
-    scaling = section.get("scaling")
-    if "precision.scaling" in named:
-        foreign += DELAYED_ONLY if scaling != "delayed" else ()
-        foreign += ("frozen", *FROZEN_ONLY) if scaling not in FROZEN_SCALINGS else ()
-    if "precision.frozen" in named and section.get("frozen") != "fp8":
-        foreign += FROZEN_ONLY
-    if "precision.compute" in named and section.get("compute") != "fp8":
-        foreign += FP8_ONLY
-        if isinstance(parts := section.get("map"), dict) and "precision.map" not in named:
-            named_parts = {key.removeprefix("precision.map.") for key in named}
-            section["map"] = {
-                part: kind for part, kind in parts.items() if kind != "fp8" or part in named_parts
-            }
-    for key in foreign:
-        if f"precision.{key}" not in named:
-            section.pop(key, None)
+    for setting, go, others in REPLACED:
+        if setting in named and go(value(data, setting), value(written, setting)):
+            for section, _, key in (other.partition(".") for other in {*others} - named):
+                if isinstance(data.get(section), dict):
+                    data[section].pop(key, None)
+    parts = value(data, "precision.map")
+    low = "precision.compute" not in named or value(data, "precision.compute") == "fp8"
+    if isinstance(parts, dict) and not low and "precision.map" not in named:
+        data["precision"]["map"] = {
+            part: kind
+            for part, kind in parts.items()
+            if kind != "fp8" or f"precision.map.{part}" in named
+        }
 
 
 # ------------------------------------------------------------------------------------------ check

@@ -23,11 +23,6 @@ from pydantic import (
 
 from finetune.config.paths import is_text
 
-LARGEST = 2**53
-"""Largest magnitude of a whole number: what a float holds exactly, and tensors never reach."""
-FLOAT32_MAX = 3.4e38
-"""Largest magnitude of others: what a tensor can hold."""
-
 
 class Section(BaseModel):
     """A frozen block of a recipe in which an unknown key is an error."""
@@ -44,14 +39,6 @@ class Section(BaseModel):
     def _is_text(cls, value: Any, info: ValidationInfo) -> Any:
         if info.field_name != "train":  # checked with the types of `trl.SFTConfig`
             check_text(value)
-        return value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _is_in_range(cls, value: Any) -> Any:
-        most = FLOAT32_MAX if isinstance(value, float) else LARGEST
-        if isinstance(value, (int, float)) and abs(value) > most:
-            raise ValueError("this number is larger than anything that can be counted")
         return value
 
     def _changed(self, *names: str) -> list[str]:

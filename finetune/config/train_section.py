@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from finetune.config.aliases import in_recipe
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
-from finetune.config.section import LARGEST, check_text
+from finetune.config.section import check_text
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 from finetune.errors import ConfigError, did_you_mean, nearest
 
@@ -215,6 +215,8 @@ def _members(annotation: Any) -> set[type]:
 
 # `trl.SFTConfig` takes numbers as they come: a NaN, an infinite or a negative one trains nothing,
 # trains everything, or ends in a traceback minutes later.
+LARGEST = 2**53
+"""What a float holds exactly, and no number of a run reaches."""
 AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("max_length", "dataset_num_proc", "torch_empty_cache_steps", "eval_accumulation_steps"),

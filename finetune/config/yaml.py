@@ -35,28 +35,12 @@ class PlainText(str):
     """A plain (unquoted) scalar, whose type the field decides. Quoted text stays a `str`."""
 
 
-MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 20_000, 50
-"""Limits of a file: a recipe is a page, and aliases of aliases grow without end."""
+MOST_BYTES = 1 << 20
+"""Of a file: a recipe is a page, and rows or weights are none."""
 
 
-def _build(
-    node: Any, at: KeyPath, lines: dict[KeyPath, int], file: str, above: tuple[Any, ...] = ()
-) -> Any:
+def _build(node: Any, at: KeyPath, lines: dict[KeyPath, int], file: str) -> Any:
     lines[at] = node.start_mark.line + 1
-    if len(lines) > MOST_VALUES:
-        raise ConfigError(
-            f"this YAML has more than {MOST_VALUES:,} values",
-            where=f"{file}:{lines[at]}",
-            why="aliases that contain aliases may multiply without end",
-            fix="write the values out instead of the aliases",
-        )
-    if any(node is parent for parent in above):
-        raise ConfigError(
-            f"{'.'.join(at)} contains itself",
-            where=f"{file}:{lines[at]}",
-            fix="write the values out instead of the alias",
-        )
-    above = (*above, node)
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -84,13 +68,11 @@ def _build(
                     why="only one of the two values would be used",
                     fix="remove one of them",
                 )
-            result[key] = _build(value_node, (*at, key), lines, file, above)
+            result[key] = _build(value_node, (*at, key), lines, file)
             lines[(*at, key)] = key_node.start_mark.line + 1
         return result
     if isinstance(node, yaml.SequenceNode):
-        return [
-            _build(item, (*at, str(i)), lines, file, above) for i, item in enumerate(node.value)
-        ]
+        return [_build(item, (*at, str(i)), lines, file) for i, item in enumerate(node.value)]
     if node.tag == "tag:yaml.org,2002:null":
         return None
     return str(node.value) if node.style else PlainText(node.value)
@@ -136,7 +118,6 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[KeyPath, int]]:
     """
     lines: dict[KeyPath, int] = {}
     try:
-        _check_depth(text, file)
         node = _PlainLoader(text).get_single_node()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -148,20 +129,6 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[KeyPath, int]]:
             fix="check indentation, colons and brackets on that line and the one above",
         ) from None
     return ({} if node is None else _build(node, (), lines, file)), lines
-
-
-def _check_depth(text: str, file: str) -> None:
-    """Reject what the parser, which calls itself for each level, would die of."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_PlainLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise ConfigError(
-                f"this YAML is nested more than {DEEPEST} levels deep",
-                where=f"{file}:{event.start_mark.line + 1}",
-                fix="close the brackets; a recipe has sections, and keys in them",
-            )
 
 
 def shown(path: Path) -> str:

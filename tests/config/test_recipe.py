@@ -612,7 +612,6 @@ def test_what_is_at_its_default_or_unknown_to_us_can_be_unset(load):
             ["'mlp:fp8' is a key without a value", "fix:   write mlp: fp8"],
             id="no-space",
         ),
-        pytest.param("model: &m [*m]\n", "r.yaml:1", ["model"], id="anchor-inside-itself"),
     ],
 )
 def test_a_mistake_names_file_line_and_the_nearest_name(load, text, where, said):
