@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -222,15 +222,38 @@ def plain_table(
     return Plain(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), **options)
 
 
-def print_blocks(console: Console, rows: Iterable[dict[str, Any]]) -> None:
-    """Print a table for which a terminal is too narrow: a row's first cell, whole, then the rest.
+def print_rows(
+    console: Console,
+    rows: Sequence[dict[str, Any]],
+    *,
+    right: Collection[str] = (),
+    least: int | None = None,
+    gap: int = 2,
+) -> None:
+    """Print rows as a table with their keys for titles, and no cell broken in two.
 
-    tiny_full
-      fp8 ≥GiB 0.7, bf16 ≥GiB 0.7
+    Where a terminal is too narrow, columns behind the first `least` (None: all) are left out; where
+    these do not fit either, a row is its first cell, whole, and then the rest:
+
+        tiny_full
+          fp8 ≥GiB 0.7, bf16 ≥GiB 0.7
     """
+    from rich.cells import cell_len
     from rich.padding import Padding
     from rich.text import Text
 
+    titles, width = list(rows[0]), -gap
+    fitting = list[str]()
+    for title in titles:
+        width += gap + max(map(cell_len, [*title.split(), *(str(row[title]) for row in rows)]))
+        fitting += [title] if width <= console.width else []
+    if len(fitting) >= (least or len(titles)):
+        unbroken = [title for title in fitting if title not in right]
+        table = plain_table(*fitting, right=right, whole=unbroken, gap=gap)
+        for row in rows:
+            table.add_row(*(row[title] for title in fitting))
+        console.print(table)
+        return
     for row in rows:
         (_, name), *others = row.items()
         console.print(whole(str(name)), crop=False)
@@ -257,16 +280,8 @@ def quiet_libraries() -> None:
     # connection is made unless a hub name or a tracker is configured.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    noisy = (
-        "torchao",
-        "accelerate",
-        "trl",
-        "bitsandbytes",
-        "torch.utils._pytree",
-        "lm_eval",
-        "matplotlib",
-    )
-    for name in noisy:
+    noisy = ("torchao", "accelerate", "trl", "bitsandbytes", "lm_eval", "matplotlib")
+    for name in (*noisy, "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # It logs the error that it raises, which stands in ours.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)

@@ -25,7 +25,7 @@ from finetune.errors import (
     ModelNotFoundError,
     writing,
 )
-from finetune.logging import busy, output, plain_table, print_blocks, whole
+from finetune.logging import busy, output, print_rows, whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,28 +100,21 @@ def ls(
         name, _, compute = row["recipe"].rpartition("_")
         pairs.setdefault(name, {})[compute] = row
     gpu, speeds = _speeds()
-    names = ("recipe", "model", "method")
     figures = (*(f"{compute} ≥GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
-    table = plain_table(*names, *figures, right=figures, whole=names, gap=1)
-    losing, shown_rows = list[str](), list[dict[str, Any]]()
+    losing, shown = list[str](), list[dict[str, Any]]()
     for name, pair in pairs.items():
         one = next(iter(pair.values()))  # they differ in precision alone
         memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
         fp8, bf16 = (speeds.get(f"{name}_{compute}", 0) for compute in COMPUTES)
         ratio = fp8 / bf16 if fp8 and bf16 else None
         loses = ratio is not None and ratio < LOSES
-        shown = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
         losing += [name] * loses
-        speed = f"{fp8:,}" if fp8 else "-", shown
-        row = (name, one["model"], one["method"], *memory, *speed)
-        shown_rows.append(dict(zip((*names, *figures), row, strict=True)))
-        table.add_row(*row)
+        ratio = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
+        facts = (*memory, f"{fp8:,}" if fp8 else "-", ratio)
+        row = {"recipe": name, "model": one["model"], "method": one["method"]}
+        shown.append(row | dict(zip(figures, facts, strict=True)))
     console = output()
-    widths = (max(5, *(len(row[title]) for row in shown_rows)) for title in (*names, *figures))
-    if sum(widths) + len(figures) + 2 > console.width:
-        print_blocks(console, shown_rows)
-    else:
-        console.print(table)
+    print_rows(console, shown, right=figures, gap=1)
     if losing:
         line = f"\nFP8 is slower than BF16 in {', '.join(losing)}: take the _bf16 twin for speed"
         console.print(Text(line, style="yellow"))

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
 from finetune.errors import ConfigError
-from finetune.logging import output, plain_table, print_blocks, whole
+from finetune.logging import output, print_rows, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
 from finetune.runs.folder import Run
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
@@ -22,11 +20,6 @@ from finetune.units import size, size_of_gib
 
 DEFAULT_OUT = Path("runs")
 _STATES = {"finished": "", "running": "cyan", "stopped": "yellow"}
-WIDE = 112
-"""Columns of a terminal from which every fact of a run has a column; a pipe is as wide."""
-FACTS, COMPARED_FACTS, SAVED = 30, 60, 66
-"""Columns that the facts in a narrow terminal need beside a run's name or a comparison's, and those
-of a checkpoint."""
 
 
 def list_runs(out: Path | None, *, as_json: bool) -> None:
@@ -46,56 +39,28 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
         print(f"no runs in {folder}/ yet: python -m finetune tiny_lora_fp8 makes one")
         return
     console = output()
-    rows = list(map(_narrow_row, runs))
-    if runs and console.width < FACTS + max(len(row["run"]) for row in rows):
-        print_blocks(console, rows)
-    elif runs:
-        console.print(_table_of(runs, console.width))
+    if runs:
+        right = ("steps", "loss", "eval loss", "tok/s", "memory")
+        print_rows(console, list(map(_row, runs)), right=right, least=5)
     if compared:
         console.print(Text("\ncomparisons" if runs else "comparisons", style="bold"))
-        rows = list(map(_comparison_row, compared))
-        if console.width < COMPARED_FACTS + max(len(row["folder"]) for row in rows):
-            print_blocks(console, rows)
-        else:
-            console.print(_comparisons(rows))
+        print_rows(console, list(map(_comparison_row, compared)))
 
 
-def _table_of(runs: list[dict[str, Any]], width: int) -> Table:
-    """A run per line; in a narrow terminal fewer facts, so that its name stays whole."""
-    shown = [_wide_row(run) if width >= WIDE else _narrow_row(run) for run in runs]
-    right = ("steps", "loss", "eval", "eval loss", "tok/s", "memory")
-    gap = 2 if width >= WIDE else 1
-    table = plain_table(*shown[0], right=right, whole=("run",), gap=gap)
-    for row in shown:
-        table.add_row(*row.values())
-    return table
-
-
-def _narrow_row(run: dict[str, Any]) -> dict[str, Any]:
-    """The run's name has its precision at the end."""
+def _row(run: dict[str, Any]) -> dict[str, Any]:
+    """A run in a line, what matters most first: its name has its precision at the end."""
     ended = "" if run["state"] == "finished" else f" {run['state']}"
     return {
         "run": f"{run['recipe']}/{run['run']}",
-        "proof": _verified(run),
-        "steps": Text(f"{_steps(run)}{ended}", style=_STATES.get(run["state"], "red")),
-        "loss": _shown(run["loss"], ".3f"),
-        "eval": _shown(run["eval_loss"], ".3f"),
-    }
-
-
-def _wide_row(run: dict[str, Any]) -> dict[str, RenderableType]:
-    gib = run["memory_gib"]
-    return {
-        "recipe": run["recipe"],
-        "run": run["run"],
-        "precision": run["precision"],
         "verified": _verified(run),
-        "state": Text(run["state"], style=_STATES.get(run["state"], "red")),
-        "steps": _steps(run),
+        "steps": Text(
+            f"{run['step']}/{run['steps'] or '?'}{ended}", style=_STATES.get(run["state"], "red")
+        ),
         "loss": _shown(run["loss"], ".3f"),
         "eval loss": _shown(run["eval_loss"], ".3f"),
+        "precision": run["precision"],
         "tok/s": _shown(run["tokens_per_s"], ",.0f"),
-        "memory": "-" if gib is None else size_of_gib(gib),
+        "memory": "-" if run["memory_gib"] is None else size_of_gib(run["memory_gib"]),
     }
 
 
@@ -103,10 +68,6 @@ def _verified(run: dict[str, Any]) -> Text:
     if run["fallback"]:  # BF16 is verified, and is not what was requested
         return Text("fell back", style="bold yellow")
     return Text("yes", style="green") if run["proven"] else Text("no", style="bold red")
-
-
-def _steps(run: dict[str, Any]) -> str:
-    return f"{run['step']}/{run['steps'] or '?'}"
 
 
 def _shown(value: float | None, form: str) -> str:
@@ -145,14 +106,6 @@ def _comparison_row(one: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _comparisons(rows: list[dict[str, Any]]) -> Table:
-    titles = [title for title in rows[0] if title != "folder"] + ["folder"]
-    table = plain_table(*titles, fold=titles)
-    for row in rows:
-        table.add_row(*(row[title] for title in titles))
-    return table
-
-
 # ------------------------------------------------------------------------------------ checkpoints
 
 
@@ -187,13 +140,7 @@ def checkpoints(
         }
         for row in rows
     ]
-    if console.width < SAVED:
-        print_blocks(console, shown)
-    else:
-        table = plain_table(*shown[0])
-        for row in shown:
-            table.add_row(*row.values())
-        console.print(table)
+    print_rows(console, shown)
     command = resume_command(folder)
     if Run(folder).state == "finished":  # no step is left
         sound = [f" --checkpoint {row['step']}" for row in rows if not row["problem"]]

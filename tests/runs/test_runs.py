@@ -251,7 +251,7 @@ def test_ls_runs_shows_runs_and_comparisons(run, tmp_path, cli, monkeypatch):
     done = cli("ls", "--runs")
     assert done.code == 0
     line = next(line for line in done.out.splitlines() if run.name in line)
-    for shown in ("tiny_full_fp8", "FP8 emulated/delayed", "yes", "finished", "40/40", "1,312"):
+    for shown in ("tiny_full_fp8", "FP8 emulated/delayed", "yes", "40/40", "1,312"):
         assert shown in line
     assert "not equivalent" in done.out
     assert "+3.00%" in done.out
