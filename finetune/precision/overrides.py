@@ -123,45 +123,43 @@ class Choices:
         return next((r for prefix, r in self._blocks.items() if name.startswith(prefix)), "")
 
     def _check(self, key: str, compute: Compute) -> None:
-        where = f"precision.map.{key}={compute}"
+        """Raise `PlanError` unless a key of `precision.map` decides over something that can be."""
+
+        def refusal(what: str, why: str, fix: str) -> PlanError:
+            where, fix = f"precision.map.{key}={compute}", f"{without(key)}, or {fix}"
+            return PlanError(what, where=where, why=why, fix=fix)
+
         by_part = key in PARTS
         names = [
             n for n, part in self.parts.items() if (part == key if by_part else matches(key, n))
         ]
         if not names:
-            present = sorted({part for part in self.parts.values() if part})
-            raise PlanError(
+            raise refusal(
                 f"this model has no part {key!r}",
-                where=where,
-                why="a choice that reaches nothing would be ignored silently",
-                fix=f"{without(key)}, or a part of this model: {', '.join(present)}",
+                "a choice that reaches nothing would be ignored silently",
+                f"a part of this model: {', '.join(sorted({p for p in self.parts.values() if p}))}",
             )
         if not any(self._key_of(name) == key for name in names):
-            raise PlanError(
+            raise refusal(
                 f"precision.map.{key} decides over nothing",
-                where=where,
-                why=f"more specific choices decide over {names[0]!r} and whatever else it names",
-                fix=f"{without(key)}, or those out of precision.keep, first_n, last_n and the "
-                "patterns of precision.map",
+                f"more specific choices decide over {names[0]!r} and whatever else it names",
+                "those out of precision.keep, first_n, last_n and the patterns of precision.map",
             )
         if compute != "fp8":
             return
         if self.precision.compute != "fp8":
-            raise PlanError(
+            raise refusal(
                 f"FP8 was chosen for {key!r} in a run whose precision.compute is "
                 f"{self.precision.compute}",
-                where=where,
-                why="there is no FP8 engine in such a run",
-                fix=f"{without(key)}, or precision.compute=fp8",
+                "there is no FP8 engine in such a run",
+                "precision.compute=fp8",
             )
         lookup = next((name for name in names if self.parts[name] in NO_MATMUL), None)
         if lookup:
-            raise PlanError(
+            raise refusal(
                 f"FP8 was chosen for {lookup!r}, which multiplies no matrices",
-                where=where,
-                why="FP8 compute is about matmuls: an embedding is a lookup and a norm is "
-                "elementwise; FP8 would only lose digits there",
-                fix=f"{without(key)}, or choose bf16, fp16 or fp32",
+                "an embedding is a lookup and a norm is elementwise: FP8 would only lose digits",
+                "choose bf16, fp16 or fp32",
             )
 
     def _check_kept(self, names: list[str], pattern: str) -> None:

@@ -276,24 +276,20 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig, found: list[R
         raise StorageNotComputeError(
             "this model is stored in FP8 (load_in_fp8), and frozen='fp8' was not set",
             where=quantized[0][0],
-            why="load_in_fp8 is about storage: weights are dequantized before a 16-bit matmul; "
-            "frozen weights can also be multiplied as they are stored",
-            fix="frozen='fp8' with adapters over it, in setup_fp8_mixed_precision_training("
-            "scaling='rowwise', frozen='fp8') or precision.frozen=fp8; to train all parameters, "
-            "load the model plain",
+            why="load_in_fp8 is about storage: weights are dequantized before a 16-bit matmul",
+            fix="frozen='fp8' (precision.frozen=fp8) multiplies them as they are stored, under "
+            "adapters; to train all parameters, load the model plain",
         )
-    if where is None:
-        return
-    raise StorageNotComputeError(
-        "this model was loaded quantized, and FP8 compute needs plain weights",
-        where=where,
-        why="load_in_4bit, load_in_8bit and load_in_fp8 are about storage: weights are kept small "
-        "and dequantized before a 16-bit matmul; FP8 training is about compute: the matmul itself "
-        "runs in FP8 from 16- or 32-bit weights",
-        fix="load the model without a quantization_config to train in FP8 (precision.frozen=fp8 "
-        "holds a base under adapters in one byte a number), or keep it quantized and train without "
-        "setup_fp8_mixed_precision_training (QLoRA in BF16)",
-    )
+    if where is not None:
+        raise StorageNotComputeError(
+            "this model was loaded quantized, and FP8 compute needs plain weights",
+            where=where,
+            why="load_in_4bit, load_in_8bit and load_in_fp8 are about storage: weights are "
+            "dequantized before a 16-bit matmul; FP8 training is about the matmul itself",
+            fix="load the model without a quantization_config to train in FP8 "
+            "(precision.frozen=fp8 holds a base under adapters in one byte a number), or keep it "
+            "quantized and train without setup_fp8_mixed_precision_training (QLoRA in BF16)",
+        )
 
 
 def refuse_half_weights(model: nn.Module) -> None:
