@@ -49,25 +49,19 @@ def load_all_weights(patches: Patches, prepare: Prepare | None) -> None:
     from transformers import Trainer
 
     def make_load(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(trainer: Any, checkpoint: str, model: Any = None) -> None:
-            given = () if model is None else (model,)
+        """`_load_from_checkpoint(checkpoint, model)`, and `_load_best_model()`."""
+
+        def load(trainer: Any, checkpoint: str = "", model: Any = None) -> None:
+            given = ((checkpoint,) if checkpoint else ()) + (() if model is None else (model,))
             own = trainer.accelerator.unwrap_model(trainer.model if model is None else model)
-            if trainer.is_fsdp_enabled or not _load_renamed(own, checkpoint, prepare):
-                original(trainer, checkpoint, *given)
+            folder = checkpoint or str(trainer.state.best_model_checkpoint)
+            if trainer.is_fsdp_enabled or not _load_renamed(own, folder, prepare):
+                original(trainer, *given)
 
         return load
 
-    def make_load_best(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_best(trainer: Any) -> None:
-            own = trainer.accelerator.unwrap_model(trainer.model)
-            best = str(trainer.state.best_model_checkpoint)
-            if trainer.is_fsdp_enabled or not _load_renamed(own, best, prepare):
-                original(trainer)
-
-        return load_best
-
     patches.replace(Trainer, "_load_from_checkpoint", make_load)
-    patches.replace(Trainer, "_load_best_model", make_load_best)
+    patches.replace(Trainer, "_load_best_model", make_load)
 
 
 @torch.no_grad()

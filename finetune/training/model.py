@@ -168,7 +168,7 @@ def _obstacle(config: RunConfig, model: nn.Module, device: Device) -> str:
 
 
 def _obstacle_on(device: Device, text: Any, compute: str) -> str:
-    from finetune.training.varlen import takes_windows
+    from finetune.training.varlen import runs_on_cuda
 
     if device.kind == "cpu":
         return ""
@@ -186,15 +186,9 @@ def _obstacle_on(device: Device, text: Any, compute: str) -> str:
     limit = 192 if capability in NO_BACKWARD_ABOVE_192 else 256
     if width % 8 or width > limit:
         return f"heads of {width}: FlashAttention takes multiples of 8 up to {limit} there"
-    if _has_windows(text) and not takes_windows():  # until torch 2.11
+    if not runs_on_cuda():
         return f"torch {version('torch')} has varlen attention without sliding windows"
     return ""
-
-
-def _has_windows(text: Any) -> bool:
-    """True if layers of a model attend within sliding windows."""
-    types = getattr(text, "layer_types", None) or ["sliding_attention"]  # Mistral names none
-    return bool(getattr(text, "sliding_window", None)) and "sliding_attention" in types
 
 
 def implementation_arguments(model: ModelConfig) -> dict[str, Any]:

@@ -78,9 +78,7 @@ def patch_accelerator(session: Any) -> None:
                 _refuse_copies(accelerator)
             if precision.compute == "fp16":
                 compute_types.complete(accelerator, precision)
-            _keep_output_types(accelerator, precision)
-            if not chosen:
-                _reduce_in_float32(accelerator)
+            _complete_policy(accelerator, precision, chosen=chosen)
             keep_in_states(accelerator)
             made.add(accelerator)
 
@@ -147,12 +145,18 @@ def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None
         )
 
 
-def _keep_output_types(accelerator: Any, precision: PrecisionConfig) -> None:
-    """Let models under FSDP2 return each result, such as a loss in float32, in its own type.
+def _complete_policy(accelerator: Any, precision: PrecisionConfig, *, chosen: bool) -> None:
+    """Let FSDP2 keep the type of results and sum gradients in float32.
 
-    Accelerate 1.15 has FSDP2 cast every result to the type of its mixed precision
+    Accelerate 1.15 has it cast every result to the type of its mixed precision
     (`FullyShardedDataParallelPlugin.set_mixed_precision`): losses, and log-probabilities before
-    they are added, kept three digits, 5.0 for 4.9597. Logits stay as the head computes them.
+    they are added, kept three digits, 5.0 for 4.9597. Logits stay as the head computes them. And it
+    sums gradients in that type, of all processes and micro-batches: in BF16 a sum of 256 equal ones
+    is that of 128 or less, since an addend below 1/256 of the sum is lost. The shards that an
+    optimizer gets are float32 either way.
+
+    Args:
+        chosen: a policy of the script's says how gradients are summed.
 
     Raises:
         PrecisionError: a plugin of the script's own gathers weights in another type than the
@@ -171,8 +175,10 @@ def _keep_output_types(accelerator: Any, precision: PrecisionConfig) -> None:
             why=f"layers outside FP8 compute in the type of gathered weights, here {named}",
             fix="leave mixed_precision_policy out of FullyShardedDataParallelPlugin",
         )
+    changed: dict[str, Any] = {} if chosen else {"reduce_dtype": torch.float32}
     if policy.output_dtype == computes:
-        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+        changed["output_dtype"] = None
+    plugin.mixed_precision_policy = replace(policy, **changed)
 
 
 def _refuse_copies(accelerator: Any) -> None:
@@ -185,20 +191,6 @@ def _refuse_copies(accelerator: Any) -> None:
             "a copy of the model in each process, and says nothing",
             fix="leave FSDP out, or run on GPUs",
         )
-
-
-def _reduce_in_float32(accelerator: Any) -> None:
-    """Let FSDP2 sum gradients in float32, as DDP does, unless a policy of the script's says how.
-
-    Accelerate 1.15 has it sum them in the type of its mixed precision: those of all processes, and
-    of all micro-batches of a step. In BF16 a sum of 256 equal gradients is that of 128 or less: an
-    addend below 1/256 of the sum so far is lost. The shards that an optimizer gets are float32
-    either way.
-    """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if plugin is not None and policy is not None and plugin.fsdp_version == 2:
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import REFUSED, CheckpointError, writing
 from finetune.hardware.device import processes, rank
 from finetune.runs.card import model_card
-from finetune.runs.checkpoints import Checkpoint
-from finetune.runs.folder import finite, write_start
+from finetune.runs.folder import write_start
 from finetune.runs.last_model import MODEL
 from finetune.runs.receipt import RunReport
 from finetune.training.low_bit import bytes_of_states
@@ -92,15 +91,11 @@ def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:
     return bytes_of_weights(model, config) + moments
 
 
-def checkpoints_at_once(config: RunConfig, begun: Checkpoint | None = None) -> tuple[int, int]:
+def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
     """The most checkpoints of a run on the disk at one time, and of these the ones that stay.
 
     One more than are kept, since one is deleted when the next is whole. Of a run whose number of
-    steps is known only from its rows, two. A run of 1000 steps that saves each 100 and resumes from
-    step 800 makes two: earlier ones lie in the folder of the run before, already.
-
-    Args:
-        begun: checkpoint that the run resumes from.
+    steps is known only from its rows, two.
     """
     train, kept = config.train, config.checkpoints
     strategy = str(train.get("save_strategy", "steps"))
@@ -110,10 +105,9 @@ def checkpoints_at_once(config: RunConfig, begun: Checkpoint | None = None) -> t
     made = 1
     if strategy == "steps" and steps > 0:
         every = every if every >= 1 else every * steps
-        made = math.ceil(steps / every) - (int(begun.step // every) if begun else 0)
+        made = math.ceil(steps / every)
     elif strategy == "epoch":
-        past = finite(begun.state.get("epoch")) if begun else None
-        made = max(1, math.ceil(train.get("num_train_epochs", 3)) - int(past or 0))
+        made = math.ceil(train.get("num_train_epochs", 3))
     limit: Any = train.get("save_total_limit")
     if kept.keep_last is not None:
         limit = kept.keep_last + kept.keep_best
@@ -121,15 +115,11 @@ def checkpoints_at_once(config: RunConfig, begun: Checkpoint | None = None) -> t
     return stay + (made > stay or kept.first_step), stay
 
 
-def check_disk(run: Preflight, out: Path, begun: Checkpoint | None = None) -> None:
-    """Raise `CheckpointError` for a run whose checkpoints and model have no room on their disk.
-
-    Args:
-        begun: checkpoint that the run resumes from.
-    """
+def check_disk(run: Preflight, out: Path) -> None:
+    """Raise `CheckpointError` for a run whose checkpoints and model have no room on their disk."""
     config = run.config
     each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
-    most, stay = checkpoints_at_once(config, begun)
+    most, stay = checkpoints_at_once(config)
     place = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(place).free
     # The model is saved when no checkpoint is being written any more.

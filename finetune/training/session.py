@@ -4,8 +4,8 @@
                                       ─> its first step: witnessed, then layers are compiled
     receipt <─ proof and conversion of the model that trains
 
-A recipe's session takes resolution and plan from preflight; the helper's session makes its own,
-since it first sees each model when that is prepared.
+A recipe's session takes its resolution from preflight, the helper's makes its own; each model is
+planned when it is prepared.
 
 *Compiling* (`precision.compile`). Each decoder layer is compiled separately, after the witnessed
 step, since a model first run under the witness is never compiled. `auto` compiles where FP8 casts
@@ -36,10 +36,9 @@ from finetune.precision import convert
 from finetune.precision.compiling import refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import multiplies, records, without_adapters
-from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights, refuse_quantized
+from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
-from finetune.precision.stored import StoredMixin, stored_as
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
 from finetune.training.checkpoint_weights import load_all_weights, refuse_unsaved_experts
@@ -55,7 +54,6 @@ class Session:
     """One precision in effect, from `install` to `uninstall`.
 
     Attributes:
-        planned: plan of the run's sketch, None without one.
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
         again: puts the session of a script into effect again, after a run of a recipe.
@@ -64,10 +62,8 @@ class Session:
 
     again: Callable[[], Session] | None = None
 
-    def __init__(
-        self, resolution: Resolution, device: Device, planned: PrecisionPlan | None = None
-    ) -> None:
-        self.resolution, self.device, self.planned = resolution, device, planned
+    def __init__(self, resolution: Resolution, device: Device) -> None:
+        self.resolution, self.device = resolution, device
         self.precision = resolution.precision
         self.conversions: weakref.WeakSet[Conversion] = weakref.WeakSet()
         self.references = References(lambda: self.conversion, self.prepare_model)
@@ -159,9 +155,7 @@ class Session:
         if self.precision.compute == "fp32":
             self.undo.callback(compute_types.make_exact())
         self._choose_engine_for(model)
-        made = self.planned
-        if made is None or made.precision != self.precision or not _is_of(made, model):
-            made = plan(model, self.precision)
+        made = plan(model, self.precision)
         if before:
             refuse_unsaved_experts(model, made)
         self._replaced.update((id(p), p) for p in model.parameters() if not p.requires_grad)
@@ -290,22 +284,6 @@ class Session:
         return conditions_of(trainer, self.device, self.conversion, self.compiled)
 
 
-def _is_of(made: PrecisionPlan, model: nn.Module) -> bool:
-    """True if a sketch's plan fits the loaded model: the same layers, stored as planned.
-
-    A base stored in NF4 or published in FP8, unlike its sketch, is planned again.
-    """
-    rows = {row.name: row for row in made.layers}
-    weights = records(model)
-    found = {each.name: (each.shape, not each.weight.requires_grad) for each in weights}
-    return found == {name: (row.shape, row.frozen) for name, row in rows.items()} and all(
-        rows[each.name].stored in each.owner.granularities
-        if isinstance(each.owner, StoredMixin)
-        else not stored_as(each.owner)
-        for each in weights
-    )
-
-
 def _describe_storage(model: nn.Module) -> None:
     """Record FP8 storage in the model's configuration, in case it is saved."""
     from transformers import PreTrainedModel
@@ -351,12 +329,10 @@ def unguard(model: nn.Module) -> None:
 _session: Session | None = None
 
 
-def install(
-    precision: PrecisionConfig | Resolution, planned: PrecisionPlan | None = None
-) -> Session:
+def install(precision: PrecisionConfig | Resolution) -> Session:
     """Put a precision into effect for everything that Accelerate prepares from now on.
 
-    A second call replaces the first. `planned` is the plan of the model's sketch, if any.
+    A second call replaces the first.
 
     Raises:
         PrecisionError: it is unavailable on this machine.
@@ -364,7 +340,7 @@ def install(
     global _session
     device = this_device()
     known = isinstance(precision, Resolution)
-    session = Session(precision if known else resolve(precision, device), device, planned)
+    session = Session(precision if known else resolve(precision, device), device)
     uninstall(replaced=True)
     session.begin()
     _session = session
@@ -380,12 +356,10 @@ def uninstall(*, replaced: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def session_of(
-    resolution: Resolution, planned: PrecisionPlan | None, console: Console
-) -> Iterator[Session]:
+def session_of(resolution: Resolution, console: Console) -> Iterator[Session]:
     """Context manager for a run's session; a fallback to BF16 is printed loudly."""
     with replacing():
-        session = install(resolution, planned)
+        session = install(resolution)
         if resolution.fallback:
             console.print(Text(f"! {resolution.fallback}", "bold red"))
         yield session

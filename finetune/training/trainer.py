@@ -30,7 +30,7 @@ from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, keeps_going, output, whole
 from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
-from finetune.runs.checkpoints import Checkpoint, find_checkpoint
+from finetune.runs.checkpoints import find_checkpoint
 from finetune.runs.last_model import saved_whole
 from finetune.runs.lookup import LAST
 from finetune.runs.receipt import Receipt, RunReport, Sample
@@ -98,7 +98,7 @@ def train(
         run = _Run(recipe, ahead, Path(out), console, force=force)
     run.until = until
     guarded = partial(explained, run.folder, less)
-    begins = session_of(ahead.resolution, ahead.plan, run.console)
+    begins = session_of(ahead.resolution, run.console)
     kept = keeps_going(run.console, run.folder)
     with discarded_unless_begun(run.folder), kept, begins as session, guarded():
         run.load(session)
@@ -155,7 +155,7 @@ class _Run:
         from accelerate import PartialState
 
         self.recipe, self.config, self.attention = recipe, ahead.config, ahead.attention
-        self.notes = ahead.notes
+        self.notes, self.stored = ahead.notes, ahead.plan.stored
         config, on_cpu = ahead.config, ahead.device.kind == "cpu"
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
@@ -172,8 +172,8 @@ class _Run:
         if self.args.max_steps > 0:  # by epochs: once rows are packed
             schedule_of(self.args, None).check()
         self._choose_checkpoint(out, state.num_processes)
-        if not force:
-            check_disk(ahead, out, Checkpoint(self.resume) if self.resume else None)
+        if not force and self.resume is None:  # a run that resumes makes fewer than it was asked
+            check_disk(ahead, out)
         starts_anew = self.rows.eval is not None and self.resume is None
         if "eval_on_start" not in config.train and starts_anew:
             self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
@@ -271,7 +271,7 @@ class _Run:
                 train=self.rows.train,
                 held_out=self.rows.eval,
                 tokenizer=self.tokenizer,
-                stored=session.planned.stored if session.planned else (),
+                stored=self.stored,
                 attention=self.attention,
                 resume=self.resume,
                 callbacks=[

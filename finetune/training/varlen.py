@@ -42,7 +42,7 @@ UNLIMITED = -1
 BLOCK = 512
 """Queries at a time, which bounds the scores in memory to [H, BLOCK, document]."""
 _TAKES = frozenset(inspect.signature(varlen_attn).parameters)
-"""Arguments of torch's function: 2.10 has no windows, scale or `enable_gqa`."""
+"""Arguments of torch's function: 2.11 has no scale, 2.12 no `enable_gqa`."""
 
 
 # --------------------------------------------------------------------------------------- operator
@@ -240,6 +240,7 @@ def varlen_attention_forward(
                 getattr(module, "is_causal", True) if causal is None else causal
             ),
             "form for float32 on a GPU": query.is_cuda and query.dtype == torch.float32,
+            "kernel in torch 2.10": query.is_cuda and not runs_on_cuda(),
         }
     )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -253,7 +254,7 @@ def varlen_attention_forward(
     return out.unflatten(0, (batch, length)), None
 
 
-def takes_windows() -> bool:
+def runs_on_cuda() -> bool:
     """True if torch's varlen attention has sliding windows, as it has from 2.11 on."""
     return "window_size" in _TAKES
 
@@ -261,17 +262,7 @@ def takes_windows() -> bool:
 def _on_cuda(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int
 ) -> Tensor:
-    more: dict[str, Any] = {}
-    if takes_windows():
-        more["window_size"] = (window, 0)
-    elif window == UNLIMITED:
-        more["is_causal"] = True
-    else:
-        raise ConfigError(
-            f"torch {torch.__version__} has varlen attention without sliding windows",
-            where="model.attention: varlen",
-            fix="model.attention=sdpa, or torch 2.11 or newer",
-        )
+    more: dict[str, Any] = {"window_size": (window, 0)}
     if "scale" in _TAKES:
         more["scale"] = scale
     else:

@@ -32,7 +32,7 @@ from finetune.precision import head, weights
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import load_shape
 from finetune.training.model import first_layers, sketch
-from finetune.training.varlen import takes_windows
+from finetune.training.varlen import runs_on_cuda
 from tests.benchmarks import predicted_memory
 from tests.conftest import H100, slow_but
 from tests.estimator.test_trace import patched
@@ -371,7 +371,7 @@ def test_the_first_micro_step_casts_in_kernels_and_compiled_layers_fuse_casts() 
     assert eager.tensors < tensor_footprint(by["inductor"].trace).tensors
 
 
-@pytest.mark.skipif(not takes_windows(), reason="this torch has no windows in varlen attention")
+@pytest.mark.skipif(not runs_on_cuda(), reason="this torch has no windows in varlen attention")
 def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:
     """Packed rows run FlashAttention, which skips what a query does not see."""
     from transformers import MistralConfig

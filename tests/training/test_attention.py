@@ -292,12 +292,11 @@ def test_attention_that_the_kernel_lacks_is_refused(model, more, what) -> None:
 
 
 @pytest.mark.parametrize(
-    ("takes", "windowed"),
-    [({"is_causal"}, False), ({"scale", "window_size"}, True),
-     ({"scale", "window_size", "enable_gqa"}, True)],
-    ids=["2.10", "2.12", "2.13"],
-)  # fmt: skip
-def test_torchs_function_gets_the_arguments_that_it_takes(takes, windowed, monkeypatch) -> None:
+    "takes",
+    [{"window_size"}, {"scale", "window_size"}, {"scale", "window_size", "enable_gqa"}],
+    ids=["2.11", "2.12", "2.13"],
+)
+def test_torchs_function_gets_the_arguments_that_it_takes(takes, monkeypatch) -> None:
     """Its signature moves; values that are narrower than queries are padded."""
     torch.manual_seed(0)
     q, k, v = torch.randn(TOKENS, 4, 16), torch.randn(TOKENS, 2, 16), torch.randn(TOKENS, 2, 8)
@@ -307,20 +306,16 @@ def test_torchs_function_gets_the_arguments_that_it_takes(takes, windowed, monke
         assert set(more) == takes
         assert q.shape[-1] == v.shape[-1]
         assert (max_q, max_k) == (64, 64)
-        assert more.get("is_causal", True)
         assert more.get("enable_gqa", True), "torch 2.13 refuses grouped heads without it"
-        left, right = more.get("window_size", (UNLIMITED, 0))
+        left, right = more["window_size"]
         assert right == 0
         return varlen_attention(q, k, v, cu_q, more.get("scale", 16**-0.5), left)
 
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(varlen, "_TAKES", frozenset(takes))
-    for window in (UNLIMITED, 5) if windowed else (UNLIMITED,):
+    for window in (UNLIMITED, 5):
         found = varlen._on_cuda(q, k, v, ends, 64, 0.3, window)
         torch.testing.assert_close(found, varlen_attention(q, k, v, ends, 0.3, window))
-    if not windowed:
-        with pytest.raises(ConfigError, match="without sliding windows"):
-            varlen._on_cuda(q, k, v, ends, 64, 0.3, 5)
 
 
 def test_the_witness_can_count_the_kernel_of_any_torch() -> None:
@@ -396,27 +391,14 @@ def test_models_that_the_kernel_cannot_serve_keep_their_own(changes, reason, mak
     assert reason in found.reason
 
 
-@pytest.mark.parametrize(
-    ("config", "windowed"),
-    [
-        ({"sliding_window": 64}, True),  # as of Mistral
-        ({"sliding_window": 64, "layer_types": ["full_attention"]}, False),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, True),
-        ({"sliding_window": None}, False),
-        ({}, False),
-    ],
-)
-def test_windows_need_a_torch_that_has_them(config, windowed, make_llama, monkeypatch) -> None:
-    """Before anything is loaded: torch 2.10 has varlen attention without windows."""
+def test_a_torch_without_windows_keeps_the_models_own(make_llama, monkeypatch) -> None:
+    """Before anything is loaded: torch 2.10."""
     packed, model = load_recipe("tiny_full_bf16", PACKED).config, make_llama()
-    for key, value in config.items():
-        setattr(model.config, key, value)
     monkeypatch.setattr(varlen, "_TAKES", frozenset({"is_causal"}))
     found = resolve_attention(packed, model, H100)
-    assert found.implementation == (None if windowed else "varlen")
-    assert ("without sliding windows" in found.reason) == windowed
-    monkeypatch.setattr(varlen, "_TAKES", frozenset({"window_size"}))
-    assert resolve_attention(packed, model, H100).implementation == "varlen"
+    assert found.implementation is None
+    assert "without sliding windows" in found.reason
+    assert resolve_attention(packed, model, CPU).implementation == "varlen"
 
 
 def test_sinks_are_seen(make_llama) -> None:

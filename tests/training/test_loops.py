@@ -196,7 +196,7 @@ def test_a_recipe_inside_a_script_gives_its_session_back(
     precision = load_recipe("tiny_full_fp8").config.precision
     if inside == "train":
         resolution = resolve(precision, this_device())
-        with session.session_of(resolution, None, Console(quiet=True)) as of_recipe:
+        with session.session_of(resolution, Console(quiet=True)) as of_recipe:
             assert session.current() is of_recipe
     else:
         with session.replacing():
@@ -213,7 +213,7 @@ def test_a_recipe_inside_a_script_gives_its_session_back(
     assert get_receipt().status == "proven"
     assert get_receipt().fp8_flop_share > 0.4
     teardown_fp8_mixed_precision_training()
-    with session.session_of(resolve(precision, this_device()), None, Console(quiet=True)):
+    with session.session_of(resolve(precision, this_device()), Console(quiet=True)):
         pass
     assert session.in_force() is None
 

@@ -1,4 +1,4 @@
-"""What a run makes once and hands on: its resolution and its plan."""
+"""What a run makes once and hands on: its resolution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from finetune.config.recipe import load_recipe
 from finetune.estimator.trace import rehearsal
 from finetune.hardware import requirements
 from finetune.hardware.requirements import resolve
-from finetune.precision import planner
 from finetune.training import preflight, session
 
 SHORT = (
@@ -22,20 +21,18 @@ SHORT = (
 @pytest.mark.parametrize(
     "recipe", ["tiny_lora_fp8", pytest.param("tiny_full_fp8", marks=pytest.mark.long)]
 )
-def test_a_run_is_resolved_and_planned_once(recipe, tmp_path, monkeypatch) -> None:
-    plain, calls = planner.plan, []
+def test_a_run_is_resolved_once(recipe, tmp_path, monkeypatch) -> None:
+    calls = []
 
     def counted(function):
         return lambda *args: (calls.append(function.__name__), function(*args))[1]
 
-    for module in (planner, preflight, session):
-        monkeypatch.setattr(module, "plan", counted(plain))
     for module in (preflight, session, requirements):
         monkeypatch.setattr(module, "resolve", counted(resolve))
     rehearsed = []
     monkeypatch.setattr(rehearsal, "sketch", lambda *a, **k: rehearsed.append(a) or sketch(*a, **k))
     report = finetune.train(load_recipe(recipe, SHORT), out=tmp_path, console=Console(quiet=True))
-    assert sorted(calls) == ["plan", "resolve"]
+    assert calls == ["resolve"]
     assert report.receipt.status == "proven"
     assert rehearsed, "the prediction takes what the run has"
     assert report.receipt.memory["predicted_gib"] > 0

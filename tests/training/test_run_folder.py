@@ -11,7 +11,6 @@ from rich.console import Console
 from finetune import train
 from finetune.config.recipe import load_recipe
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
-from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.last_model import saved_whole
 from finetune.training import faults, run_folder
 from finetune.training.preflight import preflight
@@ -49,26 +48,6 @@ def test_a_folder_is_named_by_the_precision_that_ran(label, end) -> None:
 )
 def test_the_most_checkpoints_at_one_time(overrides, most) -> None:
     assert run_folder.checkpoints_at_once(load_recipe("tiny_full_fp8", overrides).config) == most
-
-
-@pytest.mark.parametrize(
-    ("overrides", "step", "most"),
-    [
-        ([*STEPS], 80, (3, 2)),
-        ([*STEPS], 85, (3, 2)),
-        ([*STEPS, "train.save_steps=0.5"], 50, (2, 1)),
-        (["train.save_strategy=epoch", "train.num_train_epochs=3", "~train.max_steps"], 80, (2, 1)),
-    ],
-)
-def test_a_run_that_goes_on_makes_the_checkpoints_that_are_left(
-    overrides, step, most, tmp_path
-) -> None:
-    """All of them were counted, and a run was refused that had room."""
-    folder = tmp_path / f"checkpoint-{step}"
-    folder.mkdir()
-    (folder / "trainer_state.json").write_text(f'{{"global_step": {step}, "epoch": 2.0}}')
-    config = load_recipe("tiny_full_fp8", overrides).config
-    assert run_folder.checkpoints_at_once(config, Checkpoint(folder)) == most
 
 
 @pytest.mark.parametrize("rows", ["", '{"step": 1}\n'])

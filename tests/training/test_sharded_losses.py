@@ -23,7 +23,7 @@ from finetune.training.checkpoint_weights import refuse_sharded_codes
 from finetune.training.patches import (
     _check_accelerator,
     _checkpointed_by_models,
-    _keep_output_types,
+    _complete_policy,
     _refuse_copies,
 )
 from tests.forked import ended, start, start_ranks
@@ -108,7 +108,7 @@ LOW = torch.bfloat16
 def test_results_under_a_policy_of_a_script_keep_their_type(output) -> None:
     policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32, output_dtype=output)
     plugin = plugin_of(mixed_precision_policy=policy)
-    _keep_output_types(accelerator_of(plugin), FP8)
+    _complete_policy(accelerator_of(plugin), FP8, chosen=True)
     kept = plugin.mixed_precision_policy
     assert kept.output_dtype is (None if output is LOW else output)
     assert (kept.param_dtype, kept.reduce_dtype) == (LOW, torch.float32)
@@ -141,7 +141,7 @@ def test_gradients_are_summed_in_float32_unless_a_script_chose(chosen, monkeypat
 def test_a_policy_that_gathers_weights_in_another_type_is_refused(gathered) -> None:
     plugin = plugin_of(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=gathered))
     with pytest.raises(PrecisionError, match=r"another type[\s\S]*leave mixed_precision_policy"):
-        _keep_output_types(accelerator_of(plugin), FP8)
+        _complete_policy(accelerator_of(plugin), FP8, chosen=True)
 
 
 def test_checkpointing_by_fsdp_of_a_model_that_has_none_is_refused() -> None:

@@ -125,7 +125,7 @@ def train_point(job: Job, device: Device) -> dict[str, Any]:
         FinetuneError: as the run itself.
     """
     ahead = preflight(job.config, device, forecast=MemoryForecast(), force=True)
-    with session_of(ahead.resolution, ahead.plan, output(quiet=True)) as running:
+    with session_of(ahead.resolution, output(quiet=True)) as running:
         measured = train_steps(
             job,
             device,

@@ -96,7 +96,7 @@ def diagnose(
     console = console or output(quiet=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        session_of(ahead.resolution, ahead.plan, console) as running,
+        session_of(ahead.resolution, console) as running,
     ):
         observer = Observer(running, steps)
         rows, tokenizer, notes = _rows(config, observer.total, synthetic=synthetic)
