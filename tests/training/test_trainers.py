@@ -52,7 +52,8 @@ def test_stock_trainer_is_proven(shop, name, method) -> None:
     assert sum(ours.losses) == pytest.approx(sum(plain.losses), rel=0.01, abs=0.01)
     if name.startswith("DPO"):
         assert ours.losses[0] == pytest.approx(math.log(2), abs=5e-5), "policy equals reference"
-        assert receipt.precision["references"], "the receipt says how it was computed"
+        own = method != "full"  # the policy without its adapters is its reference
+        assert own or receipt.precision["references"], "the receipt says how it was computed"
 
 
 @pytest.mark.filterwarnings("ignore")  # `trl.experimental` says that it is
