@@ -17,6 +17,7 @@ import finetune
 from finetune import load_recipe
 from finetune.analysis.diagnose import diagnose as module
 from finetune.analysis.diagnose.facts import predict
+from finetune.analysis.diagnose.groups import precisions_of
 from finetune.analysis.diagnose.observer import PREFIX, Observer, Ranges
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline
@@ -46,7 +47,7 @@ def check(found: Diagnosis) -> dict:
     assert sorted(names) == sorted(row.name for row in found.receipt.layers)
     for row in found.receipt.layers:
         (group,) = [group for group in found.groups if row.name in group.layers]
-        assert (group.fprop, group.dgrad, group.wgrad) == (row.fprop, row.dgrad, row.wgrad)
+        assert group.ran == precisions_of(row)
         assert group.shape == row.shape
     for cause in found.causes:
         assert 0 <= cause.share <= 1

@@ -24,6 +24,7 @@ from finetune.analysis.diagnose.groups import (
     LOW,
     LayerGroup,
     groups_of_receipt,
+    precisions_of,
     with_bf16_times,
     with_noise,
     with_times,
@@ -195,7 +196,7 @@ def _conclude(
 
 def _low_layers(receipt: Receipt) -> dict[str, bool]:
     """Layers with FP8 GEMMs -> True if all of them are FP8."""
-    ran = {row.name: {row.fprop, row.dgrad, row.wgrad} - {"none"} for row in receipt.layers}
+    ran = {row.name: set(precisions_of(row).values()) for row in receipt.layers}
     return {name: kinds <= LOW for name, kinds in ran.items() if kinds & LOW}
 
 

@@ -23,6 +23,7 @@ Limits: GEMMs that fill a GPU badly gain less; a group's measured `bf16_seconds`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,6 +156,9 @@ class Facts:
 
     def share(self, seconds: float) -> float:
         return seconds / self.seconds
+
+    def share_of(self, groups: Iterable[LayerGroup]) -> float:
+        return self.share(sum(group.seconds for group in groups))
 
     @property
     def fp8_groups(self) -> list[LayerGroup]:

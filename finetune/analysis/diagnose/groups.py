@@ -30,7 +30,7 @@ from finetune.precision.planner import GEMMS
 from finetune.precision.proof import witness
 from finetune.precision.scaling import OPERANDS
 from finetune.runs.receipt import LayerReceipt, layer_groups, layer_kind
-from finetune.training.health.operands import GroupSums
+from finetune.training.health.operands import GroupSums, merge_sums
 
 LOW = frozenset({"fp8", "fp4"})
 KERNELS, LEAST = 3, 0.02
@@ -46,7 +46,7 @@ class LayerGroup:
     Attributes:
         kind: last part of the layer names.
         shape: (N, K); (0, 0) for matmuls outside of layers.
-        fprop, dgrad, wgrad: executed precision, `none` if the GEMM did not run.
+        ran: executed precision by GEMM, of those that ran.
         tokens: M of a GEMM, the mean over calls; 0 outside of layers.
         calls, flops, share: of the observed micro-step; the share is of its matmul FLOPs.
         snr_db, worst_snr_db: mean over layers, and the worst layer, by quantized operand (x, w, g).
@@ -59,9 +59,7 @@ class LayerGroup:
     role: str
     layers: tuple[str, ...]
     shape: tuple[int, int]
-    fprop: str
-    dgrad: str
-    wgrad: str
+    ran: dict[str, str]
     reason: str
     tokens: int
     calls: dict[str, int]
@@ -73,12 +71,6 @@ class LayerGroup:
     cast_seconds: float = 0.0
     bf16_seconds: float | None = None
     kernels: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def ran(self) -> dict[str, str]:
-        """Executed precision by GEMM."""
-        found = {gemm: str(getattr(self, gemm)) for gemm in GEMMS}
-        return {gemm: precision for gemm, precision in found.items() if precision != "none"}
 
     @property
     def is_low(self) -> bool:
@@ -99,6 +91,12 @@ class LayerGroup:
         return self.gemm_seconds + self.cast_seconds
 
 
+def precisions_of(row: LayerReceipt) -> dict[str, str]:
+    """Executed precision by GEMM, of those that ran."""
+    found = {"fprop": row.fprop, "dgrad": row.dgrad, "wgrad": row.wgrad}
+    return {gemm: precision for gemm, precision in found.items() if precision != "none"}
+
+
 def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
     """Group a receipt's rows, in model order."""
     total = sum(row.flops for row in layers) or 1
@@ -109,8 +107,12 @@ def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
         flops_of_a_token = 2 * math.prod(one.shape) * sum(calls.values())
         groups.append(
             LayerGroup(
-                *(layer_kind(one.name), one.role, tuple(row.name for row in rows)),
-                *(one.shape, one.fprop, one.dgrad, one.wgrad, one.reason),
+                kind=layer_kind(one.name),
+                role=one.role,
+                layers=tuple(row.name for row in rows),
+                shape=one.shape,
+                ran=precisions_of(one),
+                reason=one.reason,
                 tokens=round(flops / flops_of_a_token) if flops_of_a_token else 0,
                 calls=calls,
                 flops=flops,
@@ -124,11 +126,12 @@ def with_noise(groups: Iterable[LayerGroup], sums: GroupSums) -> list[LayerGroup
     """Add signal-to-noise ratios from sums by (layer name, operand)."""
     found = []
     for group in groups:
-        seen = {o: [sums[n, o] for n in group.layers if (n, o) in sums] for o in OPERANDS}
-        seen = {operand: some for operand, some in seen.items() if sum(x.layers for x in some)}
-        mean = {o: sum(x.snr_db for x in some) / sum(x.layers for x in some)
-                for o, some in seen.items()}  # fmt: skip
-        worst = {operand: min(x.worst[0] for x in some) for operand, some in seen.items()}
+        whole = merge_sums(
+            {(o, o): sums[n, o]} for n in group.layers for o in OPERANDS if (n, o) in sums
+        )
+        cast = {operand: of for (_, operand), of in whole.items() if of.layers}
+        mean = {operand: of.snr_db / of.layers for operand, of in cast.items()}
+        worst = {operand: of.worst[0] for operand, of in cast.items()}
         found.append(replace(group, snr_db=mean, worst_snr_db=worst))
     return found
 

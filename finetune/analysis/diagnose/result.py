@@ -158,7 +158,8 @@ class Diagnosis(JupyterMixin):
         yield Text(f"\n{self.verdict}", style="bold")
         for cause in self.causes:
             yield Text(f"{percent(cause.share):>7s}  ", style="cyan") + Text(cause.text)
-            yield Text(f"         {cause.evidence}", style="dim")
+            if cause.evidence:
+                yield Text(f"         {cause.evidence}", style="dim")
             tried = f"try {as_typed(cause.change)}" if cause.change else ""
             if advice := "; ".join(filter(None, (tried, cause.hint))):
                 yield Text(f"         {advice}")
@@ -182,7 +183,7 @@ class Diagnosis(JupyterMixin):
 
 def _plain_group(group: LayerGroup) -> dict[str, Any]:
     values = asdict(group)
-    values["precision"] = {gemm: values.pop(gemm) for gemm in GEMMS}
+    values["precision"] = dict.fromkeys(GEMMS, "none") | values.pop("ran")
     values["count"] = len(group.layers)
     values["kernels"] = [{"name": name, "seconds": seconds} for name, seconds in group.kernels]
     return values
