@@ -1,40 +1,24 @@
 """FP8 and NVFP4 in the compressed-tensors layout, which vLLM and Transformers read.
 
     fp8    W8A8   weights per output channel, activations per token, dynamic
-           L.weight               E4M3     [N, K]
-           L.weight_scale                  [N, 1]      multiplies
-
     nvfp4  W4A4   16 values in a row share a scale, weights and activations alike
-           L.weight_packed        uint8    [N, K/2]
-           L.weight_scale         E4M3     [N, K/16]   multiplies
-           L.weight_global_scale  float32  [1]         divides
-           L.input_global_scale   float32  [1]         divides
 
-`fp8`: weight ≈ code · weight_scale. The scale is the channel's amax over 448, stored in the
-weight's type (as in llm-compressor); codes are made with the stored scale.
-
-`nvfp4`: weight ≈ code · weight_scale / weight_global_scale. A global scale *divides*: 448 · 6 /
-amax puts the largest block scale at 448. A byte has two codes, the first in its low half. Servers
-fuse q, k and v (and gate and up) into one GEMM under one global scale, so these share their largest
-amax. `input_global_scale` is the same for the layer's inputs, whose amax must be known beforehand.
-It comes from training rows (`input_amax`), so that the parity check's evaluation rows stay unseen;
-a larger input saturates.
+compressed-tensors makes the codes and scales, and says in `quantization_config` what they mean.
+Added here is what a scale is taken from. Servers fuse q, k and v (and gate and up) into one GEMM
+under one global scale of NVFP4, so these share their largest amax. The global scale of a layer's
+inputs, whose amax must be known beforehand, comes from training rows (`input_amax`), so that the
+parity check's evaluation rows stay unseen; a larger input saturates.
 
 Quantized are plain `nn.Linear` layers whose sizes are multiples of 16, except the output head,
 whose rounding would hit the logits directly, and those that text does not reach (a vision tower),
-which neither calibration nor parity check runs. Embeddings, norms and biases are in BF16, also of a
-model in float32 or float16: NVFP4 unpacks to BF16 alone (0.20), and vLLM takes no float32 beside
-such layers.
-
-Sources: compressed-tensors 0.20 (`quantization/quant_scheme.py`: FP8_DYNAMIC, NVFP4;
-`compressors/nvfp4`, `quantization/utils/helpers.py: generate_gparam`) and llm-compressor.
+which neither calibration nor parity check runs. All else is in BF16, also of a model in float32:
+NVFP4 unpacks to BF16 alone (0.20), and vLLM takes no float32 beside such layers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -42,10 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
-from finetune.export.shards import Checkpoint, Merge, Weight
-from finetune.precision.formats import E2M1, E4M3, SMALLEST_INVERSE, amax, cast
-from finetune.precision.layers import without_adapters
-from finetune.precision.scaling import nvfp4_scales
+from finetune.precision.formats import amax
+from finetune.precision.layers import experts_in, without_adapters
 from finetune.storage.pretrained import beside_text
 
 BLOCK = 16
@@ -56,141 +38,96 @@ PRESETS = {
 }
 """Preset and format of compressed-tensors by target."""
 ONE_GEMM = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-GLOBAL = E4M3.max * E2M1.max
-"""Largest magnitude of a code times a block scale: 448 · 6."""
 
 
-def layers_to_quantize(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Names of the linear layers to quantize, and of the others.
+def layers_to_quantize(model: Any) -> tuple[list[str], list[str]]:
+    """Names of the linear layers of a plain model to quantize, and of the others.
 
     Raises:
-        ConfigError: none can be, or some weights are stored in parts (experts).
+        ConfigError: none can be, or the model has experts in one parameter.
     """
-    parts = [w.key for shard in checkpoint.shards.values() for w in shard if not w.whole]
-    if parts:
+    if experts := [*experts_in(model)]:
         raise ConfigError(
-            "this model is stored in another shape than it computes in, which is not quantized yet",
-            where=f"{checkpoint.folder}: {parts[0]} and {len(parts) - 1} more",
-            why="several stored tensors make one parameter, as with experts",
+            "a model with experts in one parameter is not quantized yet",
+            where=f"{experts[0]} and {len(experts) - 1} more",
+            why="vLLM and Transformers read the experts' weights one by one",
             fix="--to merged, and quantize that with llm-compressor",
         )
-    unreached = {
-        id(m) for tower in beside_text(checkpoint.outline).values() for m in tower.modules()
-    }
-    chosen = [
-        name
-        for name, layer in checkpoint.linears.items()
-        if id(layer) not in unreached and not any(size % BLOCK for size in layer.weight.shape)
-    ]
+    unreached = {id(m) for tower in beside_text(model).values() for m in tower.modules()}
+    head = model.get_output_embeddings()
+    chosen, kept = [], []
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear or layer is head:
+            whole = not any(size % BLOCK for size in layer.weight.shape)
+            can = whole and layer is not head and id(layer) not in unreached
+            (chosen if can else kept).append(name)
     if not chosen:
         raise ConfigError(
             "this model has no layer that can be quantized",
-            where=str(checkpoint.folder),
+            where=type(model).__name__,
             why="only nn.Linear layers whose sizes are multiples of 16 are, except the output head "
             "(GPT-2 has Conv1D layers, BDH plain parameters, Falcon a class of its own)",
             fix="--to merged",
         )
-    kept = [n for n in checkpoint.linears if n not in chosen]
-    head = checkpoint.outline.get_output_embeddings()
-    kept += [n for n, m in checkpoint.outline.named_modules() if m is head]
     return chosen, kept
 
 
-def quantization_config(target: str, ignore: list[str]) -> dict[str, Any]:
-    """Build the `quantization_config` of `config.json`; `ignore` lists layers that stay high."""
+def quantize(
+    model: Any, to: str, layers: list[str], ignore: list[str], inputs: dict[str, float]
+) -> None:
+    """Replace the weights of a model in BF16 by codes and scales, as they are to be saved.
+
+    Args:
+        to: `fp8` or `nvfp4`.
+        layers: names of the linear layers to quantize; `ignore` are the others.
+        inputs: largest magnitude of each layer's inputs, for `nvfp4`.
+    """
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-    preset, form = PRESETS[target]
-    scheme = preset_name_to_scheme(preset, ["Linear"])
+    preset, form = PRESETS[to]
+    scheme: Any = preset_name_to_scheme(preset, ["Linear"])
     scheme.format = form
+    largest = share_amax({name: amax(model.get_submodule(name).weight) for name in layers})
+    for name in layers:
+        layer = model.get_submodule(name)
+        tensors = encode(layer.weight.detach(), scheme, largest[name], inputs.get(name))
+        del layer.weight
+        for key, tensor in tensors.items():
+            layer.register_buffer(key, tensor.contiguous())
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format=form,
         quantization_status="compressed",  # pyright: ignore[reportArgumentType]
         ignore=ignore,
     )
-    return config.model_dump(mode="json", exclude_none=True)
+    model.config.quantization_config = config.model_dump(mode="json", exclude_none=True)
 
 
-def in_bf16(merge: Merge, outline: nn.Module) -> Merge:
-    """`merge` with its tensors in BF16, but for those that the model computes in float32."""
-    patterns = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    kept = {part for name in patterns for part in getattr(outline, name, None) or ()}
-
-    def cast_down(weight: Weight, stored: Tensor) -> dict[str, Tensor]:
-        merged = merge(weight, stored)
-        if kept.intersection(weight.name.split(".")):
-            return merged
-        return {
-            key: tensor.bfloat16() if tensor.is_floating_point() else tensor
-            for key, tensor in merged.items()
-        }
-
-    return cast_down
-
-
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """Load without two progress bars, which compressed-tensors (0.20) shows under TQDM_DISABLE."""
-    from tqdm import tqdm
-
-    class Hidden(tqdm):
-        """A bar that is not shown."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs | {"disable": True})
-
-    modules: list[Any] = []
-    for name in ("offload.dispatch", "quantization.lifecycle.apply"):
-        with contextlib.suppress(ImportError):  # another version has them elsewhere
-            modules.append(importlib.import_module(f"compressed_tensors.{name}"))
-    modules = [module for module in modules if hasattr(module, "tqdm")]
-    for module in modules:
-        module.tqdm = Hidden
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.tqdm = tqdm
-
-
-def encode_fp8(weight: Tensor) -> dict[str, Tensor]:
-    """Quantize a weight [N, K] to FP8.
-
-    Returns:
-        `weight` E4M3 [N, K] and `weight_scale` [N, 1] in the weight's type (float32 for float16,
-            which cannot represent small scales).
-    """
-    kept = torch.float32 if weight.dtype == torch.float16 else weight.dtype
-    scale = (amax(weight, 1) / E4M3.max).clamp(min=SMALLEST_INVERSE).to(kept)
-    codes = cast(weight.float() / scale.float(), torch.ones(()), E4M3)
-    return {"weight": codes, "weight_scale": scale}
-
-
-def encode_nvfp4(weight: Tensor, largest: Tensor, inputs: float) -> dict[str, Tensor]:
-    """Quantize a weight [N, K] to NVFP4.
+def encode(
+    weight: Tensor, scheme: Any, largest: Tensor, inputs: float | None = None
+) -> dict[str, Tensor]:
+    """Codes and scales of a weight [N, K] under a scheme of compressed-tensors, by their name.
 
     Args:
-        largest: float32 scalar, amax of all weights that share the global scale.
-        inputs: largest magnitude of the layer's inputs.
-
-    Returns:
-        `weight_packed` uint8 [N, K/2], `weight_scale` E4M3 [N, K/16], `weight_global_scale` and
-            `input_global_scale` float32 [1].
+        largest: float32 scalar, amax of all weights that share a global scale.
+        inputs: largest magnitude of the layer's inputs; None where they are scaled as they come.
     """
-    rows, columns = weight.shape
-    blocks = weight.float().view(rows, columns // BLOCK, BLOCK)
-    # The last "block" only adds the amax shared with other weights.
-    block_amax = torch.cat([amax(blocks, -1).flatten(), largest.view(1)])
-    inverse, block, scale = nvfp4_scales(block_amax)
-    codes = cast(blocks, scale[:-1].view(rows, -1, 1), E2M1).view(rows, columns)
-    return {
-        "weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
-        "weight_scale": block[:-1].view(rows, -1).to(E4M3.dtype),
-        "weight_global_scale": inverse.reciprocal().view(1),
-        "input_global_scale": torch.tensor([GLOBAL / inputs], dtype=torch.float32),
-    }
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    wide, tensors = weight.float(), {}
+    if inputs is not None:
+        tensors["weight_global_scale"] = generate_gparam(-largest, largest)
+        reach = torch.tensor(inputs)
+        tensors["input_global_scale"] = generate_gparam(-reach, reach)
+    groups = wide.unflatten(-1, (-1, scheme.weights.group_size or weight.shape[-1]))
+    shared = tensors.get("weight_global_scale")
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, shared)
+    if shared is None:
+        scale = scale.to(weight.dtype)  # in which it is stored, and multiplied
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    return compressor.compress(tensors | {"weight": wide, "weight_scale": scale}, scheme)
 
 
 def share_amax(largest: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from finetune import __version__
@@ -29,31 +31,24 @@ from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, DataNotFoundError, did_you_mean, install_hint
 from finetune.export import compressed_tensors, parity
-from finetune.export.merge import Merger, on_experts
-from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
-from finetune.export.shards import (
+from finetune.export.folder import (
     RECORD,
-    Checkpoint,
-    Encode,
-    Merge,
-    as_stored,
     copy_companions,
-    open_checkpoint,
-    weight_amax,
     weights_folder,
     write_adapter,
-    write_config,
     write_json,
-    write_weights,
     writing_to,
 )
+from finetune.export.merge import merged
+from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
 from finetune.hardware.requirements import require
 from finetune.hardware.versions import version
 from finetune.logging import output
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import resume_command
 from finetune.runs.lookup import read_run, refuse_foreign_code
-from finetune.storage.pretrained import loading, locate
+from finetune.storage.loading import quantization_of
+from finetune.storage.pretrained import auto_class, loading, locate
 
 TARGETS = tuple(parity.BOUNDS)
 QUANTIZED = ("fp8", "nvfp4")
@@ -162,40 +157,31 @@ def export_run(
     _refuse_target(to, finished)
     config, adapter = finished.config, finished.model if finished.has_adapter else None
     source = weights_folder(config.model) if adapter else finished.model
-    trust = config.model.trust_remote_code
+    outline = None if to == "adapter" else _outline(source, config.model)
     with loading(str(finished.model)):
-        AutoTokenizer.from_pretrained(finished.model, trust_remote_code=trust)  # it is copied
-    with loading(str(source)):
-        checkpoint = None if to == "adapter" else open_checkpoint(source, trust_remote_code=trust)
-    quantized, kept = [], []
-    if checkpoint is not None and to in QUANTIZED:
-        quantized, kept = compressed_tensors.layers_to_quantize(checkpoint)
+        AutoTokenizer.from_pretrained(  # it is copied
+            finished.model, trust_remote_code=config.model.trust_remote_code
+        )
+    quantized, kept = (
+        compressed_tensors.layers_to_quantize(outline) if to in QUANTIZED else ([], [])
+    )
     with writing_to(out, force=force, keep_clear=(finished.folder, source)) as folder:
         if finished.status != "proven":
             say(f"! this run is {finished.status}", style="yellow")
         say(f"reference: {source}" + (f" + {adapter}" if adapter else ""))
         with loading(str(finished.model)):
-            batches, reference, input_amax = _observe_reference(
+            batches, reference, inputs = _observe_reference(
                 finished, source, quantized if to == "nvfp4" else []
             )
-        if checkpoint is None:
+        if to == "adapter":
             write_adapter(finished.model, folder, *_base_name(config.model))
-        elif to == "merged" and adapter and on_experts(adapter):
-            # A stack of experts may be stored in parts: PEFT merges, Transformers takes apart.
-            copy_companions(source, folder, finished.model)
-            model: Any = load_stock(source, config, adapter=adapter, dtype="auto")
-            model.merge_and_unload(safe_merge=True).save_pretrained(folder)
         else:
-            merger = Merger(checkpoint, adapter) if adapter else None
+            model = merged(source, config, adapter, torch.bfloat16 if to in QUANTIZED else "auto")
+            if to in QUANTIZED:
+                compressed_tensors.quantize(model, to, quantized, kept, inputs)
             copy_companions(source, folder, finished.model)
-            merge = merger or as_stored
-            if quantized:
-                merge = compressed_tensors.in_bf16(merge, checkpoint.outline)
-            encoders = _encoders(to, checkpoint, merge, quantized, input_amax)
-            write_weights(checkpoint, folder, merge, encoders)
-            untied = merger is not None and bool(merger.untied)
-            form = compressed_tensors.quantization_config(to, kept) if quantized else None
-            write_config(checkpoint, folder, untied=untied, quantization=form)
+            model.save_pretrained(folder)
+            del model
         if quantized:
             left = f"; kept in high precision: {', '.join(kept)}" if kept else ""
             say(f"quantized to {to}: {len(quantized)} linear layers{left}")
@@ -233,9 +219,9 @@ def check_export(
     reference: Observation,
 ) -> Parity:
     """Load an export as users would and compare it with the reference's outputs."""
-    # compressed-tensors unpacks weights when loading, or in the first forward.
-    quiet = compressed_tensors.without_bars() if to in QUANTIZED else contextlib.nullcontext()
-    with quiet:
+    # compressed-tensors (0.20) unpacks weights under bars, when loading or in the first forward.
+    quiet: Any = contextlib.redirect_stderr(io.StringIO()) if to in QUANTIZED else None
+    with quiet or contextlib.nullcontext():
         return parity.compare(reference, parity.observe(_loaded(folder, to, run), batches))
 
 
@@ -271,6 +257,32 @@ def _refuse_target(to: str, run: FinishedRun) -> None:
         require(f"--to {to}", "compressed_tensors", install_hint("export"))
 
 
+def _outline(source: Path, model: ModelConfig) -> Any:
+    """The stock model of the weights in a folder, on the meta device.
+
+    Raises:
+        ConfigError: they are codes already, into which nothing can be merged.
+    """
+    from transformers import AutoConfig
+
+    trust = {"trust_remote_code": model.trust_remote_code}
+    with loading(str(source)):
+        shape = AutoConfig.from_pretrained(source, **trust)
+        with torch.device("meta"):
+            outline = auto_class(shape).from_config(shape, **trust)
+    if found := quantization_of(shape):
+        raise ConfigError(
+            f"the weights in {str(source)!r} are quantized ({found.get('quant_method')}), and "
+            "nothing is merged into such weights",
+            where=f"model.name: {source}",
+            why="a step of FP8 is 6 % of a weight, and what an adapter adds is mostly smaller: "
+            "rounding would drop it",
+            fix="--to adapter, and load it over these weights; or train on the BF16 weights that "
+            "they were made from",
+        )
+    return outline
+
+
 def _base_name(model: ModelConfig) -> tuple[str, str | None]:
     """Hub name and revision of the base, or its folder."""
     found = Path(locate(model))
@@ -288,12 +300,12 @@ def _observe_reference(
         batches = batches_of(run.config, model)
     outputs = parity.observe(model.eval(), batches.evaluation)
     parity.check_reference(outputs.loss, parity.likelihood_of(run.config.train, run.eval_loss))
-    largest = {}
+    inputs = {}
     if calibrate:
-        largest = compressed_tensors.input_amax(model, calibrate, batches.calibration)
+        inputs = compressed_tensors.input_amax(model, calibrate, batches.calibration)
     del model
     gc.collect()  # the trainer behind the batches refers to the model in cycles
-    return batches, outputs, largest
+    return batches, outputs, inputs
 
 
 @contextlib.contextmanager
@@ -309,24 +321,6 @@ def _naming_the_rows(run: FinishedRun) -> Iterator[None]:
             fix="export in the folder that the run was started in, or write the path of its rows "
             f"into {run.folder / 'config.yaml'} (data)",
         ) from None
-
-
-def _encoders(
-    to: str,
-    checkpoint: Checkpoint,
-    merge: Merge,
-    layers: list[str],
-    inputs: dict[str, float],
-) -> dict[str, Encode]:
-    if to == "fp8":
-        return dict.fromkeys(layers, compressed_tensors.encode_fp8)
-    if to == "nvfp4":
-        largest = compressed_tensors.share_amax(weight_amax(checkpoint, merge, layers))
-        return {
-            name: bind(compressed_tensors.encode_nvfp4, largest=largest[name], inputs=inputs[name])
-            for name in layers
-        }
-    return {}
 
 
 def _record(run: FinishedRun, to: str, source: Path, rows: str, measured: Parity) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def holds_fp8(config: PretrainedConfig) -> bool:
     Raises:
         StorageNotComputeError: FP8 in an unknown variant.
     """
-    given = _quantization(config)
+    given = quantization_of(config)
     return given is not None and given.get("quant_method") in METHODS and bool(layout_of(given))
 
 
@@ -191,7 +191,7 @@ def _load(
     hub = {key: kwargs[key] for key in HUB if key in kwargs}
     with loading(source, (OSError, ValueError)):
         config = AutoConfig.from_pretrained(source, **hub)
-    given = _quantization(config)
+    given = quantization_of(config)
     if given is None:
         kwargs = {**kwargs, "quantization_config": storage}
     elif given.get("quant_method") != OWN:
@@ -217,7 +217,7 @@ def _source(name: str | os.PathLike[str], subfolder: str) -> str:
     return str(path)
 
 
-def _quantization(config: PretrainedConfig) -> Mapping[str, Any] | None:
+def quantization_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """The `quantization_config` of a checkpoint; for a composite model, that of its text part."""
     parts = (config, config.get_text_config(decoder=True))
     found = next((q for c in parts if (q := getattr(c, "quantization_config", None))), None)

@@ -1,0 +1,149 @@
+"""Folders of an export: the original weights', and the one that is made, complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.config.schema import ModelConfig
+from finetune.errors import ConfigError, ParityError, first_line, writing
+from finetune.storage.pretrained import loading, locate, refuse_random_base
+from finetune.training.faults import is_of_the_disk
+from finetune.training.resume import TOKENIZER
+
+WEIGHTS_AND_MORE = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
+RECORD = "export.json"
+"""File that marks a folder as our export, finished or not."""
+
+
+def weights_folder(model: ModelConfig) -> Path:
+    """Folder of a model's stored weights; hub weights are downloaded or taken from the cache.
+
+    Raises:
+        ModelNotFoundError: no such folder or hub model.
+        ConfigError: the run began with random weights, which are stored nowhere.
+    """
+    from huggingface_hub import snapshot_download
+
+    refuse_random_base(model)
+    source = locate(model)
+    if Path(source).is_dir():
+        return Path(source).resolve()
+    with loading(source):
+        found = snapshot_download(
+            source,
+            revision=model.revision,
+            allow_patterns=list(WEIGHTS_AND_MORE),
+            ignore_patterns="consolidated*",  # a second copy, in another layout
+        )
+    return Path(found)
+
+
+@contextlib.contextmanager
+def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes `out` on success.
+
+    Until then it is `OUT.partial`. Ctrl-C or an error removes it; a failed parity check leaves it,
+    with the figures, for inspection.
+
+    Args:
+        out: folder of the finished export.
+        force: replace an earlier export there.
+        keep_clear: input folders, in which nothing may be written.
+
+    Raises:
+        ConfigError: `out` is taken or inside an input folder, or the disk is full.
+    """
+    partial = out.parent / f"{out.name}.partial"
+    _refuse_taken(out, partial, force=force, keep_clear=keep_clear)
+    if partial.exists():
+        shutil.rmtree(partial)
+    may_not = "choose a folder that you may write to"
+    with writing(f"{str(out)!r} cannot be written", where=str(out.resolve()), fix=may_not):
+        partial.mkdir(parents=True)
+        (partial / RECORD).write_text('{"finished": false}\n', encoding="utf-8")
+    try:
+        yield partial
+    except ParityError:
+        raise
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not is_of_the_disk(error):
+            raise
+        raise ConfigError(
+            "the export cannot be written",
+            where=str(out),
+            why=first_line(error),
+            fix="make room there, or choose a folder on another disk",
+        ) from error
+    if out.exists():
+        shutil.rmtree(out)  # empty, or an earlier export and --force
+    partial.rename(out)
+
+
+def _refuse_taken(out: Path, partial: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> None:
+    where = str(out.resolve())
+    for folder in (f.resolve() for f in keep_clear):
+        inside = out.resolve().is_relative_to(folder)
+        if inside or folder.is_relative_to(out.resolve()):
+            relation = "is inside" if inside else "holds"
+            raise ConfigError(
+                f"{str(out)!r} {relation} {str(folder)!r}, which is read",
+                where=where,
+                why="a run folder stays as the run left it",
+                fix="choose a folder beside it",
+            )
+    if out.is_file():
+        raise ConfigError(f"{str(out)!r} is a file", where=where, fix="choose another folder")
+    ours = (out / RECORD).is_file()
+    if out.is_dir() and any(out.iterdir()) and not (force and ours):
+        raise ConfigError(
+            f"{str(out)!r} is not empty",
+            where=where,
+            why="an export is there already" if ours else "what is in it is not an export",
+            fix="choose another folder, or --force to replace it" if ours else "choose another",
+        )
+    if partial.exists() and not (partial / RECORD).is_file():
+        raise ConfigError(
+            f"{str(partial)!r} is in the way",
+            where=str(partial.resolve()),
+            why="the export is written there until it is complete",
+            fix="remove it, or choose another folder",
+        )
+
+
+def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
+    """Copy the files beside the original weights, and the run's tokenizer."""
+    for pattern in WEIGHTS_AND_MORE:
+        for file in source.glob(pattern):
+            if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, out / file.name)
+    _copy_tokenizer(tokenizer, out)
+
+
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    for pattern in (*TOKENIZER, "generation_config.json"):  # where answers end
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
+
+
+def write_adapter(adapter: Path, out: Path, base: str, revision: str | None) -> None:
+    """Copy the run's adapter with the name of its base model: a hub id, or an absolute folder."""
+    shutil.copyfile(adapter / "adapter_model.safetensors", out / "adapter_model.safetensors")
+    config = _read_json(adapter / "adapter_config.json")
+    named = {"base_model_name_or_path": base, "revision": revision}
+    write_json(out / "adapter_config.json", config | named)
+    _copy_tokenizer(adapter, out)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, values: dict[str, Any], indent: int = 2) -> None:
+    path.write_text(json.dumps(values, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
