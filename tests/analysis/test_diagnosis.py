@@ -487,7 +487,9 @@ def test_what_was_measured_overrules_what_sizes_suggest() -> None:
 
 def test_a_change_that_the_recipe_refuses_is_not_proposed(monkeypatch) -> None:
     """The cause stays, the proposal goes."""
-    monkeypatch.setitem(causes.STAYED_HIGH, "kept layers", ("kept by", ("precision.scaling=nonsense",)))
+    monkeypatch.setitem(
+        causes.STAYED_HIGH, "kept layers", ("kept by", ("precision.scaling=nonsense",))
+    )
     found = cause("kept layers", AT_WORK["kept layers"])
     assert found is not None
     assert not found.change
