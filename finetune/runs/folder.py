@@ -40,7 +40,8 @@ from finetune.errors import ConfigError, writing
 COMPARISON = "comparison.json"
 QUIET = 900.0
 """Seconds without a change after which a run whose process cannot be asked counts as killed."""
-TAIL_BYTES = 1 << 16
+TAIL_BYTES = 1 << 20
+"""Read of a long log for a table: rows of several evaluations, whose answers may be long."""
 _CONFIG: dict[str, Any] = {"model": {}, "precision": {}, "data": {}, "train": {}}
 _NUMBER, _ANY = int | float, int | float | None
 _WORDS = "asked backend scaling format gemm fallback compile attention kernels adapters reason"
@@ -288,25 +289,8 @@ class Run:
 
     @cached_property
     def tail(self) -> list[dict[str, Any]]:
-        """The last rows of `metrics.jsonl`, one of a loss among them, without reading a long one.
-
-        A row of long sample answers may be longer than `TAIL_BYTES`.
-        """
-        file, length = self.folder / "metrics.jsonl", TAIL_BYTES
-        try:
-            if not os.path.isfile(file):
-                return []
-            with file.open("rb") as opened:
-                size = opened.seek(0, os.SEEK_END)
-                while True:
-                    opened.seek(max(0, size - length))
-                    text = opened.read(length).decode("utf-8", errors="replace")
-                    rows = list(_rows_of(text if length >= size else text.partition("\n")[2]))
-                    if length >= size or any("loss" in row for row in rows):
-                        return rows
-                    length *= 4
-        except OSError:
-            return []
+        """The last rows of `metrics.jsonl`, without reading all of a long one."""
+        return list(_rows_of(_read(self.folder / "metrics.jsonl", TAIL_BYTES)))
 
 
 def finite(value: Any) -> float | None:
@@ -316,11 +300,15 @@ def finite(value: Any) -> float | None:
     return None
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, last: int | None = None) -> str:
+    """A text file, or its last bytes; empty where it cannot be read."""
     if not os.path.isfile(file):  # reading a named pipe would wait for ever
         return ""
     try:
-        return file.read_text("utf-8", errors="replace")
+        with file.open("rb") as opened:
+            if last is not None:
+                opened.seek(max(0, opened.seek(0, os.SEEK_END) - last))
+            return opened.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
 
