@@ -22,6 +22,7 @@ from finetune.config.train_section import check_batch, decides_checkpointing, wi
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
+from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
 from finetune.training.model import Attention, resolve_attention, sketch
 from finetune.training.patches import WHY_NOT_FSDP1, engine_refused
@@ -247,21 +248,27 @@ def _check_head(made: PrecisionPlan) -> None:
     (`finetune.precision.head`).
     """
     for layer in made.layers:
-        # Adapters on a head are refused by TRL itself.
-        if layer.role != "head" or layer.name.endswith(".base_layer"):
+        adapted = layer.name.endswith(".base_layer")
+        in_fp8 = layer.compute == "fp8" and not layer.stored
+        if layer.role != "head" or not (adapted or layer.override or in_fp8):
             continue
-        if layer.override or (layer.compute == "fp8" and not layer.stored):
-            raise PlanError(
-                f"{layer.compute.upper()} was chosen for the output head, which SFTTrainer "
-                "multiplies outside of its layer",
-                where=f"{layer.reason}: {layer.name}",
-                why="TRL fuses the head with the loss, so that the logits are never held whole. In "
-                "FP8 it can have one that is frozen and stored in FP8, as adapters with "
-                "precision.frozen=fp8 leave it unless its weight is the embedding's too "
-                "(tie_word_embeddings)",
-                fix="~precision.map.output; a loop of your own, or transformers.Trainer, calls the "
-                "head's layer and can have it (setup_fp8_mixed_precision_training(map=...))",
-            )
+        name, asked = plain_name(layer.name), f"{layer.compute.upper()} was chosen for"
+        fix = (
+            "~precision.map.output; a loop of your own, or transformers.Trainer, calls the head's "
+        )
+        fix += "layer and can have it (setup_fp8_mixed_precision_training(map=...))"
+        if adapted:
+            asked, fix = "adapters were requested on", "~lora.target_modules, or train the head in "
+            fix += f"full: ~lora.target_modules lora.modules_to_save=[{name}]"
+        raise PlanError(
+            f"{asked} the output head, which SFTTrainer multiplies outside of its layer",
+            where=f"lora.target_modules: {name}" if adapted else f"{layer.reason}: {name}",
+            why="TRL fuses the head with the loss, so that the logits are never held whole. In FP8 "
+            "it can have one that is frozen and stored in FP8, as adapters with "
+            "precision.frozen=fp8 leave it unless its weight is the embedding's too "
+            "(tie_word_embeddings)",
+            fix=fix,
+        )
 
 
 # --------------------------------------------------------------------------------- model.storage
