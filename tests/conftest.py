@@ -282,6 +282,26 @@ def batch(rows: int = 2, length: int = 32, vocab: int = 272, seed: int = 1) -> d
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def prepared(model, setup_backend, backend="emulated", *, parameters=None, lr=1e-2, **settings):
+    """An accelerator, and a model and optimizer that it has prepared with these settings."""
+    accelerator = setup_backend(backend, **settings)
+    trained = parameters or [p for p in model.parameters() if p.requires_grad]
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(trained, lr=lr))
+
+
+def step(accelerator, model, optimizer, seed: int = 0) -> None:
+    """One step on a batch of its own."""
+    accelerator.backward(model(**batch(seed=seed)).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(accelerator, model, optimizer, steps: int = 2) -> None:
+    """Some steps."""
+    for seed in range(steps):
+        step(accelerator, model, optimizer, seed)
+
+
 def slow_but(quick, values, mark=pytest.mark.slow):
     """Cases of a parametrized test, all of them slow (or `mark`) but those named in `quick`.
 

@@ -285,7 +285,7 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig, found: list[R
             "this model was loaded quantized, and FP8 compute needs plain weights",
             where=where,
             why="load_in_4bit, load_in_8bit and load_in_fp8 are about storage: weights are "
-            "dequantized before a 16-bit matmul; FP8 training is about the matmul itself",
+            "dequantized before a 16-bit matmul; FP8 training is about compute: the matmul itself",
             fix="load the model without a quantization_config to train in FP8 "
             "(precision.frozen=fp8 holds a base under adapters in one byte a number), or keep it "
             "quantized and train without setup_fp8_mixed_precision_training (QLoRA in BF16)",

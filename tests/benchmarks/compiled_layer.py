@@ -27,9 +27,8 @@ from torch import Tensor
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.fusion import launches
-from finetune.estimator.speed.operators import base_name
 from finetune.estimator.speed.timing import micro_batch
-from finetune.estimator.trace.compiled import BEFORE_LAYERS, as_compiled
+from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.stand_ins import store_base
@@ -158,13 +157,9 @@ def modeled(config: RunConfig) -> dict[str, Any]:
     for layers in (2, 3):
         rehearsal = rehearse(config, place.device, resolution, layers=layers)
         trace = as_compiled(rehearsal).trace
-        before = {
-            x.storage for op in trace.ops if base_name(op) in BEFORE_LAYERS for x in op.outputs
-        }
-        given = trace.initial.keys() | before  # weights, and their codes where they are kept
         saved = sum(
             trace.storages[number].nbytes
-            for number in trace.alive(trace.marks["backward"] - 1) - given
+            for number in trace.alive(trace.marks["backward"] - 1) - trace.initial.keys()
             if trace.storages[number].phase == "forward"
         )
         moved = {"forward": 0.0, "backward": 0.0}  # which recomputes in its own graph
@@ -172,8 +167,7 @@ def modeled(config: RunConfig) -> dict[str, Any]:
         for launch in launches(ops, lambda op: layer_of(op.module)):
             op = ops[launch.ops[0]]
             phase = "forward" if op.phase == "forward" else "backward"
-            in_graph = base_name(op) not in BEFORE_LAYERS and launch.kind not in _GEMMS
-            if layer_of(op.module) and in_graph:
+            if layer_of(op.module) and launch.kind not in _GEMMS:
                 moved[phase] += launch.read + launch.written
         width = 2 * rehearsal.tokens * 4096  # the layer's input
         totals.append({"saved": saved - (layers - 1) * width, **moved})

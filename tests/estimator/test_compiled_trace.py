@@ -147,8 +147,7 @@ def counted() -> dict[str, dict]:
 def test_a_layer_saves_what_torch_saves(counted, layer) -> None:
     """Bytes that AOTAutograd's own partition of an 8B layer keeps at 8,192 tokens."""
     found = counted[layer]
-    copies = 1.32e6 * ("LoRA" in layer)  # of adapters in 16 bits: inputs of the layer, as weights
-    assert found["model"]["saved"] == pytest.approx(found["saved"], rel=0.01, abs=copies)
+    assert found["model"]["saved"] == pytest.approx(found["saved"], rel=0.01)
 
 
 PINNED: dict[str, dict[str, Any]] = {
@@ -168,10 +167,6 @@ PINNED: dict[str, dict[str, Any]] = {
     "FP8 full, checkpointed": {
         "saved": 0, "kernels": (36, 57), "fp8_gemms": (7, 20), "code_stores": (9, 19),
         "moved": (3.23, 6.33),
-    },
-    "FP8 full, checkpointed, weights cast before": {
-        "saved": 0, "kernels": (22, 47), "fp8_gemms": (7, 20), "code_stores": (4, 15),
-        "moved": (2.14, 5.46),
     },
     "BF16 LoRA, rank 32": {
         "saved": 1080, "kernels": (6, 5), "gemms": (21, 35), "moved": (1.48, 2.15),
@@ -214,7 +209,6 @@ PREDICTED = {
     "FP8 full": (1.03, 1.06),
     "BF16 full, checkpointed": (1.00, 1.01),
     "FP8 full, checkpointed": (1.03, 1.09),
-    "FP8 full, checkpointed, weights cast before": (1.04, 1.06),
     "BF16 LoRA, rank 32": (1.01, 1.00),
     "FP8 LoRA, rank 32": (1.01, 1.04),
     "BF16 LoRA, checkpointed": (1.00, 1.00),

@@ -16,7 +16,7 @@ from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.convert import apply, disabled
 from finetune.precision.lora import AdaptedMixin, FusedMixin, fused_adapters
 from finetune.precision.planner import plan
-from tests.conftest import batch
+from tests.conftest import batch, train
 from tests.traced import traced
 
 LORA = {"r": 8, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -335,10 +335,7 @@ def test_the_base_of_x_lora_is_no_adapter(make_llama, setup_backend, tmp_path, f
     model, optimizer = accelerator.prepare(
         model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     )
-    for seed in range(3):
-        accelerator.backward(model(**batch(seed=seed)).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(accelerator, model, optimizer, 3)
     receipt = get_receipt()
     assert receipt.status == "proven"
     base = [row for row in receipt.layers if row.role == "base"]

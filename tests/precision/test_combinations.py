@@ -20,7 +20,7 @@ from finetune.config.schema import BackendName, Fp8Format, PrecisionConfig, Scal
 from finetune.errors import ConfigError, PrecisionError
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import resolve
-from tests.conftest import B200, CPU, H100, batch, slow_but
+from tests.conftest import B200, CPU, H100, batch, slow_but, train
 
 BACKENDS, SCALINGS, FORMATS = get_args(BackendName), get_args(Scaling), get_args(Fp8Format)
 HIGH = [s for n in range(4) for s in itertools.combinations(("fprop", "dgrad", "wgrad"), n)]
@@ -251,10 +251,7 @@ def test_what_falls_back_to_bf16_leaves_fp8s_settings_behind(on, make_llama) -> 
     model = make_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for seed in range(2):
-        accelerator.backward(model(**batch(seed=seed)).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(accelerator, model, optimizer)
     receipt = get_receipt()
     assert receipt.status == "proven"
     assert receipt.fp8_flop_share == 0

@@ -19,25 +19,13 @@ from finetune.precision.proof import movement
 from finetune.precision.proof.witness import Witness
 from finetune.runs.receipt import changed_numbers
 from finetune.training.references import PRECOMPUTES
-from tests.conftest import batch
-
-
-def step(accelerator, model, optimizer, seed: int = 0) -> None:
-    accelerator.backward(model(**batch(seed=seed)).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def prepared(model, setup_backend, parameters=None, lr: float = 1e-2, **kwargs):
-    accelerator = setup_backend("emulated", **kwargs)
-    optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=lr)
-    return accelerator, *accelerator.prepare(model, optimizer)
+from tests.conftest import batch, prepared, step, train
 
 
 def test_trainable_weight_outside_the_optimizer(make_llama, setup_backend) -> None:
     model = make_llama()
     some = [p for n, p in model.named_parameters() if "mlp" not in n]
-    accelerator, model, optimizer = prepared(model, setup_backend, some)
+    accelerator, model, optimizer = prepared(model, setup_backend, parameters=some)
     step(accelerator, model, optimizer)  # another optimizer might own them
     with pytest.raises(ProofError, match=r"not in the optimizer[\s\S]*mlp.gate_proj.weight"):
         step(accelerator, model, optimizer)
@@ -117,8 +105,7 @@ def test_expert_that_is_called_without_tokens_rests(tokens, adapters, setup_back
 
 def test_steps_without_learning_rate_prove_nothing(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend, lr=0.0)
-    for seed in range(4):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, 4)
     assert get_receipt().status == "not proven: weights have not been seen to move"
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
@@ -268,8 +255,7 @@ def test_fallback_is_loud_and_stands_in_the_receipt(make_llama) -> None:
     model = make_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     receipt = get_receipt()
     lines = str(receipt).splitlines()
     assert lines[0] == receipt.headline
@@ -373,8 +359,7 @@ def test_other_precisions_are_proven_too(make_llama) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         accelerator = Accelerator(cpu=True)
         model, optimizer = accelerator.prepare(model, optimizer)
-        for seed in range(2):
-            step(accelerator, model, optimizer, seed)
+        train(accelerator, model, optimizer)
 
     run(make_llama())
     assert get_receipt().precision["ran"] == "fp32"
@@ -422,8 +407,7 @@ def test_models_are_not_kept_alive(make_llama, setup_backend) -> None:
         model = make_llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
-        for seed in range(2):
-            step(accelerator, model, optimizer, seed)
+        train(accelerator, model, optimizer)
         alive.append(weakref.ref(model))
         accelerator.free_memory()
         del model, optimizer
@@ -451,12 +435,10 @@ def test_reentrant_checkpointing_is_witnessed_whole(make_llama, setup_backend, f
         model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
         model.enable_input_require_grads()
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
-        trained = [p for p in model.parameters() if p.requires_grad]
         accelerator, model, optimizer = prepared(
-            model, setup_backend, trained, scaling="rowwise", frozen=frozen
+            model, setup_backend, scaling="rowwise", frozen=frozen
         )
-        for seed in range(2):
-            step(accelerator, model, optimizer, seed)
+        train(accelerator, model, optimizer)
         receipt = get_receipt()
         assert receipt.status == "proven"
         rows.append([(r.name, r.fprop, r.dgrad, r.wgrad) for r in receipt.layers])
@@ -492,9 +474,8 @@ def test_what_a_checkpoint_recomputes_is_not_the_gradient_of_a_layer(
     model.train().enable_input_require_grads()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     trained = [p for p in model.parameters() if p.requires_grad]
-    accelerator, model, optimizer = prepared(model, setup_backend, trained)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    accelerator, model, optimizer = prepared(model, setup_backend, parameters=trained)
+    train(accelerator, model, optimizer)
     receipt = get_receipt()
     assert receipt.status == "proven"
     assert {row.wgrad for row in receipt.layers if row.role == "base"} == {"none"}

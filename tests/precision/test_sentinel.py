@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune import get_receipt
 from finetune.errors import OrderError, ProofError
-from tests.conftest import batch, slow_but
+from tests.conftest import batch, prepared, slow_but, step, train
 
 LATE = 4
 
@@ -22,18 +22,6 @@ def build(make_llama, method: str):
         torch.manual_seed(3)
         model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")).train()
     return model
-
-
-def prepared(model, setup_backend, **kwargs):
-    accelerator = setup_backend("emulated", **kwargs)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-3))
-
-
-def step(accelerator, model, optimizer, seed: int = 0) -> None:
-    accelerator.backward(model(**batch(seed=seed)).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def block(model, index: int = 0):
@@ -97,8 +85,7 @@ def test_damage_is_stopped_at_its_step(make_llama, setup_backend, damage, method
     else:
         model = build(make_llama, method)
     accelerator, model, optimizer = prepared(model, setup_backend)
-    for seed in range(late):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, late)
     assert not late or get_receipt().status == "proven"
     weights = {name: w.clone() for name, w in model.state_dict().items()}
     do(model)
@@ -115,8 +102,7 @@ def test_bf16_that_may_enter_is_said_and_lowers_the_share(
     make_llama, setup_backend, damage
 ) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend, on_unsupported="bf16")
-    for seed in range(LATE):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, LATE)
     before = get_receipt()
     DAMAGES[damage][0](model)
     with pytest.warns(UserWarning, match="! BF16 entered at optimizer step 5"):
@@ -227,8 +213,7 @@ def test_adapters_that_something_goes_past(make_llama, setup_backend, damage, me
     model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules=["q_proj"])).train()
     model.enable_input_require_grads()
     accelerator, model, optimizer = prepared(model, setup_backend)
-    for seed in range(LATE):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, LATE)
     damage(model)
     with pytest.raises(ProofError, match=message):
         step(accelerator, model, optimizer)
@@ -249,13 +234,11 @@ def test_prepared_again_after_a_change(make_llama, setup_backend) -> None:
     model = make_llama()
     model.model.layers[0].requires_grad_(False)
     accelerator, model, optimizer = prepared(model, setup_backend)
-    for seed in range(3):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, 3)
     model.requires_grad_(True)
     model._is_accelerate_prepared = False
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    for seed in range(3):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, 3)
     receipt = get_receipt()
     assert receipt.status == "proven"
     assert receipt.trainable["before"] == sum(p.numel() for p in model.parameters())
@@ -265,8 +248,7 @@ def test_prepared_again_after_a_change(make_llama, setup_backend) -> None:
 def test_adapters_that_do_not_train_come_and_go(make_llama, setup_backend, proven) -> None:
     """A teacher's, which TRL's SDFT and SDPO add when training begins, or one that is weighted."""
     accelerator, model, optimizer = prepared(build(make_llama, "lora"), setup_backend, frozen="fp8")
-    for seed in range(2 * proven):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, 2 * proven)
     model.add_adapter("teacher", LoraConfig(r=8, target_modules="all-linear"))
     for seed in range(2):
         with torch.no_grad():

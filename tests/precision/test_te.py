@@ -11,7 +11,7 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 from tests import te
-from tests.conftest import H100, batch
+from tests.conftest import H100, batch, train
 from tests.te.fetch import is_here
 
 
@@ -126,10 +126,7 @@ def test_gpt2_weights_are_lent_transposed(te_engine) -> None:
     accelerator = setup_fp8_mixed_precision_training("te", cpu=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for seed in range(2):
-        accelerator.backward(model(**batch(seed=seed)).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(accelerator, model, optimizer)
     receipt = get_receipt()
     assert receipt.status == "proven"
     assert {r.wgrad for r in receipt.layers if r.role == "base"} == {"fp8"}

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from finetune import get_receipt, revert
 from finetune.config.paths import TINY_LLAMA
 from finetune.precision.backends.base import Fp8Mixin
-from tests.conftest import batch, slow_but
+from tests.conftest import batch, slow_but, train
 
 BACKENDS = [
     ("emulated", "delayed"),
@@ -106,10 +106,7 @@ def test_hand_written_loop(make_llama, setup_backend, backend, scaling, method) 
     assert len(layers) == 14, "seven linear layers in each of two blocks"
     assert not [n for n in layers if "lora_" in n or "lm_head" in n]
 
-    for seed in range(3):
-        accelerator.backward(model(**batch(seed=seed)).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(accelerator, model, optimizer, 3)
     receipt = get_receipt()
     t = receipt.trainable
     assert receipt.status == "proven"

@@ -22,7 +22,7 @@ from finetune.precision.backends.emulated import EmulatedMixin
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import linear_records
 from finetune.precision.swap import unswap
-from tests.conftest import batch
+from tests.conftest import train
 
 Damage = Callable[[Conversion], Any]
 
@@ -49,10 +49,7 @@ def trapped(make_llama, setup_backend, monkeypatch):
             model.activation_checkpointing_enable({"use_reentrant": False})
         trained = [p for p in model.parameters() if p.requires_grad]
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-3))
-        for seed in range(4):
-            accelerator.backward(model(**batch(seed=seed)).loss)
-            optimizer.step()
-            optimizer.zero_grad()
+        train(accelerator, model, optimizer, 4)
 
     return run
 

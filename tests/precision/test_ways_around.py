@@ -26,23 +26,11 @@ from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.convert import conversion_of
 from finetune.precision.planner import plan
 from finetune.precision.stored import StoredMixin
-from tests.conftest import batch
+from tests.conftest import batch, prepared, step, train
 
 
 def fp8_layers(model: nn.Module) -> int:
     return sum(isinstance(m, Fp8Mixin) for m in model.modules())
-
-
-def prepared(model, setup_backend, lr: float = 1e-2, **kwargs):
-    accelerator = setup_backend("emulated", **kwargs)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    return accelerator, *accelerator.prepare(model, optimizer)
-
-
-def step(accelerator, model, optimizer, seed: int = 0) -> None:
-    accelerator.backward(model(**batch(seed=seed)).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # ----------------------------------------------------------------- training past the prepared model
@@ -60,8 +48,7 @@ def test_weights_that_became_nan_are_not_proven(make_llama, setup_backend) -> No
     """Adam's epsilon is zero in FP16."""
     with pytest.warns(UserWarning, match=r"21 weights that train are float16 .*loss scaling"):
         accelerator, model, optimizer = prepared(make_llama().half(), setup_backend)
-    for seed in range(4):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, 4)
     assert get_receipt().status.startswith("not proven: weights are not finite (model.embed")
 
 
@@ -74,16 +61,14 @@ def test_weights_cast_in_mid_run(make_llama, setup_backend, adapted) -> None:
     accelerator = setup_backend("emulated")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     model.to(torch.bfloat16)
     with pytest.raises(ProofError, match="weights that train were cast from float32 to bfloat16"):
         step(accelerator, model, optimizer, 2)
     revert(model)  # what the error says
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
 
 
 @pytest.mark.parametrize("proven", [False, True])
@@ -92,24 +77,21 @@ def test_training_without_its_adapters(make_llama, setup_backend, proven, by_acc
     """torch refuses the loss, and the proof is none the worse."""
     model = get_peft_model(make_llama(), LoraConfig(r=4, target_modules="all-linear"))
     accelerator, model, optimizer = prepared(model, setup_backend)
-    for seed in range(2 * proven):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, 2 * proven)
     backward = accelerator.backward if by_accelerate else torch.Tensor.backward
     with (
         pytest.raises(RuntimeError, match="does not require grad"),
         model.disable_adapter(),
     ):
         backward(model(**batch()).loss)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     assert get_receipt().status == "proven"
 
 
 def test_going_on_after_an_error_that_was_caught(make_llama, setup_backend) -> None:
     """It went on unwatched, in BF16 for all that anybody knew, under a receipt of before."""
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     model.eval()
     with pytest.raises(ProofError, match="BF16 entered"):
         step(accelerator, model, optimizer)
@@ -176,8 +158,7 @@ def test_an_optimizer_without_a_learning_rate(make_llama, setup_backend) -> None
 
     accelerator, model = setup_backend("emulated"), make_llama()
     model, optimizer = accelerator.prepare(model, Signs(model.parameters(), {"eta": 1e-3}))
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     assert get_receipt().status == "proven"
 
 
@@ -284,8 +265,7 @@ def test_layers_of_an_unloaded_adapter_are_prepared_anew(
     first = get_peft_model(make_llama(), config).train()
     optimizer = torch.optim.AdamW([p for p in first.parameters() if p.requires_grad], lr=1e-2)
     first, optimizer = accelerator.prepare(first, optimizer)
-    for seed in range(2):
-        step(accelerator, first, optimizer, seed)
+    train(accelerator, first, optimizer)
     base = first.unload() if frozen else first.merge_and_unload()
     if not kept:
         accelerator.free_memory()
@@ -295,8 +275,7 @@ def test_layers_of_an_unloaded_adapter_are_prepared_anew(
     second = get_peft_model(base, config).train()
     stepper = torch.optim.AdamW([p for p in second.parameters() if p.requires_grad], lr=1e-2)
     second, stepper = accelerator.prepare(second, stepper)
-    for seed in range(2):
-        step(accelerator, second, stepper, seed)
+    train(accelerator, second, stepper)
     assert get_receipt().status == "proven"
     assert fp8_layers(second) == 14
     if kept:
@@ -347,8 +326,7 @@ def test_interrupt_inside_forward_leaves_nothing_open(
     hook.remove()
     assert _get_current_dispatch_mode() is None
     assert te_engine.depth == 0
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     assert get_receipt().status == "proven"
 
 
@@ -357,8 +335,7 @@ def test_going_on_with_a_reverted_model(make_llama, setup_backend, wrapped) -> N
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
     if not wrapped:  # an optimizer that Accelerate does not know: it trained on, proven, in BF16
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for seed in range(3):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer, 3)
     revert(model)
     with pytest.raises(OrderError, match="plain layers back"):
         step(accelerator, model, optimizer)
@@ -378,8 +355,7 @@ def test_failed_backward_is_no_evidence(make_llama, setup_backend) -> None:
         accelerator.backward(loss)
     handle.remove()
     optimizer.zero_grad()
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     rows = [r for r in get_receipt().layers if r.role == "base"]
     assert {(r.calls["fprop"], r.calls["dgrad"], r.calls["wgrad"]) for r in rows} == {(1, 1, 1)}
 
@@ -389,8 +365,7 @@ def test_sanity_forward_in_evaluation_mode_is_no_evidence(make_llama, setup_back
     model.eval()
     model(**batch())
     model.train()
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     assert get_receipt().status == "proven"
 
 
@@ -417,16 +392,14 @@ def test_long_warmup_of_float32_weights_is_told_not_stopped(make_llama, setup_ba
     """A first learning rate of 1e-9 moves no weight of 1.0, in float32 either."""
     accelerator, model, optimizer = prepared(make_llama(), setup_backend, lr=1e-9)
     optimizer.optimizer.param_groups[0]["weight_decay"] = 0.0
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     t = get_receipt().trainable
     assert t["below_resolution"] >= 5 * 64, "the norms"
 
 
 def test_converted_layers_keep_their_interface(make_llama, setup_backend) -> None:
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
-    for seed in range(2):
-        step(accelerator, model, optimizer, seed)
+    train(accelerator, model, optimizer)
     layer = model.model.layers[0].mlp.up_proj
     assert layer(input=torch.randn(4, 64)).shape == (4, 128)
     assert layer(torch.randn(0, 64)).shape == (0, 128), "an expert without tokens"
