@@ -67,7 +67,7 @@ class Routing(NamedTuple):
         token: token of each sorted row, [S].
         expert: expert of each sorted row, [S].
         ends: end of each expert's rows, int32 [E].
-        sizes: number of rows of each expert.
+        sizes: number of rows of each expert; empty where no stack is stored, which needs none.
     """
 
     order: Tensor
@@ -183,7 +183,7 @@ class ExpertsMixin(CodesMixin):
         # By comparison: `histc` and `bincount` have no common type on CPUs and GPUs.
         numbers = torch.arange(self.num_experts, device=expert.device)
         ends = torch.searchsorted(expert, numbers, right=True).int()
-        sizes = group_sizes(ends, len(expert))
+        sizes = group_sizes(ends, len(expert)) if self._arithmetic() else []
         return Routing(order, order // top_k_index.shape[-1], expert, ends, sizes)
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
