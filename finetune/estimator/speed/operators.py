@@ -8,7 +8,7 @@
     copy        casts, clones, transposes, concatenations, fills
     gather      rows picked by index (embedding, its backward), not the whole table
     optimizer   weight update
-    cast        what no compiler fuses: transposes, casts of adapters; of weights, which reads twice
+    cast        what no compiler fuses: casts by row and transposes by operators of ours
     dequantize  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
