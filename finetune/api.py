@@ -25,6 +25,7 @@ def train(
     force: bool = False,
     console: Console | None = None,
     until: int | None = None,
+    save: bool = True,
 ) -> RunReport:
     """Train a recipe and write its run folder.
 
@@ -34,6 +35,7 @@ def train(
         force: train even where memory is expected to be too small.
         console: where to show progress; a quiet one for notebooks and tests.
         until: step after which the run saves a checkpoint and stops, as after Ctrl-C.
+        save: save the trained model; a run that is only measured needs none.
 
     Raises:
         FinetuneError: anything that the user can put right, see `finetune.errors`.
@@ -51,5 +53,5 @@ def train(
 
     forecast = MemoryForecast()
     return trainer.train(
-        recipe, forecast=forecast, out=out, force=force, console=console, until=until
+        recipe, forecast=forecast, out=out, force=force, console=console, until=until, save=save
     )

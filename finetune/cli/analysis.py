@@ -36,7 +36,6 @@ def benchmark(
             max=MOST_ROUNDS, help="Processes for each point; 3 where something is compared, else 1."
         ),
     ] = None,
-    ladder: Annotated[str | None, typer.Option(hidden=True)] = None,
     all_points: Annotated[
         bool, typer.Option("--all", help="Also what is larger than one that did not fit.")
     ] = False,
@@ -48,15 +47,6 @@ def benchmark(
     """Measure speed and memory: random weights, synthetic tokens."""
     if as_json and as_csv:
         raise ConfigError("--json and --csv were both asked for", fix="leave one of them out")
-    if ladder is not None:
-        raise ConfigError(
-            "benchmark has no ladders any more",
-            where=f"--ladder {ladder}",
-            why="their steps are other libraries' training, written by hand, and are no part of "
-            "the package",
-            fix="in a clone of the repository: "
-            f"python -m tests.benchmarks.ladder {ladder} {recipe} [--only STEP]",
-        )
     find_recipe(recipe)  # before torch is imported
     from finetune.analysis.benchmark.benchmark import benchmark as measure
 
@@ -76,7 +66,7 @@ def benchmark(
     if as_json:
         print(found.to_json())
     elif as_csv:
-        sys.stdout.write(found.to_csv())
+        print(found.to_csv(), end="")
     else:
         console = output()
         console.width = max(120, console.width)

@@ -47,9 +47,11 @@ def run(
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
     details: Details = False,
     as_json: AsJson = False,
+    save: Annotated[bool, typer.Option("--save/--no-save", hidden=True)] = True,
 ) -> None:
     """Train a recipe (the verb may be left out)."""
-    _train(load_recipe(recipe, overrides or ()), out, force=force, details=details, as_json=as_json)
+    checked = load_recipe(recipe, overrides or ())
+    _train(checked, out, force=force, details=details, as_json=as_json, save=save)
 
 
 def resume(
@@ -110,13 +112,15 @@ def _say_saved(folder: Path, checkpoint: Path, *, as_json: bool) -> None:
         output().print(line, style="yellow")
 
 
-def _train(checked: Recipe, out: Path, *, force: bool, details: bool, as_json: bool) -> None:
+def _train(
+    checked: Recipe, out: Path, *, force: bool, details: bool, as_json: bool, save: bool = True
+) -> None:
     console = output(stderr=as_json, quiet=rank() > 0)
     with busy(console, f"loading libraries for {checked.name}"):  # seconds
         from finetune.api import train
 
     with json_alone(as_json):
-        report = train(checked, out=out, force=force, console=console)
+        report = train(checked, out=out, force=force, console=console, save=save)
     if as_json and rank() == 0:
         print(report.to_json(), flush=True)
     elif rank() == 0:

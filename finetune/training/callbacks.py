@@ -211,12 +211,6 @@ def seconds_between(begin: Any, end: Any) -> float:
 class StepTimer(TrainerCallback):
     """Times every optimizer step, and writes `steps.jsonl` if it has a path.
 
-    A step is timed twice, from marks at its two ends:
-
-        step            begin ───────── end     begin ───────── end
-        `rows`            |── seconds ──|          |── seconds ──|      weights are updated
-        `intervals`                     |───────── interval ─────|      data loading included
-
     A row of the file is `{"step": 7, "seconds": 0.31, "tokens": 902}`. A step begins when its
     batches are ready and ends when weights are updated, without fetching rows, evaluating, saving
     and logging. Tokens are those of its micro-batches, over all processes, without padding; packed
@@ -227,15 +221,12 @@ class StepTimer(TrainerCallback):
 
     Attributes:
         rows: (step, seconds, tokens) of each finished step, in order.
-        intervals: seconds from the end of a step to the end of the next, one fewer than steps.
     """
 
     def __init__(self, device: str, path: Path | None = None) -> None:
         self.device, self.path = device, path
         self.rows: list[dict[str, Any]] = []
-        self.intervals: list[float] = []
         self._begin: Any = None
-        self._last_end: Any = None
         self._tokens: list[Tensor | int] = []
         self._finished: list[tuple[int, Any, Any, list[Tensor | int]]] = []
         self._undo = contextlib.ExitStack()
@@ -280,7 +271,7 @@ class StepTimer(TrainerCallback):
         self._undo.close()
 
     def _read(self, state: TrainerState) -> None:
-        """Add newly finished steps to rows, intervals and file."""
+        """Add newly finished steps to rows and file."""
         finished, self._finished = self._finished, []
         if not finished:
             return
@@ -293,9 +284,6 @@ class StepTimer(TrainerCallback):
         for (step, begin, end, _), tokens in zip(finished, totals.tolist(), strict=True):
             seconds = round(seconds_between(begin, end), 6)
             new.append({"step": step, "seconds": seconds, "tokens": tokens})
-            if self._last_end is not None:
-                self.intervals.append(seconds_between(self._last_end, end))
-            self._last_end = end
         self.rows += new
         if self.path is not None and state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:

@@ -77,6 +77,7 @@ def train(
     force: bool = False,
     console: Console | None = None,
     until: int | None = None,
+    save: bool = True,
 ) -> RunReport:
     """Train a recipe and write its run folder.
 
@@ -87,6 +88,7 @@ def train(
         force: train even if memory is expected to be too small.
         console: console for progress output; a quiet one for notebooks and tests.
         until: step after which the run saves a checkpoint and stops, as after Ctrl-C.
+        save: save the trained model.
 
     Raises:
         FinetuneError: any error that the user can fix, see `finetune.errors`.
@@ -112,7 +114,7 @@ def train(
             run.close(after=error)
             raise
         run.close()
-        if not run.stop.asked:
+        if save and not run.stop.asked:
             run.save_model()
         if not run.stop.is_cut_short:  # after the weights are safe
             refuse_disagreement(run.receipt)

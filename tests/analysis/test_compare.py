@@ -54,6 +54,8 @@ from finetune.analysis.statistics import (
 from finetune.cli.app import main
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, UnfairPairError
 from finetune.training.callbacks import StepTimer
+from tests.analysis import pretended
+from tests.analysis.pretended import receipt
 from tests.benchmarks.interval_coverage import simulate_losses, simulate_speeds, wrong
 from tests.conftest import CPU, H100
 
@@ -171,34 +173,19 @@ def test_the_band_is_what_seeds_alone_do():
 WHY = {condition.name: condition.why for condition in CONDITIONS}
 UNFAIR = {
     "b.model.dtype=bfloat16": "model",
-    "b.model.weights=random": "model",
     "b.model.storage=nf4": "storage of the base",
     "b.model.attention=eager": "attention",
     "b.lora.r=4": "adapters",
-    "b.lora.target_modules=[q_proj]": "adapters",
-    "b.lora.dropout=0.1": "adapters",
     "b.train.learning_rate=1e-3": "optimizer",
     "b.train.optim=adamw_8bit": "optimizer",
-    "b.train.optim=adamw_torch_4bit": "optimizer",
-    "b.train.adam_beta2=0.95": "optimizer",
-    "b.train.weight_decay=0.1": "optimizer",
-    "b.train.lr_scheduler_type=linear": "optimizer",
-    "b.train.warmup_steps=50": "optimizer",
-    "b.train.max_grad_norm=0.5": "optimizer",
     "b.train.per_device_train_batch_size=4": "tokens per step",
-    "b.train.gradient_accumulation_steps=2": "tokens per step",
-    "b.train.max_length=64": "tokens per step",
-    "b.train.pad_to_multiple_of=128": "tokens per step",
     "b.train.packing=true": "tokens per step",
     "b.train.max_steps=10": "length of the run",
     "b.data.max_rows=100": "data and its order",
-    "b.data.eval_fraction=0.3": "data and its order",
-    "b.train.data_seed=7": "data and its order",
     "b.train.shuffle_dataset=true": "data and its order",
     "b.train.gradient_checkpointing=true": "checkpointing",
     "b.train.activation_offloading=true": "checkpointing",
     "b.train.use_liger_kernel=true": "fused kernels",
-    "b.train.loss_type=dft": "fused kernels",
     "b.precision.fused_adapters=false": "fused kernels",
     "b.train.ddp_static_graph=true": "processes and sharding",
     "b.train.per_device_eval_batch_size=2": "evaluation",
@@ -248,36 +235,6 @@ def test_free_fields_are_fields():
     from trl import SFTConfig
 
     assert SFTConfig.__dataclass_fields__.keys() >= FREE
-
-
-def receipt(precision: str) -> dict:
-    """A receipt as a run of the tiny pair leaves it, as far as fairness reads it."""
-    return {
-        "status": "proven",
-        "precision": {"asked": precision, "ran": precision, "storage": {}, "gemm": "emulated"},
-        "trainable": {"before": 1000, "after": 1000, "in_optimizer": 1000},
-        "layers": [{"name": "q_proj", "role": "base", "shape": [64, 64]}],
-        "environment": {
-            "versions": {"torch": "2.13", "trl": "1.16"},
-            "device": {"kind": "cpu", "name": "x86_64", "capability": None, "memory_gib": 23.5},
-            "processes": 1,
-            "seed": 42,
-        },
-        "memory": {"measured_gib": 0.1 if precision == "bf16" else 0.08},
-        "conditions": {
-            "trainable parameters": {"count": 1000, "names": "abc"},
-            "model": {"type": "llama"},
-            "adapters": None,
-            "optimizer": {"class": "AdamW", "learning rate": 1e-3},
-            "tokens per step": {"rows": 8, "padding_free": False},
-            "length of the run": {"steps": 20},
-            "data and its order": {"rows": 396, "seed": 42},
-            "checkpointing": {"layers": 0},
-            "attention": "sdpa",
-            "compile": "off",
-            "fused kernels": {"liger": False, "adapters": ""},
-        },
-    }
 
 
 RAN = {
@@ -414,72 +371,30 @@ def test_runs_alternate_and_share_the_machine_fairly(tmp_path):
 
 # --------------------------------------------------------------------------------- runs, pretended
 
-PRETENDED = """
-import json, math, os, pathlib, random, signal, sys, time
-recipe, seed, out = pathlib.Path(sys.argv[1]), int(sys.argv[2].rpartition("=")[2]), sys.argv[4]
-how = os.environ.get("PRETEND", "")
-folder = pathlib.Path(out) / recipe.stem / "20260101-000000-abcd"
-folder.mkdir(parents=True)
-(folder / "config.yaml").write_text(recipe.read_text())
-fp8 = "fp8" in recipe.stem
-if how == "fail" and fp8:
-    print("error: the loss is NaN\\n  where: step 3\\n  why:   it overflowed\\n  fix:   lower it")
-    sys.exit(2)
-if how == "crash" and fp8:
-    raise SystemError("boom")
-if how == "stopped":
-    sys.exit(143)
-if how == "wait":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    (folder / "begun").touch()
-    try:
-        time.sleep(60)
-    except KeyboardInterrupt:
-        (folder / "receipt.json").write_text("{}")
-        sys.exit(130)
-noise, shared = random.Random(f"{seed}{fp8}"), random.Random(seed)
-gap = float(os.environ.get("GAP", "0")) if fp8 else 0
-rows, steps = [], []
-for i in range(1, 31):
-    loss = (1 + gap) * (0.7 + shared.random() / 10) * math.exp(noise.gauss(0, 0.002))
-    rows.append({"step": i, "loss": loss})
-    seconds = 0.15 if fp8 else 0.1
-    steps.append({"step": i, "seconds": seconds, "tokens": shared.randint(90, 99)})
-gap = float(os.environ.get("EVAL_GAP", gap)) if fp8 else 0
-rows.append({"step": 30, "eval_loss": (1 + gap) * 0.8 * math.exp(noise.gauss(0, 0.002))})
-scores = {"acc_norm": 0.3 + fp8 / 100, "acc_norm_stderr": 0.02}
-rows.append({"step": 30, "tasks": {"hellaswag": scores}})
-if seed == 43 and fp8 and "EVAL" in os.environ:
-    rows[30]["eval_loss"] = float(os.environ["EVAL"])
-if seed == 43 and "BROKEN" in os.environ and os.environ["BROKEN"] in recipe.stem:
-    rows[25]["loss"] = float("nan")
-for name, lines in (("metrics.jsonl", rows), ("steps.jsonl", steps)):
-    (folder / name).write_text("".join(json.dumps(line) + "\\n" for line in lines))
-made = json.loads(os.environ["RECEIPTS"])["fp8" if fp8 else "bf16"]
-made["environment"]["seed"] = seed
-(folder / "receipt.json").write_text(json.dumps(made))
-report = {"first_loss": 5.0, "final_loss": 0.7, "eval_loss": 0.8, "seconds": 9.0,
-          "status": "proven",
-          "samples": [{"prompt": "Where?", "answer": "Here." if fp8 else "There."}]}
-(folder / "report.json").write_text(json.dumps(report))
-"""
-
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch, capsys):
-    """A function that calls `compare` on the command line, with runs that only pretend."""
-    script = tmp_path / "pretended.py"
-    script.write_text(PRETENDED)
+    """A function that calls `compare` on the command line, with runs that only pretend.
+
+    They do so in this process, or as `processes` of their own.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(running, "RUN", (str(script),))
+    monkeypatch.setattr(running, "RUN", (pretended.__file__,))
     drawn = writer.write_report
 
+    def run_here(jobs, at_once, threads, watcher) -> None:
+        for job in jobs:
+            pretended.pretend(job.file, job.seed, job.out, os.environ, measured=False)
+            watcher.finish(job)
+
     def call(
-        *words: str, code: int, receipts: dict | None = None, report=False, **environment: str
-    ):
+        *words: str, code: int, receipts: dict | None = None, report=False, processes=False,
+        **environment: str,
+    ):  # fmt: skip
         page = SimpleNamespace(html="report.html")  # drawing takes longer than all the rest
         monkeypatch.setattr(writer, "write_report", drawn if report else lambda _: page)
+        monkeypatch.setattr(compare, "run_jobs", running.run_jobs if processes else run_here)
         made = receipts or {"fp8": receipt("fp8"), "bf16": receipt("bf16")}
         monkeypatch.setenv("RECEIPTS", json.dumps(made))
         for key, value in environment.items():
@@ -504,7 +419,7 @@ def folders(where: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_a_comparison_from_command_to_verdict(pretend, tmp_path):
-    out, err = pretend("tiny_full_fp8", code=0, report=True)
+    out, err = pretend("tiny_full_fp8", code=0, report=True, processes=True)
     assert "[6/6]" in err
     assert out.startswith("equivalent: FP8 ends where BF16 ends, within 1 %, over 3 seeds")
     assert "speed: FP8 runs at 0.667x the speed of BF16 (0.667 to 0.667)" in out
@@ -636,8 +551,6 @@ def test_a_comparison_on_disk_that_is_not_whole_is_an_error(pretend, tmp_path):
     (folder / stored["runs"][0]["a"] / "steps.jsonl").unlink()
     _, err = pretend(str(folder), code=2)
     assert "steps.jsonl is missing" in err
-    (folder / "comparison.json").write_text(json.dumps(stored | {"runs": []}))
-    assert "0 pairs of runs for 3 seeds" in pretend(str(folder), code=2)[1]
     (folder / "comparison.json").unlink()  # as after Ctrl-C
     assert "when all runs of a comparison have ended" in pretend(str(folder), code=2)[1]
 
@@ -663,19 +576,17 @@ def test_allowing_a_difference_shows_it(pretend):
 
 @pytest.mark.slow
 def test_a_run_that_fails_tells_its_own_error(pretend, tmp_path):
-    _, err = pretend("tiny_full_fp8", code=2, PRETEND="fail")
+    _, err = pretend("tiny_full_fp8", code=2, processes=True, PRETEND="fail")
     assert "the loss is NaN" in err
     assert "FP8, seed 42" in err
     assert "lower it" in err
     (folder,) = folders(tmp_path)
     assert (folder / "a" / "seed-42.log").is_file()
-    _, err = pretend("tiny_full_fp8", code=2, PRETEND="crash")
-    assert "boom" in err
 
 
 def test_runs_that_a_scheduler_ends_are_interrupted_and_have_not_failed(pretend):
     """Each process of a job gets SIGTERM, and a run may have ended before this one hears of it."""
-    _, err = pretend("tiny_full_fp8", "--seeds", "1", code=130, PRETEND="stopped")
+    _, err = pretend("tiny_full_fp8", "--seeds", "1", code=130, processes=True, PRETEND="stopped")
     assert "0 of 2 runs are complete" in err
 
 
@@ -691,13 +602,13 @@ def test_ctrl_c_stops_the_runs_and_keeps_what_they_saved(pretend, tmp_path):
     # A process started in the background by a shell ignores Ctrl-C, and so would this test.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        _, err = pretend("tiny_full_fp8", "--jobs", "2", code=130, PRETEND="wait")
+        _, err = pretend("tiny_full_fp8", "--jobs", "2", code=130, processes=True, PRETEND="wait")
     finally:
         signal.signal(signal.SIGINT, before)
     assert "0 of 6 runs are complete" in err
     begun = list(tmp_path.rglob("begun"))
     assert len(begun) == 2
-    assert all((file.parent / "receipt.json").is_file() for file in begun)
+    assert all((file.parent / "saved").is_file() for file in begun)
 
 
 @pytest.mark.parametrize(
@@ -732,12 +643,9 @@ def test_a_result_reads_back_and_a_broken_one_is_told(tmp_path):
     made.save(tmp_path)
     assert read_comparison(tmp_path) == made
     Console(quiet=True).print(made)
-    gap = {"a": [1.0, 2.0], "b": [1.0], "gap": 0.0, "verdict": "undecided"}
-    uneven = json.loads(made.to_json()) | {"losses": {"train": gap}}
-    for text in ("{}", json.dumps(uneven)):
-        (tmp_path / "comparison.json").write_text(text)
-        with pytest.raises(FinetuneError, match="cannot be read"):
-            read_comparison(tmp_path)
+    (tmp_path / "comparison.json").write_text("{}")
+    with pytest.raises(FinetuneError, match="cannot be read"):
+        read_comparison(tmp_path)
     with pytest.raises(ConfigError, match="holds no comparison"):
         read_comparison(tmp_path / "none")
 
@@ -816,7 +724,6 @@ def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, mon
         {"step": 1, "seconds": 0.25, "tokens": 8},
         {"step": 2, "seconds": 0.25, "tokens": 8},
     ]
-    assert clock.intervals == [0.5]  # from end to end, with what lies between steps
     clock.on_train_end(None, state, None)
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,21 +38,32 @@ from typing import Any, Literal, cast
 
 from rich.console import Console
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
 
-from finetune.analysis.benchmark import benchmark, point
-from finetune.analysis.benchmark.grid import Grid, Job
+from finetune.analysis.benchmark.benchmark import ROUNDS, STEPS, Measuring, Say, points_of
+from finetune.analysis.benchmark.grid import Grid
 from finetune.analysis.benchmark.result import Benchmark
+from finetune.analysis.experiment.jobs import Variant
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
+from finetune.config.sft import sft_config
+from finetune.data.dataset import load_data
 from finetune.errors import ConfigError, FinetuneError, install_hint
 from finetune.hardware.device import Device, Verdict, this_device
 from finetune.precision.proof.movement import sample
 from finetune.precision.proof.proof import Proof
 from finetune.runs.folder import new_folder
+from finetune.runs.receipt import Receipt
+from finetune.storage.pretrained import load_tokenizer, vocabulary_of
+from finetune.training.callbacks import MetricsWriter, StepTimer
+from finetune.training.evidence import environment
+from finetune.training.faults import explained
 from finetune.training.memory_meter import MemoryMeter
+from finetune.training.model import OWN
+from finetune.training.run_folder import make_folder
 from finetune.training.session import Session
+from finetune.training.trainer import make_trainer
 
 How = Literal["finetune", "stock", "shipped"]
 Liger = Literal["", "wanted", "needed"]
@@ -70,8 +80,9 @@ class Step:
     Attributes:
         name: name of its row.
         precision: the `precision` section; of `stock` and `shipped`, what is nearest.
-        how: whose training it is.
-        liger: as in `StepJob`.
+        how: `finetune`, a run of finetune; `stock`, TRL and PEFT without it; `shipped`,
+            accelerate's own FP8 by torchao.
+        liger: `wanted`, its kernels take part where they can; `needed`, there is no run without.
         train: changes of the `train` section.
     """
 
@@ -81,11 +92,11 @@ class Step:
     liger: Liger = "wanted"
     train: dict[str, Any] = field(default_factory=dict)
 
-    def of(self, config: RunConfig) -> RunConfig:
+    def of(self, config: RunConfig, *, has_liger: bool = False) -> RunConfig:
         """The recipe trained this way."""
         model = config.model.model_copy(update={"storage": None})
         train = config.train | self.train
-        train.pop("use_liger_kernel", None)
+        train["use_liger_kernel"] = self.liger == "needed" or (self.liger == "wanted" and has_liger)
         data = config.model_dump() | {"precision": self.precision, "train": train}
         return RunConfig.model_validate(data | {"model": model.model_dump()})
 
@@ -122,7 +133,7 @@ FULL = (
          train=_FUSED),
     Step("shipped", how="shipped", liger="", train=_FUSED),
 )  # fmt: skip
-STEPS: dict[str, tuple[Step, ...]] = {"lora": LORA, "full": FULL}
+LADDERS: dict[str, tuple[Step, ...]] = {"lora": LORA, "full": FULL}
 REFERENCES: dict[str, tuple[str, ...]] = {
     "lora": ("stock", "fused"),
     "full": ("stock", "fused kernels"),
@@ -151,7 +162,7 @@ def steps_of(
             if config.lora
             else "ladder full, or lora.r=16 for adapters",
         )
-    steps, references = STEPS[ladder], REFERENCES[ladder]
+    steps, references = LADDERS[ladder], REFERENCES[ladder]
     names = [step.name for step in steps]
     for part in only:
         if not any(part in name for name in names):
@@ -172,20 +183,6 @@ def _is_named(name: str, only: Sequence[str], names: Sequence[str]) -> bool:
     return any(part == name or (part in name and part not in names) for part in only)
 
 
-@dataclass(frozen=True)
-class StepJob(Job):
-    """A point of a ladder's step.
-
-    Attributes:
-        how: `finetune`, a run of finetune; `stock`, TRL and PEFT without it; `shipped`,
-            accelerate's own FP8 by torchao.
-        liger: `wanted`, its kernels take part where they can; `needed`, there is no point without.
-    """
-
-    how: How = "finetune"
-    liger: Liger = ""
-
-
 def climb(
     ladder: str,
     recipe: str,
@@ -193,33 +190,36 @@ def climb(
     overrides: Sequence[str] = (),
     only: Sequence[str] = (),
     grid: Grid | str | None = None,
-    steps: int = benchmark.STEPS,
-    rounds: int = benchmark.ROUNDS,
+    steps: int = STEPS,
+    rounds: int = ROUNDS,
     out: Path | str = "runs/benchmark",
     force: bool = False,
-    say: benchmark.Say | None = None,
-    run: benchmark.Run | None = None,
+    say: Say | None = None,
 ) -> Benchmark:
     """Measure the steps of a ladder with a recipe; arguments as those of `finetune.benchmark`."""
-    benchmark.check_start(steps, rounds)
-    loaded = load_recipe(recipe, overrides)
+    loaded, device = load_recipe(recipe, overrides), this_device()
     taken, references = steps_of(ladder, loaded.config, only)
-    jobs = [
-        StepJob(s.name, s.of(loaded.config), steps, force=force, how=s.how, liger=s.liger)
-        for s in taken
+    liger = has_liger(device)
+    variants = [
+        Variant(
+            step.name,
+            dataclasses.replace(loaded, config=step.of(loaded.config, has_liger=bool(liger))),
+            () if step.how == "finetune" else ("-m", "tests.benchmarks.ladder", "--run", step.how),
+        )
+        for step in taken
     ]
-    points = benchmark.points_of(grid, loaded)
-    benchmark.check_points(jobs, points)
-    result = Benchmark(references=references)
-    folder = new_folder(Path(out) / f"{loaded.name}-{ladder}-ladder", Path(out))
-    run = run or functools.partial(
-        benchmark.run_apart, program=("tests.benchmarks.ladder", "--point")
+    points = points_of(grid, loaded.config)
+    unpredicted = [step.name for step in taken if step.how == "shipped"]
+    measuring = Measuring(
+        variants, points, device, steps, rounds, force, say=say, unpredicted=unpredicted
     )
-    benchmark.Runner(result, rounds, folder, run, say).measure(jobs, points)
-    return result
+    result = Benchmark(references=list(references))
+    if not liger and any(step.liger == "wanted" for step in taken):
+        result.alike = f"without Liger: {liger.reason}"
+    return measuring.measure(result, new_folder(Path(out) / f"{loaded.name}-{ladder}-ladder", out))
 
 
-# ------------------------------------------------------------------------------- a step, at a point
+# ---------------------------------------------------------------------------- runs without finetune
 
 
 def has_liger(device: Device) -> Verdict:
@@ -231,38 +231,33 @@ def has_liger(device: Device) -> Verdict:
     return Verdict(True, "liger-kernel is installed")
 
 
-def measure_step(job: StepJob, emit: point.Emit) -> None:
-    """Predict, train and measure a step at a point."""
-    if job.liger:
-        verdict = has_liger(this_device())
-        if verdict:
-            train = {**job.config.train, "use_liger_kernel": True}
-            job = dataclasses.replace(job, config=job.config.model_copy(update={"train": train}))
-        elif job.liger == "needed":
-            emit({"kind": "failed", "error": f"not run: {verdict.reason}"})
-            return
-        else:
-            job = dataclasses.replace(job, note=f"without Liger: {verdict.reason}")
-    if job.how == "shipped":
-        if job.forecast:
-            emit({"kind": "forecast", "why": "accelerate's own conversion is not modelled"})
-        job = dataclasses.replace(job, forecast=False)
-    point.measure_point(job, emit, point.train_point if job.how == "finetune" else train_stock)
-
-
-def train_stock(job: Job, device: Device) -> dict[str, Any]:
-    """Train without a session of finetune, and tell which weights moved."""
-    shipped = isinstance(job, StepJob) and job.how == "shipped"
-    movement = Movement()
-    measured = point.train_steps(
-        job,
-        device,
-        MemoryMeter(cast(Session, NoSession(device))),
-        callbacks=[movement],
-        kind=Shipped if shipped else None,
-    )
+def train_stock(how: str, file: str, seed: str, *options: str) -> None:
+    """Train a recipe without a session of finetune, and leave a run folder as `run` does."""
+    recipe, device = load_recipe(file, [seed]), this_device()
+    config, shipped = recipe.config, how == "shipped"
+    folder = Path(options[options.index("--out") + 1]) / recipe.name / how
+    make_folder(folder, recipe, folder)
+    tokenizer, _ = load_tokenizer(config.model)
+    rows = load_data(config.data, tokenizer, 0, vocabulary=vocabulary_of(config.model))
+    args = sft_config(config, folder, rows.settings, on_cpu=device.kind == "cpu")
+    set_seed(args.seed)
     label = "FP8, as shipped" if shipped else "BF16, stock"
-    return measured | {"precision": label, "proven": movement.status}
+    meter, movement = MemoryMeter(cast(Session, NoSession(device))), Movement()
+    timer = StepTimer(device.kind, folder / "steps.jsonl")
+    with explained(folder, lambda: ""):
+        make_trainer(
+            *(config, args),
+            train=rows.train,
+            held_out=None,
+            tokenizer=tokenizer,
+            stored=(),
+            attention=OWN,
+            callbacks=[MetricsWriter(folder / "metrics.jsonl", label), meter, timer, movement],
+            kind=Shipped if shipped else None,
+        ).train()
+    receipt = Receipt(movement.status, {"ran": label}, environment=environment(device))
+    receipt.memory = meter.reading()
+    receipt.save(folder / "receipt.json")
 
 
 class Shipped(SFTTrainer):
@@ -323,13 +318,13 @@ def _trainable(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def main(words: Sequence[str] | None = None) -> None:
     """Climb a ladder and print its table."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("ladder", choices=list(STEPS))
+    parser.add_argument("ladder", choices=list(LADDERS))
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--only", action="append", default=[], help="a step, or part of several")
     parser.add_argument("--grid", help='"batch=1,2,4 length=512,2048"; the recipe\'s own')
-    parser.add_argument("--steps", type=int, default=benchmark.STEPS)
-    parser.add_argument("--rounds", type=int, default=benchmark.ROUNDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
     parser.add_argument("--force", action="store_true")
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -343,7 +338,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--point"]:  # the process of one point: a job on its stdin
-        point.serve(lambda line, emit: measure_step(StepJob.from_json(line), emit))
+    if sys.argv[1:2] == ["--run"]:
+        try:
+            train_stock(*sys.argv[2:])
+        except FinetuneError as error:
+            sys.exit(f"error: {error}")
     else:
         main()

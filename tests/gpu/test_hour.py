@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import runpy
 import shlex
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+import finetune
+from finetune import load_recipe
+from finetune.analysis.benchmark.grid import tokens_of
+from finetune.analysis.benchmark.result import WARM_UP
 from finetune.cli.app import main
+from finetune.units import GIB
+from tests.analysis.pretended import pretend
+from tests.benchmarks.ladder import train_stock
+from tests.conftest import CPU
 from tests.docs.commands import check
 from tests.docs.test_findings import commands_of
 from tests.gpu.hour import __main__ as hour
@@ -237,12 +247,8 @@ def in_this_process(monkeypatch):
 
 
 def run_points_with(monkeypatch, run) -> None:
-    """Measure points of benchmarks by `run(job, program)` instead of a process each."""
-
-    def here(job, log, program=("finetune.analysis.benchmark.point",)):
-        return run(job, program)
-
-    monkeypatch.setattr("finetune.analysis.benchmark.benchmark.run_apart", here)
+    """Run a benchmark's jobs by `run(job)` instead of in a process each."""
+    monkeypatch.setattr("finetune.analysis.benchmark.benchmark.run_jobs", lambda jobs: run(*jobs))
 
 
 @pytest.mark.long
@@ -251,14 +257,14 @@ def test_the_real_commands_get_as_far_as_a_gpu(machine, monkeypatch, tmp_path) -
     """Models, steps and settings of the 8B parts are there; only the training is pretended."""
     jobs = []
 
-    def pretended(job, program) -> list[dict]:
+    def pretended(job) -> None:
         jobs.append(job)
-        seconds = (
-            [1.0] * job.steps if "FP8" in job.label or "fp8" in job.label else [1.5] * job.steps
-        )
-        forecast = {"kind": "forecast", "allocated_gib": 10.0, "step_seconds": 1.25}
-        return [forecast, {"kind": "result", "seconds": seconds, "allocated_gib": 11.0}]
+        pretend(job.file, job.seed, job.out, os.environ, measured=True)
 
+    memory = SimpleNamespace(allocated=0.1 * GIB, outside=0, reserved=0)
+    expected = SimpleNamespace(footprint=memory, pace=SimpleNamespace(seconds=0.125))
+    expected.place = SimpleNamespace(device=CPU)
+    monkeypatch.setattr("finetune.analysis.benchmark.benchmark.predict", lambda *_: expected)
     run_points_with(monkeypatch, pretended)
     in_this_process(monkeypatch)
     monkeypatch.setattr(hour.Hour, "_lacks", lambda *_: "")
@@ -266,22 +272,20 @@ def test_the_real_commands_get_as_far_as_a_gpu(machine, monkeypatch, tmp_path) -
     monkeypatch.setattr(hour, "PARTS", parts)
     assert hour.main(["--out", str(tmp_path)]) == 0
     assert {*states(tmp_path).values()} == {"measured"}
-    assert {job.tokens for job in jobs} == {8192}
-    assert {job.steps for job in jobs} == {10}
-    assert {job.config.model.name.split("/")[-1] for job in jobs} == {
+    configs = [job.variant.recipe.config for job in jobs]
+    assert {tokens_of(config) for config in configs} == {8192}
+    assert {config.train["max_steps"] for config in configs} == {WARM_UP + 10}
+    assert {config.model.name.split("/")[-1] for config in configs} == {
         "Llama-3.1-8B-Instruct", "Llama-3.2-1B-Instruct",
     }  # fmt: skip
-    kept = [job.config.train["gradient_checkpointing"] for job in jobs]
-    assert kept.count(False) == 3
-    ranks = [job.config.lora.r for job in jobs if job.config.lora]
-    assert {rank: ranks.count(rank) for rank in (8, 32)} == {8: 7, 32: 2}
-    assert any(job.config.precision.backend == "te" for job in jobs)
+    kept = [config.train["gradient_checkpointing"] for config in configs]
+    assert kept.count(False) == 2
+    ranks = [config.lora.r for config in configs if config.lora]
+    assert {rank: ranks.count(rank) for rank in (8, 32)} == {8: 6, 32: 2}
+    assert any(config.precision.backend == "te" for config in configs)
     text = (tmp_path / "hour.md").read_text()
-    assert (
-        "| `lora_r8` | llama_8b_lora_fp8 | 8,192 | 1,000 | 1,250 | -20.0% | 11 | 10 | +10.0% |"
-        in text
-    )
-    assert "1.50x over llama_8b_lora_bf16, predicted 1.00x" in text
+    assert "| `lora_r8` | llama_8b_lora_fp8 | 54,613 | 150 | 125 | +20.0% | 0.08 | 0.1 |" in text
+    assert "0.67x over llama_8b_lora_bf16, predicted 1.00x" in text
 
 
 def test_every_command_is_one_that_documents_may_name(machine, monkeypatch, tmp_path) -> None:
@@ -298,15 +302,14 @@ def test_every_command_is_one_that_documents_may_name(machine, monkeypatch, tmp_
 @pytest.mark.filterwarnings("ignore")
 def test_a_rehearsal_runs_every_kind_of_part_once(machine, monkeypatch, tmp_path, capsys) -> None:
     """Tiny sizes in this process; the other pairs of recipes are what `lora_r8` is here."""
-    from finetune.analysis.benchmark import point
-    from finetune.analysis.benchmark.grid import Job
-    from tests.analysis.test_benchmark import in_this_process as measured_here
-    from tests.benchmarks.ladder import StepJob, measure_step
 
-    def measure(job, program) -> list[dict]:
-        if "tests.benchmarks.ladder" in program:
-            return measured_here(StepJob, measure_step, job)
-        return measured_here(Job, point.measure_point, job)
+    def measure(job) -> None:
+        if job.variant.program:
+            words = [str(job.file), f"train.seed={job.seed}", "--out", str(job.out)]
+            train_stock(job.variant.program[-1], *words)
+        else:
+            recipe = load_recipe(str(job.file), [f"train.seed={job.seed}"])
+            finetune.train(recipe, out=job.out, force=True, save=False)
 
     run_points_with(monkeypatch, measure)
     in_this_process(monkeypatch)

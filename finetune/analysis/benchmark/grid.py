@@ -1,4 +1,4 @@
-"""Points of a benchmark, smallest first, and the job measured at each.
+"""Points of a benchmark, smallest first, and the run measured at each.
 
     batch=1,2 length=512,1024    is, in this order,    1 x 512, 2 x 512, 1 x 1024, 2 x 1024
 
@@ -14,13 +14,13 @@ data hold several texts, which varlen attention computes faster.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
+from finetune.analysis.benchmark.result import WARM_UP
 from finetune.config.paths import shipped_shape, shipped_shapes
-from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
+from finetune.config.schema import BUILTIN, RunConfig
 from finetune.config.sft import shortened
 from finetune.config.train_section import MOST_TOKENS
 from finetune.data.dataset import MASKING
@@ -28,11 +28,6 @@ from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
 from finetune.estimator.knobs import DEFAULTS, rows_of
 from finetune.storage.pretrained import locate
 
-KEYS = ("batch", "length")
-WARM_UP = 5
-"""Steps before timing: the first has the witness, the second completes the proof and compiles, on
-a CPU the third counts its tensors, and two are for autotuning.
-"""
 _LEFT_OUT = ("lr_scheduler_kwargs", "warmup_ratio", "neftune_noise_alpha", *MASKING)
 """Trainer settings of another learning rate, other rows or another loss."""
 
@@ -78,81 +73,42 @@ def parse_grid(text: str) -> Grid:
     Raises:
         ConfigError: anything else, with an example.
     """
-    try:
-        return _parsed(text)
-    except ValueError as error:
+    found: dict[str, tuple[int, ...]] = {}
+    wrong = "" if text.split() else "the grid is empty"
+    for word in text.split():
+        key, _, values = word.partition("=")
+        if key not in Point._fields:
+            wrong = f"{word!r} is no part of a grid" + did_you_mean(key, Point._fields)
+        elif key in found:
+            wrong = f"{key} is given twice"
+        elif bad := [v for v in values.split(",") if not _is_size(v)]:
+            wrong = f"{word!r}: {bad[0]!r} is no number from 1 to {MOST_TOKENS}"
+        if wrong:
+            break
+        found[key] = tuple(map(int, values.split(",")))
+    if wrong:
         raise ConfigError(
-            str(error),
+            wrong,
             where=f"--grid {text!r}",
             why="a grid is batch= and length=, each with whole numbers between commas",
             fix='--grid "batch=1,2,4 length=512,2048"',
-        ) from None
-
-
-def _parsed(text: str) -> Grid:
-    found: dict[str, tuple[int, ...]] = {}
-    for word in text.split():
-        key, equals, values = word.partition("=")
-        if key not in KEYS:
-            raise ValueError(f"{word!r} is no part of a grid" + did_you_mean(key, KEYS))
-        if not equals:
-            raise ValueError(f"{key} has no values")
-        if key in found:
-            raise ValueError(f"{key} is given twice")
-        for value in values.split(","):
-            if not (value.isascii() and value.isdigit() and 0 < int(value[:20]) <= MOST_TOKENS):
-                raise ValueError(f"{word!r}: {value!r} is no number from 1 to {MOST_TOKENS}")
-        found[key] = tuple(map(int, values.split(",")))
-    if not found:
-        raise ValueError("the grid is empty")
+        )
     return Grid(**found)
 
 
-# -------------------------------------------------------------------------------------------- jobs
+def _is_size(text: str) -> bool:
+    # Python refuses to convert thousands of digits.
+    return text.isascii() and text.isdigit() and 0 < int(text[:20]) <= MOST_TOKENS
 
 
-@dataclass(frozen=True)
-class Job:
-    """Measurement that one process does.
-
-    Attributes:
-        config: the recipe at its point (`at_point`).
-        steps: timed steps.
-        round: number of the process at this point, from 0.
-        forecast: predict memory and time before training.
-        force: train even if the prediction is far beyond the device.
-    """
-
-    label: str
-    config: RunConfig
-    steps: int = 10
-    round: int = 0
-    forecast: bool = True
-    force: bool = False
-    note: str = ""
-
-    @property
-    def point(self) -> Point:
-        train = self.config.train
-        return Point(train["per_device_train_batch_size"], train["max_length"])
-
-    @property
-    def tokens(self) -> int:
-        _, times = rows_of(self.config)
-        return self.point.tokens * times
-
-    def to_json(self) -> str:
-        data = {k: v for k, v in asdict(self).items() if k != "config"}
-        return json.dumps(data | {"config": self.config.model_dump(mode="json")})
-
-    @classmethod
-    def from_json(cls, line: str) -> Self:
-        data = json.loads(line)
-        return cls(**data | {"config": RunConfig.model_validate(data["config"])})
+def tokens_of(config: RunConfig) -> int:
+    """Tokens of an optimizer step of a recipe at a point."""
+    rows, times = rows_of(config)
+    return rows * times * config.train["max_length"]
 
 
-def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
-    """Configuration of a recipe at a point, with `steps` timed steps.
+def at_point(config: RunConfig, point: Point, steps: int, rows: Path = Path("rows")) -> RunConfig:
+    """Configuration of a recipe at a point, with `steps` timed steps over the rows of a folder.
 
     Raises:
         ConfigError: rows of that length would be padded.
@@ -183,7 +139,12 @@ def at_point(config: RunConfig, point: Point, steps: int) -> RunConfig:
         "per_device_train_batch_size": point.batch,
         "max_length": point.length,
     }
-    nothing = EvalConfig(at_start=False, samples=False).model_dump()
-    data = config.model_dump()
-    data["model"] = {**data["model"], "weights": "random"}
-    return RunConfig.model_validate(data | {"train": train, "eval": nothing})
+    return RunConfig.model_validate(
+        config.model_dump()
+        | {
+            "model": config.model.model_dump() | {"weights": "random"},
+            "data": {"path": str(rows.absolute()), "eval_fraction": 0.0},
+            "eval": {"at_start": False, "samples": False},
+            "train": train,
+        }
+    )

@@ -1,4 +1,4 @@
-"""Rows of a benchmark, as a table, JSON, CSV and Markdown. Imports no torch.
+"""Rows of a benchmark, as a table, JSON and CSV. Imports no torch.
 
 A row stores measurements (seconds of each step by round, GiB) and predictions; medians, tokens/s
 and ratios are computed from it, and written to the files for other tools. A point that did not
@@ -12,10 +12,10 @@ import io
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pydantic import BaseModel, computed_field
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
@@ -23,23 +23,33 @@ from rich.text import Text
 from finetune.analysis.statistics import Ratio, speed_ratio
 from finetune.logging import plain_table
 from finetune.runs.folder import write_whole
-from finetune.units import count, size_of_gib
+from finetune.runs.receipt import Receipt
+from finetune.units import GIB, count, size_of_gib
+
+if TYPE_CHECKING:
+    from finetune.analysis.experiment.outcome import Outcome
+    from finetune.estimator.predict import Prediction
+
+OUT_OF_MEMORY = "out of memory"
+WARM_UP = 5
+"""Steps before timing: the first has the witness, the second completes the proof and compiles, on
+a CPU the third counts its tensors, and two are for autotuning.
+"""
 
 
-@dataclass
-class Row:
+class Row(BaseModel):
     """One point of one recipe.
 
     Attributes:
         batch, length, tokens: rows of a micro-batch; tokens of a row, of an optimizer step.
         precision, backend, scaling, compile: as executed, from the receipt.
-        proven: status of the receipts, that of the first round which is not proven if one is not;
-            without receipts, an observation of the run.
-        rounds: seconds of each timed step, a list for each round (process).
+        proven: status of the receipts, that of the first round which is not proven if one is not.
+        rounds: seconds of each timed step, a list for each round (run).
         allocated_gib, reserved_gib: highest peaks of the rounds.
         memory: method of measuring them.
         prediction: reason for a missing prediction.
         error: reason for a missing or incomplete measurement.
+        note: what the receipt remarks on the run.
     """
 
     label: str
@@ -52,7 +62,7 @@ class Row:
     compile: str = ""
     proven: str = ""
     fp8_share: float | None = None
-    rounds: list[list[float]] = field(default_factory=list)
+    rounds: list[list[float]] = []
     allocated_gib: float | None = None
     reserved_gib: float | None = None
     memory: str = ""
@@ -65,32 +75,57 @@ class Row:
     note: str = ""
 
     @property
-    def key(self) -> tuple[int, int]:
-        return self.batch, self.length
+    def at(self) -> str:
+        return f"{self.batch} x {self.length}"
 
     @property
     def seconds(self) -> list[float]:
         return [value for values in self.rounds for value in values]
 
+    @computed_field
     @property
-    def step(self) -> float | None:
+    def step_seconds(self) -> float | None:
         """Median seconds of a step."""
         return statistics.median(self.seconds) if self.seconds else None
 
+    @computed_field
     @property
-    def quartiles(self) -> tuple[float, float] | None:
+    def step_seconds_q1(self) -> float | None:
+        return self._quartile(0)
+
+    @computed_field
+    @property
+    def step_seconds_q3(self) -> float | None:
+        return self._quartile(2)
+
+    def _quartile(self, number: int) -> float | None:
         if len(self.seconds) < 2:
             return None
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return low, high
+        return statistics.quantiles(self.seconds, n=4, method="inclusive")[number]
+
+    @computed_field
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.step_seconds and self.tokens / self.step_seconds
+
+    @computed_field
+    @property
+    def seconds_over_predicted(self) -> float | None:
+        return _over(self.step_seconds, self.predicted_seconds)
+
+    @computed_field
+    @property
+    def gib_over_predicted(self) -> float | None:
+        return _over(self.allocated_gib, self.predicted_gib)
 
     @property
     def state(self) -> str:
-        """Outcome: `proven`, `not proven`, `out of memory`, `skipped`, `not run` or `failed`."""
+        """Outcome: `proven`, `not proven`, `out of memory`, `skipped` or `failed`."""
         if not self.error:
             return self.proven.partition(":")[0]
-        kind = self.error.partition(":")[0]
-        return kind if kind in ("out of memory", "skipped", "not run") else "failed"
+        if self.out_of_memory:
+            return OUT_OF_MEMORY
+        return "skipped" if self.error.startswith("skipped") else "failed"
 
     @property
     def explanation(self) -> str:
@@ -98,39 +133,33 @@ class Row:
         text = self.error or self.proven
         return "" if text == self.state else text
 
-    def facts(self) -> dict[str, Any]:
-        """Figures computed from the row, for the files."""
-        step, quartiles = self.step, self.quartiles
-        return {
-            "step_seconds": step,
-            "step_seconds_q1": quartiles and quartiles[0],
-            "step_seconds_q3": quartiles and quartiles[1],
-            "tokens_per_s": step and self.tokens / step,
-            "seconds_over_predicted": _over(step, self.predicted_seconds),
-            "gib_over_predicted": _over(self.allocated_gib, self.predicted_gib),
-        }
+    def predict(self, found: Prediction) -> float:
+        """Take over a prediction; returns the GiB that the device has to have."""
+        memory, pace, device = found.footprint, found.pace, found.place.device
+        self.predicted_gib = memory.allocated / GIB
+        self.predicted_reserved_gib = memory.reserved / GIB if device.kind == "cuda" else None
+        self.predicted_seconds = None if pace is None else pace.seconds
+        if pace is None:
+            self.prediction = f"the speed of {device.name} is not known"
+        return (memory.allocated + memory.outside) / GIB
 
-    def add(self, line: dict[str, Any]) -> None:
-        match line["kind"]:
-            case "forecast":
-                self.predicted_gib = line.get("allocated_gib")
-                self.predicted_reserved_gib = line.get("reserved_gib")
-                self.predicted_seconds = line.get("step_seconds")
-                self.prediction = line.get("why", "")
-            case "result":
-                before = replace(self)
-                known = {f.name for f in fields(self)} - {"rounds"}
-                for name in known & line.keys():
-                    setattr(self, name, line[name])
-                if before.rounds:  # proven is what all rounds are, a peak the highest of them
-                    if before.proven != "proven":
-                        self.proven = before.proven
-                    self.allocated_gib = _most(before.allocated_gib, self.allocated_gib)
-                    self.reserved_gib = _most(before.reserved_gib, self.reserved_gib)
-                self.rounds.append(list(line["seconds"]))
-            case _:
-                self.error = line["error"]
-                self.out_of_memory = bool(line.get("out_of_memory"))
+    def add(self, run: Outcome) -> None:
+        """Add a finished run: proven is what all are, and a peak the highest."""
+        tokens = {step.tokens for step in run.steps} - {self.tokens}
+        if tokens:
+            self.error = f"a step had {tokens.pop()} tokens, and {self.tokens} were requested"
+            return
+        receipt = Receipt.read(run.receipt)
+        memory, executed = receipt.memory, receipt.precision
+        if self.proven in ("", "proven"):
+            self.proven = receipt.status
+        self.precision = f"{run.run.precision}{receipt.emulated}"
+        self.backend, self.scaling = executed.get("backend") or "", executed.get("scaling") or ""
+        self.compile, self.fp8_share = executed.get("compile") or "", receipt.fp8_flop_share
+        self.memory, self.note = memory["measured"], "; ".join(receipt.notes)
+        self.allocated_gib = _most(self.allocated_gib, memory["measured_gib"])
+        self.reserved_gib = _most(self.reserved_gib, memory.get("reserved_gib"))
+        self.rounds = [*self.rounds, [step.seconds for step in run.steps[WARM_UP:]]]
 
 
 def _most(*peaks: float | None) -> float | None:
@@ -141,104 +170,84 @@ def _over(measured: float | None, predicted: float | None) -> float | None:
     return measured / predicted if measured and predicted else None
 
 
-@dataclass
-class Benchmark(JupyterMixin):
+class Against(NamedTuple):
+    """Ratios of a row to a reference: above 1 is faster, or more memory."""
+
+    speed: Ratio
+    predicted_speed: float | None
+    memory: float | None
+
+
+class Benchmark(JupyterMixin, BaseModel):
     """All rows of a benchmark.
 
     Attributes:
         references: labels of the rows that others are compared with, at the same point.
         differences: conditions besides precision in which recipes differ from the first.
         alike: settings that were made the same on all sides, for a fair comparison.
-        environment: versions, device, threads.
+        environment: versions, device, seed, as in the receipt.
         folder: folder of `benchmark.json` and `benchmark.csv`; None if nothing was written.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    references: tuple[str, ...] = ()
-    differences: list[str] = field(default_factory=list)
+    kind: Literal["benchmark"] = "benchmark"
+    references: list[str] = []
+    differences: list[str] = []
     alike: str = ""
-    environment: dict[str, Any] = field(default_factory=dict)
-    command: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = {}
+    command: list[str] = []
     started: str = ""
     interrupted: bool = False
     folder: Path | None = None
+    rows: list[Row] = []
 
-    def ratio(self, row: Row, reference: str) -> Ratio | None:
-        """Speed of a row over that of the reference at the same point."""
-        other = self._at(row, reference)
-        rounds = zip(other.rounds, row.rounds, strict=False) if other else ()
-        logs = [
-            math.log(statistics.median(slow) / statistics.median(fast))
-            for slow, fast in rounds
-            if slow and fast
-        ]
-        return speed_ratio([[log] for log in logs]) if logs else None
-
-    def predicted_ratio(self, row: Row, reference: str) -> float | None:
-        """The same ratio as the estimator predicts it."""
-        other = self._at(row, reference)
-        return _over(other.predicted_seconds, row.predicted_seconds) if other else None
-
-    def memory_ratio(self, row: Row, reference: str) -> float | None:
-        other = self._at(row, reference)
-        return _over(row.allocated_gib, other.allocated_gib) if other else None
-
-    def _at(self, row: Row, reference: str) -> Row | None:
-        found = (r for r in self.rows if r.label == reference and r.key == row.key)
-        return next((r for r in found if r is not row), None)
+    def against(self, row: Row) -> dict[str, Against]:
+        """A row over each of the references that was measured at the same point."""
+        found = {}
+        for other in self.rows:
+            if other.label in self.references and other.at == row.at and other is not row:
+                medians = [[statistics.median(r) for r in one.rounds] for one in (other, row)]
+                logs = [[math.log(a / b)] for a, b in zip(*medians, strict=False)]
+                if logs:
+                    predicted = _over(other.predicted_seconds, row.predicted_seconds)
+                    memory = _over(row.allocated_gib, other.allocated_gib)
+                    found[other.label] = Against(speed_ratio(logs), predicted, memory)
+        return found
 
     # -------------------------------------------------------------------------------------- files
 
     def to_json(self) -> str:
-        data = {k: v for k, v in asdict(self).items() if k != "rows"}
-        data["folder"] = str(self.folder) if self.folder else None
-        rows = [asdict(r) | r.facts() | {"against": self._against(r)} for r in self.rows]
-        return json.dumps({"kind": "benchmark", **data, "rows": rows}, indent=1)
-
-    def _against(self, row: Row) -> dict[str, Any]:
-        return {
-            name: {
-                "speed": ratio.value,
-                "interval": ratio.interval and list(ratio.interval),
-                "predicted_speed": self.predicted_ratio(row, name),
-                "memory": self.memory_ratio(row, name),
+        data = self.model_dump(mode="json")
+        for row, written in zip(self.rows, data["rows"], strict=True):
+            written["against"] = {
+                name: {
+                    "speed": one.speed.value,
+                    "interval": one.speed.interval,
+                    "predicted_speed": one.predicted_speed,
+                    "memory": one.memory,
+                }
+                for name, one in self.against(row).items()
             }
-            for name in self.references
-            if (ratio := self.ratio(row, name))
-        }
-
-    @classmethod
-    def from_json(cls, text: str) -> Benchmark:
-        data = json.loads(text)
-        known = {f.name for f in fields(Row)}
-        rows = [Row(**{k: v for k, v in r.items() if k in known}) for r in data["rows"]]
-        own = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        folder = Path(data["folder"]) if data.get("folder") else None
-        return cls(**own | {"rows": rows, "references": tuple(own["references"]), "folder": folder})
+        return json.dumps(data, indent=1)
 
     def to_csv(self) -> str:
         """A line for each row; ratios are to the first reference."""
         out = io.StringIO()
         lines = [self._csv_line(row) for row in self.rows]
-        names = list(lines[0]) if lines else [f.name for f in fields(Row)]
-        writer = csv.DictWriter(out, names, lineterminator="\n")
+        writer = csv.DictWriter(out, list(lines[0]) if lines else [*Row.model_fields])
         writer.writeheader()
         writer.writerows(lines)
         return out.getvalue()
 
     def _csv_line(self, row: Row) -> dict[str, Any]:
-        plain = {k: v for k, v in asdict(row).items() if k != "rounds"}
-        reference = self.references[0] if self.references else ""
-        ratio = self.ratio(row, reference)
-        low, high = ratio.interval if ratio and ratio.interval else (None, None)
-        return plain | {
+        first = self.against(row).get(self.references[0]) if self.references else None
+        low, high = (first and first.speed.interval) or (None, None)
+        return row.model_dump() | {
             "rounds": len(row.rounds),
             "steps": len(row.seconds),
-            **row.facts(),
-            "speed": ratio and ratio.value,
+            "speed": first and first.speed.value,
             "speed_low": low,
             "speed_high": high,
-            "predicted_speed": self.predicted_ratio(row, reference),
+            "predicted_speed": first and first.predicted_speed,
         }
 
     def save(self, folder: Path) -> None:
@@ -249,49 +258,44 @@ class Benchmark(JupyterMixin):
 
     # ------------------------------------------------------------------------------------- display
 
-    def cells(self) -> list[list[str]]:
-        head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "peak"]
+    def __rich__(self) -> RenderableType:
         against = [title for name in self.references for title in (f"over {name}", "memory")]
-        head += ["predicted", *against, "precision", "proven"]
-        rows = [self._cells_of(row) for row in self.rows]
-        drop = set() if len({row.key for row in self.rows}) > 1 else {1}
-        return [[c for i, c in enumerate(cells) if i not in drop] for cells in (head, *rows)]
+        head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "peak", "predicted"]
+        head += [*against, "precision", "proven"]
+        right = ("tokens/s", "peak", "predicted", "memory")
+        table = plain_table(*head, right=right, whole=("", "precision", "proven"), fold=head)
+        for row in self.rows:
+            cells = self._cells_of(row)
+            table.add_row(*cells, style=None if row.state == "proven" else "yellow")
+        if len({row.at for row in self.rows}) < 2:
+            del table.columns[1]
+        return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))
 
     def _cells_of(self, row: Row) -> list[str]:
-        facts, quartiles, step = row.facts(), row.quartiles, row.step
-        within = f" ({_ms(quartiles[0])} to {_ms(quartiles[1])})" if quartiles else ""
-        ratios = [cell for name in self.references for cell in self._ratio_cells(row, name)]
-        peaks = (row.allocated_gib, row.predicted_gib)
+        low, high = row.step_seconds_q1, row.step_seconds_q3
+        within = f" ({_ms(low)} to {_ms(high)})" if low and high else ""
+        ratios, found = list[str](), self.against(row)
+        for one in map(found.get, self.references):
+            memory = one and one.memory
+            ratios += [str(one.speed) if one else "", f"{memory:.2f}x" if memory else ""]
         return [
             row.label,
-            f"{row.batch} x {row.length}",
-            _ms(step) + within if step else "-",
-            count(facts["tokens_per_s"]) if step else "-",
-            *("-" if gib is None else size_of_gib(gib) for gib in peaks),
+            row.at,
+            _ms(row.step_seconds) + within if row.step_seconds else "-",
+            count(row.tokens_per_s) if row.tokens_per_s else "-",
+            *("-" if x is None else size_of_gib(x) for x in (row.allocated_gib, row.predicted_gib)),
             *(*ratios, row.precision or "-", row.state),
         ]
 
-    def _ratio_cells(self, row: Row, name: str) -> list[str]:
-        ratio, memory = self.ratio(row, name), self.memory_ratio(row, name)
-        return [str(ratio) if ratio else "", f"{memory:.2f}x" if memory else ""]
-
     def notes(self) -> list[str]:
-        lines = [
-            f"{row.label}, {row.batch} x {row.length}: {row.explanation}"
-            for row in self.rows
-            if row.explanation
-        ]
-        for note in dict.fromkeys(row.note for row in self.rows if row.note):
-            labels = dict.fromkeys(row.label for row in self.rows if row.note == note)
-            lines.append(f"{'; '.join(labels)}: {note}")
-        first = self.references[0] if self.references else ""
+        lines = list[str]()
         for row in self.rows:
-            predicted, measured = self.predicted_ratio(row, first), self.ratio(row, first)
-            if predicted and measured:
-                lines.append(
-                    f"{row.label}, {row.batch} x {row.length}: {measured} over {first}, predicted "
-                    f"{predicted:.2f}x"
-                )
+            who = f"{row.label}, {row.at}"
+            lines += [f"{who}: {text}" for text in (row.explanation, row.note) if text]
+            for name, one in [*self.against(row).items()][:1]:
+                if one.predicted_speed:
+                    expected = f"predicted {one.predicted_speed:.2f}x"
+                    lines.append(f"{who}: {one.speed} over {name}, {expected}")
         if self.references and max((len(row.rounds) for row in self.rows), default=0) == 1:
             lines.append("one round has no interval: --rounds 3 measures one")
         lines += [f"not a pair that differs in precision only: {line}" for line in self.differences]
@@ -299,24 +303,7 @@ class Benchmark(JupyterMixin):
         lines += sorted({row.prediction for row in self.rows if row.prediction})
         if self.interrupted:
             lines.append("interrupted: what was measured until then is kept")
-        return list(dict.fromkeys(lines))
-
-    def to_markdown(self) -> str:
-        rows = [[cell.replace("|", "/") for cell in cells] for cells in self.cells()]
-        rows.insert(1, ["---"] * len(rows[0]))
-        notes = "".join(f"\n\n{note}" for note in self.notes())
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + notes + "\n"
-
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
-
-    def __rich__(self) -> RenderableType:
-        head, *rows = self.cells()
-        right = ("tokens/s", "peak", "predicted", "memory")
-        table = plain_table(*head, right=right, whole=("", "precision", "proven"), fold=head)
-        for cells, row in zip(rows, self.rows, strict=True):
-            table.add_row(*cells, style=None if row.state == "proven" else "yellow")
-        return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))
+        return lines
 
 
 def _ms(seconds: float) -> str:

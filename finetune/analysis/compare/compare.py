@@ -19,7 +19,6 @@ from pathlib import Path
 from rich.console import Console
 
 from finetune.analysis.compare.result import (
-    AGAIN,
     Comparison,
     Difference,
     PairOfRuns,
@@ -144,12 +143,6 @@ def judge_again(
         ConfigError: no finished comparison in `folder`, or the folder is read-only.
     """
     found = read_comparison(folder)
-    if len(found.runs) != len(found.seeds) or not found.runs:
-        raise ConfigError(
-            f"the comparison names {len(found.runs)} pairs of runs for {len(found.seeds)} seeds",
-            where=str(folder),
-            fix=AGAIN,
-        )
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence
     _check_numbers(margin, confidence)

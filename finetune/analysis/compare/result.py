@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.table import Table
@@ -87,12 +87,6 @@ class LossGap(_Part):
     interval: Interval | None = None
     equivalence_interval: Interval | None = None
     verdict: Verdict
-
-    @model_validator(mode="after")
-    def _is_of_pairs(self) -> Self:
-        if len(self.a) != len(self.b):
-            raise ValueError("a and b have not as many losses")
-        return self
 
     @property
     def of_seeds(self) -> list[float]:

@@ -37,54 +37,48 @@ Pairs = Sequence[tuple[Outcome, Outcome]]
 
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
     """Add differences, figures, verdict and reasons."""
+    a, b = zip(*pairs, strict=True)
     differences = [*found.differences, *_executed(pairs, found.differences)]
-    outcomes = [outcome for pair in pairs for outcome in pair]
     refused = [
         f"a run is not proven ({o.run.name}: {o.receipt['status']})"
-        for o in outcomes
+        for pair in pairs
+        for o in pair
         if o.receipt["status"] != "proven"
     ]
     if not found.allowed:
         refused += [f"{d.condition}: {d.why}" for d in differences]
-    unheld = sum(o.eval is None for o in outcomes)
-    if 0 < unheld < len(outcomes):
-        refused.append(f"{unheld} of {len(outcomes)} runs logged no eval loss")
-    broken_a, broken_b = _broken(found, pairs)
+    ends = {name: [[getattr(o, name) for o in side] for side in (a, b)] for name in NAMES}
+    if unheld := sum(loss is None for side in ends["eval"] for loss in side):
+        del ends["eval"]
+        if unheld < 2 * len(pairs):
+            refused.append(f"{unheld} of {2 * len(pairs)} runs logged no eval loss")
+    broken_a, broken_b = (  # have no ratio
+        [
+            f"{NAMES[name]}: {label}, seed {seed}, ends at {loss:g}"
+            for name, sides in ends.items()
+            for seed, loss in zip(found.seeds, sides[i], strict=True)
+            if not (math.isfinite(loss) and loss > 0)
+        ]
+        for i, label in enumerate((found.a.label, found.b.label))
+    )
     refused += broken_b
     found = found.model_copy(update={"differences": differences, "notes": list(found.notes)})
     if refused or broken_a:
         found.verdict = "refused" if refused else "not equivalent"
         found.reasons = refused or broken_a
         return found
-    kept = {"margin": found.margin, "confidence": found.confidence}
-    a, b = zip(*pairs, strict=True)
-    losses = {"train": statistics.loss_gap([o.train for o in a], [o.train for o in b], **kept)}
-    if not unheld:
-        ends = ([float(o.eval) for o in side if o.eval is not None] for side in (a, b))
-        losses["eval"] = statistics.loss_gap(*ends, **kept)
-    else:
+    if "eval" not in ends:
         found.notes.append("there are no eval rows: the verdict is about the training loss alone")
     found.notes.append(f"the training loss is the mean of the last {len(a[0].losses)} steps")
-    found.losses = losses
-    found.band = {k: statistics.band(g.b) for k, g in losses.items() if len(g.b) > 1}
+    kept = {"margin": found.margin, "confidence": found.confidence}
+    found.losses = {name: statistics.loss_gap(*sides, **kept) for name, sides in ends.items()}
+    found.band = {k: statistics.band(g.b) for k, g in found.losses.items() if len(g.b) > 1}
     found.speed, found.memory = _speed(found, pairs), _memory(found, a, b)
     found.tasks = _tasks(found, (a, b)) or None
-    verdicts: list[Verdict] = [gap.verdict for gap in losses.values()]
+    verdicts: list[Verdict] = [gap.verdict for gap in found.losses.values()]
     found.verdict = next(v for v in WORSE if v in verdicts)
-    found.reasons = [_reason(found, name, gap) for name, gap in losses.items()]
+    found.reasons = [_reason(found, name, gap) for name, gap in found.losses.items()]
     return found
-
-
-def _broken(found: Comparison, pairs: Pairs) -> tuple[list[str], list[str]]:
-    """List the final losses of a, and of b, that have no ratio: NaN, infinite, or zero."""
-    broken: tuple[list[str], list[str]] = ([], [])
-    labels = (found.a.label, found.b.label)
-    for seed, pair in zip(found.seeds, pairs, strict=True):
-        for lines, label, outcome in zip(broken, labels, pair, strict=True):
-            for name, loss in (("train", outcome.train), ("eval", outcome.eval)):
-                if loss is not None and not (math.isfinite(loss) and loss > 0):
-                    lines.append(f"{NAMES[name]}: {label}, seed {seed}, ends at {loss:g}")
-    return broken
 
 
 def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
@@ -189,10 +183,13 @@ def _tasks(found: Comparison, sides: Sequence[Sequence[Outcome]]) -> dict[str, l
 
 def _means(side: Sequence[Outcome], task: str) -> dict[str, tuple[float, float | None]]:
     """Metric of all runs of a side -> mean score, mean standard error where each has one."""
-    runs = [{m: (value, error) for m, value, error in metrics_of(run.tasks[task])} for run in side]
-    found: dict[str, tuple[float, float | None]] = {}
-    for metric in runs[0]:
-        if all(metric in run for run in runs):
-            values, errors = zip(*(run[metric] for run in runs), strict=True)
-            found[metric] = fmean(values), None if None in errors else fmean(errors)
-    return found
+    found: dict[str, list[tuple[float, float | None]]] = {}
+    for run in side:
+        for metric, value, error in metrics_of(run.tasks[task]):
+            found.setdefault(metric, []).append((value, error))
+    means: dict[str, tuple[float, float | None]] = {}
+    for metric, scores in found.items():
+        values, errors = zip(*scores, strict=True)
+        if len(values) == len(side):
+            means[metric] = fmean(values), None if None in errors else fmean(errors)
+    return means

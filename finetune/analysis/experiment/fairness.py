@@ -176,29 +176,29 @@ def executed_differences(
     steps_b: Sequence[Step] = (),
 ) -> list[Difference]:
     """List the conditions in which two finished runs of one seed differ, by their run folders."""
-    first, second = a.get("conditions", {}), b.get("conditions", {})
-    values = [
-        (_BY_NAME.get(name) or replace(_OTHER, name=name), "conditions", first.get(name),
-         second.get(name))
-        for name in dict.fromkeys((*first, *second))
-    ]  # fmt: skip
-    for condition in CONDITIONS:
-        if condition.receipt:
-            read = condition.executed
-            values.append((condition, condition.receipt, read(a), read(b)))
+    first, second = _executed(a), _executed(b)
     found = [
-        _difference(condition, f"receipt.json: {where}", *_unequal(x, y))
-        for condition, where, x, y in values
-        if x != y
+        _difference(
+            _BY_NAME.get(key[0]) or replace(_OTHER, name=key[0]),
+            f"receipt.json: {key[1]}",
+            *_unequal(first.get(key), second.get(key)),
+        )
+        for key in dict.fromkeys((*first, *second))
+        if first.get(key) != second.get(key)
     ]
-    steps = _BY_NAME["steps"]
-    tokens = enumerate(zip(steps_a, steps_b, strict=False), 1)
-    if other := next((n for n, (x, y) in tokens if x.tokens != y.tokens), None):
-        at = (steps_a[other - 1].tokens, steps_b[other - 1].tokens)
-        found.append(_difference(steps, f"steps.jsonl: line {other}", *at))
+    steps, tokens = _BY_NAME["steps"], [[s.tokens for s in side] for side in (steps_a, steps_b)]
+    lines = enumerate(zip(*tokens, strict=False), 1)
+    if other := next(((n, x, y) for n, (x, y) in lines if x != y), None):
+        found.append(_difference(steps, f"steps.jsonl: line {other[0]}", *other[1:]))
     if len(steps_a) != len(steps_b):
         found.append(_difference(steps, "steps.jsonl: lines", len(steps_a), len(steps_b)))
     return found
+
+
+def _executed(receipt: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """(condition, key of the receipt) -> its value."""
+    found = {(name, "conditions"): x for name, x in receipt.get("conditions", {}).items()}
+    return found | {(c.name, c.receipt): c.executed(receipt) for c in CONDITIONS if c.receipt}
 
 
 def _unequal(a: Any, b: Any) -> tuple[Any, Any]:

@@ -6,12 +6,15 @@ that starts the parts holds no memory of the GPU.
 
 from __future__ import annotations
 
+import io
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from finetune.analysis.benchmark.result import Benchmark
 
@@ -109,11 +112,14 @@ def read_benchmark(folder: Path) -> Result:
     """Rows of the newest benchmark below the folder; those without a time have a reason."""
     files = sorted(folder.rglob("benchmark.json"), key=lambda file: file.stat().st_mtime)
     text = files[-1].read_text("utf-8")
-    found = Benchmark.from_json(text)
+    found = Benchmark.model_validate_json(text)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(found)
     states = [row.state for row in found.rows]
     why = found.rows[0].explanation or states[0] if found.rows else "no row was measured"
     nothing = all(state == "failed" for state in states)
-    return Result(json.loads(text), found.to_markdown().strip(), why if nothing else "")
+    shown = f"```text\n{console.export_text().rstrip()}\n```"
+    return Result(json.loads(text), shown, why if nothing else "")
 
 
 def _pair(name: str, title: str, recipe: str, tiny: str, more: str = "") -> Part:
