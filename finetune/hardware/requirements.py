@@ -8,7 +8,7 @@ another (a paged one on a CPU).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,72 @@ from finetune.hardware.versions import version
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
 
+ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
+AUTO_ORDER = ("te", "torchao", "emulated")
+"""Backends that `auto` tries, best first.
+
+Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for that
+and comes second. The emulation never precedes hardware.
+"""
+
+
+def _limits(
+    name: str, precision: PrecisionConfig, device: Device | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What an engine lacks of a precision, each with settings under which it lacks it no longer.
+
+    Of an engine on a device with FP8, or on whatever device. What is not here it has, from
+    `least_capability` on.
+    """
+    scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
+    rowwise, engine = scaling in ("rowwise", "rowwise_with_gw_hp"), ENGINES[name]
+    capability = device.capability if device and device.has_fp8 else None
+    major, here = capability[0] if capability else 0, device and device.name
+    if name == "torchao":
+        if not rowwise and scaling != "tensorwise":
+            yield f"torchao has no {scaling} scaling in training", {}
+        if rowwise and fmt != "e4m3":
+            yield "torchao's rowwise GEMMs take E4M3 operands only", {"format": "e4m3"}
+        if fmt == "e5m2":
+            yield "torchao's GEMMs take no pair of E5M2 operands", {"format": "hybrid"}
+        if rowwise and major == NO_ROWWISE:
+            no = f"torch cannot multiply row-wise scales on {here} yet (torch 2.10, CUDA 13.0)"
+            yield no, {"scaling": "tensorwise"}
+        return
+    if scaling == "delayed" and precision.compile_requested == "on":
+        # Its casts write into a history that every layer shares; TE refuses it in as many words.
+        yield f"{engine} cannot compile delayed scaling", {"compile": "off"}
+    if name == "emulated":
+        return
+    if rowwise:
+        yield f"{engine} has no {scaling} scaling", {}
+    if fmt == "e5m2":
+        yield f"{engine} has no pure E5M2", {"format": "hybrid"}
+    if scaling == "delayed" and precision.pow2_scales:
+        yield f"{engine}'s delayed scales are not powers of two", {"power_of_two_scales": None}
+    if scaling == "delayed" and high:
+        yield f"{engine} keeps no GEMM high under delayed scaling", {"high_gemms": ()}
+    if high and set(high) != {"dgrad", "wgrad"}:
+        both = {"high_gemms": ("dgrad", "wgrad")}
+        yield f"{engine} keeps dgrad and wgrad high together or not at all", both
+    if scaling == "mxfp8" and major >= 12:
+        yield f"{engine} has no mxfp8 on {here} yet", {}
+    if scaling == "blockwise" and major >= BLOCK_CAPABILITY[0] and not precision.pow2_scales:
+        # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
+        no = f"{engine}'s block scales are powers of two on {here}"
+        yield no, {"power_of_two_scales": None}
+
+
+def engine_verdict(name: str, precision: PrecisionConfig, device: Device | None = None) -> Verdict:
+    """True if an engine has this precision, on a device or on any at all; if not, what to use."""
+    for no, settings in _limits(name, precision, device):
+        ways = [_typed(settings)] if settings else []
+        others = [x for x in AUTO_ORDER if not any(_limits(x, precision, device))]
+        ways += [f"backend={x}" for x in others]
+        return Verdict(False, f"{no}; use {' or '.join(ways)}" if ways else no)
+    return Verdict(True, f"{ENGINES[name]} has it")
+
+
 def backend_verdict(
     name: str, precision: PrecisionConfig, device: Device, engine: Verdict | None = None
 ) -> Verdict:
@@ -41,40 +107,22 @@ def backend_verdict(
 
     `engine` says whether Transformer Engine is there; default: whether it imports here.
     """
-    scaling = precision.scaling
-    if precision.compile_requested == "on" and scaling == "delayed" and name != "torchao":
-        # Its casts write into a history that every layer shares; TE refuses it in as many words.
-        instead = "use compile=off, or scaling=tensorwise"
-        return Verdict(False, f"{ENGINES[name]} cannot compile delayed scaling; {instead}")
+    if not (has := engine_verdict(name, precision, device)):
+        return has
     if name == "emulated":
         if precision.emulation != "forbid" or precision.backend == "emulated":  # named: permitted
             return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
         return Verdict(False, "precision.emulation=allow emulates FP8: exact, and slow")
-    offered = engine_verdict(name, precision)
-    if not offered:
-        return offered
     if not device.has_fp8 or device.capability is None:
         if name == "torchao" and precision.emulation != "forbid":
             return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
         return device.has_fp8
     needed = least_capability(precision)
     if device.capability < needed:
-        no = f"{scaling} needs compute capability {shown_capability(needed)}"
+        no = f"{precision.scaling} needs compute capability {shown_capability(needed)}"
         return Verdict(False, f"{no}; {device.name} has less; backend=emulated has it")
-    if name == "torchao" and device.capability[0] == NO_ROWWISE and scaling.startswith("rowwise"):
-        no = f"torch cannot multiply row-wise scales on {device.name} yet (torch 2.10, CUDA 13.0)"
-        return Verdict(False, f"{no}; use scaling=tensorwise")
     if name == "torchao":
         return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
-    if scaling == "mxfp8" and device.capability >= (12, 0):
-        no = f"Transformer Engine has no mxfp8 on {device.name} yet"
-        return Verdict(False, f"{no}; use scaling=nvfp4, or backend=emulated")
-    blackwell = device.capability >= BLOCK_CAPABILITY
-    if scaling == "blockwise" and blackwell and not precision.pow2_scales:
-        # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
-        no = f"Transformer Engine's block scales are powers of two on {device.name}"
-        instead = "leave power_of_two_scales out, or backend=emulated has it"
-        return Verdict(False, f"{no}; {instead}")
     return engine or has_transformer_engine()
 
 
@@ -83,60 +131,6 @@ def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
     return {"blockwise": (9, 0), "mxfp8": BLOCK_CAPABILITY, "nvfp4": BLOCK_CAPABILITY}.get(
         precision.scaling, FP8_CAPABILITY
     )
-
-
-def engine_verdict(name: str, precision: PrecisionConfig) -> Verdict:
-    """True if an engine has this recipe at all, on whatever device; if not, what to use."""
-    if name == "emulated":
-        return Verdict(True, "every scaling and format")
-    no, _ = _lacks(name, precision)
-    if not no:
-        return Verdict(True, f"{ENGINES[name]} has it")
-    other = "torchao" if name == "te" else "te"
-    others = [] if _lacks(other, precision)[0] else [other]
-    return Verdict(False, f"{no}; backend={' or '.join([*others, 'emulated'])} has it")
-
-
-ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
-
-
-def _lacks(name: str, precision: PrecisionConfig) -> tuple[str, dict[str, Any]]:
-    """Name what an engine lacks of a recipe, and settings under which it lacks it no longer."""
-    return next(_limits(name, precision), ("", {}))
-
-
-def _limits(name: str, precision: PrecisionConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
-    rowwise, te = scaling in ("rowwise", "rowwise_with_gw_hp"), ENGINES["te"]
-    if name == "torchao":
-        if not rowwise and scaling != "tensorwise":
-            yield f"torchao has no {scaling} scaling in training", {}
-        if rowwise and fmt != "e4m3":
-            yield "torchao's rowwise GEMMs take E4M3 operands only", {"format": "e4m3"}
-        if fmt == "e5m2":
-            yield "torchao's GEMMs take no pair of E5M2 operands", {"format": "hybrid"}
-        return
-    if rowwise:
-        yield f"{te} has no {scaling} scaling", {}
-    if fmt == "e5m2":
-        yield f"{te} has no pure E5M2", {"format": "hybrid"}
-    if scaling == "delayed" and precision.pow2_scales:
-        yield f"{te}'s delayed scales are not powers of two", {"power_of_two_scales": None}
-    if scaling == "delayed" and high:
-        yield f"{te} keeps no GEMM high under delayed scaling", {"high_gemms": ()}
-    if high and set(high) != {"dgrad", "wgrad"}:
-        both = {"high_gemms": ("dgrad", "wgrad")}
-        yield f"{te} keeps dgrad and wgrad high together or not at all", both
-
-
-LIMITED = ("te", "torchao")
-"""Engines that lack some scalings and formats."""
-AUTO_ORDER = (*LIMITED, "emulated")
-"""Backends that `auto` tries, best first.
-
-Transformer Engine fuses its casts in hand-written kernels; torchao needs `torch.compile` for that
-and comes second. The emulation never precedes hardware.
-"""
 
 
 @dataclass(frozen=True)
@@ -291,19 +285,20 @@ def check_launcher(precision: PrecisionConfig, device: Device) -> None:
 
 def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
     """Settings under which it runs here, each of them tried; then what has FP8 units."""
-    settings = _lacks(precision.backend, precision)[1] if precision.backend in LIMITED else {}
-    tried: list[dict[str, Any]] = [settings] if settings else []
-    if precision.scaling.startswith("rowwise") and precision.frozen != "bf16":
+    limits = () if precision.backend == "auto" else _limits(precision.backend, precision, device)
+    tried = [settings for _, settings in limits if settings][:1]
+    if not tried and precision.scaling.startswith("rowwise") and precision.frozen != "bf16":
         tried.append({"scaling": "tensorwise"})
     if precision.backend != "emulated":
-        tried += [{"backend": x} for x in LIMITED if x != precision.backend and device.has_fp8]
+        others = [x for x in AUTO_ORDER[:-1] if x != precision.backend and device.has_fp8]
+        tried += [{"backend": x} for x in others]
         tried += [{"backend": "emulated"}, {"backend": "emulated", "compile": "off"}]
     for update in tried:
         other = precision.model_copy(update=update)
         engines = AUTO_ORDER if other.backend == "auto" else (other.backend,)
         if any(backend_verdict(name, other, device) for name in engines):
             emulated = " (exact FP8 rounding, slow)" if other.backend == "emulated" else ""
-            yield " ".join(_override(key, value) for key, value in update.items()) + emulated
+            yield _typed(update) + emulated
             if emulated:
                 break
     half = device.capability is not None and device.capability < (8, 0)  # no BF16 either
@@ -313,12 +308,13 @@ def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
         yield FP8_GPUS
 
 
-def _override(key: str, value: Any) -> str:
-    """A setting as it is typed: `precision.format=hybrid`, `~precision.high_gemms`."""
-    if value == PrecisionConfig.model_fields[key].default:
-        return f"~precision.{key}"
-    shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
-    return f"precision.{key}={shown}"
+def _typed(settings: Mapping[str, Any]) -> str:
+    """Settings as they are typed: `precision.format=hybrid ~precision.high_gemms`."""
+    words = []
+    for key, value in settings.items():
+        shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+        words.append(f"precision.{key}={shown}" if value else f"~precision.{key}")
+    return " ".join(words)
 
 
 TAKEN = Verdict(True, "Transformer Engine, taken to be installed there")

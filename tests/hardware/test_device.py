@@ -175,14 +175,22 @@ def test_a_gpu_of_another_maker_is_named_in_the_singular():
 @pytest.mark.parametrize(
     ("backend", "settings", "reason"),
     [
-        ("te", {"scaling": "rowwise"}, "no rowwise scaling; backend=torchao or emulated has it"),
-        ("te", {"format": "e5m2"}, "Transformer Engine has no pure E5M2; backend=emulated has it"),
-        ("torchao", {"scaling": "delayed"}, "in training; backend=te or emulated has it"),
-        ("torchao", {"format": "e5m2"}, "no pair of E5M2 operands; backend=emulated has it"),
+        (
+            "te",
+            {"scaling": "rowwise"},
+            "no rowwise scaling; use backend=torchao or ",
+        ),
+        ("te", {"format": "e5m2"}, "no pure E5M2; use precision.format=hybrid or backend=emulated"),
+        ("torchao", {"scaling": "delayed"}, "in training; use backend=te or backend=emulated"),
+        (
+            "torchao",
+            {"format": "e5m2"},
+            "no pair of E5M2 operands; use precision.format=hybrid",
+        ),
         (
             "torchao",
             {"scaling": "rowwise", "format": "hybrid"},
-            "rowwise GEMMs take E4M3 operands only; backend=emulated has it",
+            "E4M3 operands only; use precision.format=e4m3 or backend=emulated",
         ),
     ],
 )

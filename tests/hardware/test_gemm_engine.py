@@ -44,6 +44,6 @@ def test_rows_are_refused_where_nothing_multiplies_them() -> None:
     rows = PrecisionConfig(compute="fp8", scaling="rowwise", backend="torchao")
     no = backend_verdict("torchao", rows, RTX5090)
     assert not no
-    assert "use scaling=tensorwise" in no.reason
+    assert "use precision.scaling=tensorwise or backend=emulated" in no.reason
     tensors = rows.model_copy(update={"scaling": "tensorwise"})
     assert resolve(tensors, RTX5090).precision.backend == "torchao"
