@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -262,82 +261,42 @@ def build_stored(
     granularity = check_granularity(granularity)
     with torch.device("meta"):
         model = auto_class_of(config).from_config(copy.deepcopy(config), dtype=dtype, **kwargs)
-    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    tied = {key for key, count in shared.items() if count > 1}
-    filling = _Filling(set(resolve(model, names)), granularity, torch.device(device), tied)
+    due = set(resolve(model, names))
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        empty = torch.empty_like(tensor, device=device)
+        return empty.fill_(torch.nan) if empty.is_floating_point() else empty
+
+    def fill(module: nn.Module, prefix: str, owner: Any) -> None:
+        """Allocate and initialize a module, children before parents, as Transformers does."""
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for name, child in module.named_children():
+            fill(child, f"{prefix}{name}.", owner)
+            if isinstance(module, nn.ModuleList):
+                store_in(f"{prefix}{name}.")
+        module._apply(real, recurse=False)
+        owner._initialize_weights(module)
+
+    def store_in(prefix: str) -> None:
+        """Quantize what is due in a decoder layer that is complete, or in the whole model."""
+        for name in [name for name in due if name.startswith(prefix)]:
+            due.remove(name)
+            owner, _, local = name.rpartition(".")
+            holder = model.get_submodule(owner)
+            if local in holder._parameters:
+                store_experts(holder, local, granularity)
+            else:
+                store(holder.get_submodule(local), granularity)
+
     with torch.no_grad(), init.guard_torch_init_functions():
-        filling.fill(model, "", model)
-        filling.store_due(model)
+        fill(model, "", model)
+        store_in("")
     model.tie_weights()
     _refuse_uninitialized(model)
     adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))
     return model
-
-
-class _Filling:
-    """Walk over a model on the meta device, children before parents, as Transformers does."""
-
-    def __init__(
-        self, names: set[str], granularity: Granularity, device: torch.device, tied: set[int]
-    ) -> None:
-        self.names, self.device, self.tied = names, device, tied
-        self.granularity: Granularity = granularity
-        self.due: list[str] = []
-        # Buffers of weights already quantized, reused by the next layer to avoid fragmentation.
-        self.spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor whose id is the key
-
-    def fill(self, module: nn.Module, name: str, owner: Any) -> None:
-        """Allocate and initialize a module and its children."""
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        for child_name, child in module.named_children():
-            full = f"{name}.{child_name}" if name else child_name
-            self.fill(child, full, owner)
-            if isinstance(module, nn.ModuleList):
-                self.store_due(child, f"{full}.")
-        for key, parameter in module.named_parameters(recurse=False):
-            new = self._real(parameter)
-            plain = not isinstance(new, nn.Parameter)
-            module.register_parameter(key, nn.Parameter(new, False) if plain else new)
-        for key, buffer in module.named_buffers(recurse=False):
-            setattr(module, key, self._real(buffer))
-        owner._initialize_weights(module)
-        own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-        self.due += [each for each in (name, *own) if each in self.names]
-
-    def store_due(self, root: nn.Module, prefix: str = "") -> None:
-        """Quantize the complete layers: the named ones inside a decoder layer, or the rest."""
-        inside = [name for name in self.due if name.startswith(prefix)]
-        self.due = [name for name in self.due if not name.startswith(prefix)]
-        for name in inside:
-            owner, _, local = name.removeprefix(prefix).rpartition(".")
-            experts = root.get_submodule(owner)
-            if local in experts._parameters:
-                used = experts.get_parameter(local).detach()
-                store_experts(experts, local, self.granularity)
-            else:
-                module: Any = experts.get_submodule(local)
-                used = module.weight.detach()
-                store(module, self.granularity)
-            self.spare[used.shape, used.dtype].append(used)
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor.to(self.device)
-        if id(tensor) in self.made:  # tied: initialized by the module that had it first
-            real = self.made[id(tensor)][1]
-            real._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
-            return real
-        spare = self.spare[tensor.shape, tensor.dtype]
-        real = spare.pop() if spare else torch.empty_like(tensor, device=self.device)
-        real = real.detach()
-        if real.is_floating_point():
-            real.fill_(torch.nan)
-        if isinstance(tensor, nn.Parameter):
-            real = nn.Parameter(real, requires_grad=False)
-        if id(tensor) in self.tied:
-            self.made[id(tensor)] = (tensor, real)
-        return real
 
 
 def _refuse_uninitialized(model: nn.Module) -> None:
