@@ -1,8 +1,8 @@
 """Page of a comparison: whether A and B train the same, and the speed and memory of A.
 
-The band of B, the reference, spans its seeds: a line of A within it cannot be distinguished from
-noise. The forest plot shows each gap with its confidence interval (thin) and the interval of the
-two one-sided tests (TOST; thick), which has to lie inside the margin for "equivalent".
+The bands of A and of B, the reference, span their seeds: where they overlap the two cannot be
+distinguished. The forest plot shows each gap with its confidence interval (thin) and the interval
+of the two one-sided tests (TOST; thick), which has to lie inside the margin for "equivalent".
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from finetune.analysis.compare.result import Comparison, LossGap, as_text
+from finetune.analysis.compare.result import Comparison, as_text
 from finetune.analysis.report.curves import (
-    SHARED_BUCKETS,
+    UNIT,
     curve,
     envelope,
+    row_of,
     smoothed,
     treatment,
     window_of,
@@ -38,11 +39,12 @@ from finetune.analysis.report.elements import (
     Source,
     Table,
     Tone,
-    figure,
+    at,
     fixed,
     signed,
 )
-from finetune.analysis.report.run_source import EMPTY, RunSource
+from finetune.analysis.report.figures import style
+from finetune.analysis.report.run_source import RunSource
 from finetune.runs.card import without_paths
 from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.lookup import is_run
@@ -62,6 +64,11 @@ VERDICTS: dict[str, tuple[str, Tone, str]] = {
     ),
 }  # fmt: skip
 """Headline, tone and sentence by verdict."""
+COSTS: dict[str, tuple[str, str, Callable[[float], str]]] = {
+    "speed": ("tokens per second", "tokens_per_s", count),
+    "memory": ("peak memory of a step", "gib", size_of_gib),
+}
+"""Name, unit in the keys of `comparison.json`, and form of what a side costs."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +77,35 @@ class Sides:
 
     found: Comparison
     source: Source
-    a: list[RunSource]
-    b: list[RunSource]
+    labels: tuple[str, str]
+    sides: tuple[list[RunSource], list[RunSource]]
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        return self.found.model_dump()
 
     def num(self, key: str, text: str) -> Num:
         return self.source.num(text, FILE, key)
 
-    def interval(self, key: str, pair: Any, form: Callable[[float], str]) -> Line:
-        if pair is None:
-            return Line(("one seed: no interval",))
-        low, high = (self.num(key, form(value)) for value in pair)
-        return Line((low, " to ", high))
-
-    @property
-    def labels(self) -> tuple[str, str]:
-        return self.found.a.label, self.found.b.label
+    def cell(self, key: str, form: Callable[[Any], str]) -> Cell:
+        """The value of `comparison.json` under a dotted key; of an interval both ends."""
+        value = at(self._data, key)
+        if isinstance(value, (tuple, list)):
+            low, high = (self.num(key, form(end)) for end in value)
+            return Line((low, " to ", high))
+        if value is None:
+            return "one seed: no interval" if key.endswith("interval") else MISSING
+        return self.num(key, form(value))
 
 
 def comparison_page(found: Comparison, source: Source) -> Page:
-    c = Sides(found, source, *_members(found, source))
+    labels = found.a.label, found.b.label
+    c = Sides(found, source, labels, (_members(found, source, "a"), _members(found, source, "b")))
     headline, tone, lead = VERDICTS[found.verdict]
-    margin = percent(found.margin, None)
-    forest, gaps, facts = _gaps(c)
+    firsts = [
+        (members[0], label) for label, members in zip(labels, c.sides, strict=True) if members
+    ]
+    forest, gaps = _gaps(c)
     parts = {
         "found": found,
         "n": c.num,
@@ -103,186 +117,155 @@ def comparison_page(found: Comparison, source: Source) -> Page:
         "differences": _differences(c),
         "forest": forest,
         "gaps": gaps,
-        "gap_facts": facts,
         "trajectories": _trajectories(c),
         "costs": _costs(c),
-        "notes": [c.num("notes", _text(note)).capitalized for note in found.notes],
-        "answers": _answers(c),
+        "notes": [c.num("notes", _text(note).rstrip(".")).capitalized for note in found.notes],
+        "answers": _answers(firsts),
         "tasks": _tasks(c),
         "runs": _runs(c),
-        "firsts": [
-            (members[0], f"{label}, first seed")
-            for label, members in zip(c.labels, (c.a, c.b), strict=True)
-            if members
-        ],
+        "firsts": firsts,
     }
-    versus, first = " against ".join(c.labels), next(iter((*c.a, *c.b)), None)
+    versus, first = " against ".join(labels), firsts[0][0] if firsts else None
     return Page(
         title=Line((f"{versus}: ", *first.title)) if first else Line((versus,)),
         setting=first.setting if first else Line(),
-        verdict=c.num("verdict", headline.format(margin=margin)),
+        verdict=c.num("verdict", headline.format(margin=percent(found.margin, None))),
         tone=tone,
         template="comparison.j2",
         parts=parts,
     )
 
 
-def _members(found: Comparison, source: Source) -> tuple[list[RunSource], list[RunSource]]:
-    a, b = (
-        [
-            RunSource(folder, source.base, f"seed {pair.seed}")
-            for pair in found.runs
-            if is_run(folder := source.folder / getattr(pair, side))
-        ]
-        for side in "ab"
-    )
-    return a, b
+def _members(found: Comparison, source: Source, side: str) -> list[RunSource]:
+    """Runs of a side whose folders are there."""
+    folders = {pair.seed: source.folder / getattr(pair, side) for pair in found.runs}
+    return [
+        RunSource(folder, source.base, f"seed {seed}")
+        for seed, folder in folders.items()
+        if is_run(folder)
+    ]
 
 
-def _ratio(value: float) -> str:
-    return f"{value:.2f}×"
+# ----------------------------------------------------------------------------------------- plots
 
 
-def _gaps(c: Sides) -> tuple[Forest | None, Table, list[tuple[str, Num, Line]]]:
-    """Forest plot of the gaps, their table, and (loss, gap, interval) for the key figures."""
-    rows, facts, gaps = [], [], dict[str, LossGap]()
-    for key, (title, _) in LOSSES.items():
-        if (gap := c.found.losses.get(key)) is None:
-            continue
-        gaps[title] = gap
-        at, inner = f"losses.{key}", gap.equivalence_interval
-        whole = c.num(f"{at}.gap", signed(gap.gap))
-        interval = c.interval(f"{at}.interval", gap.interval, signed)
-        rows.append(
-            (
-                title,
-                c.num(f"{at}.a, mean over seeds", fixed(float(np.mean(gap.a)))),
-                c.num(f"{at}.b, mean over seeds", fixed(float(np.mean(gap.b)))),
-                *(whole, interval, c.interval(f"{at}.equivalence_interval", inner, signed)),
-                c.num(f"band.{key}", figure(c.found.band.get(key), percent, 2)),
-                c.num(f"{at}.verdict", gap.verdict),
-            )
+def _gaps(c: Sides) -> tuple[list[Row], Table]:
+    """Forest plot of the gaps, and their table."""
+    gaps = {key: c.found.losses[key] for key in LOSSES if key in c.found.losses}
+    rows = [
+        (
+            LOSSES[key][0],
+            c.num(f"losses.{key}.a, mean over seeds", fixed(float(np.mean(gap.a)))),
+            c.num(f"losses.{key}.b, mean over seeds", fixed(float(np.mean(gap.b)))),
+            *(c.cell(f"losses.{key}.{column}", signed)
+              for column in ("gap", "interval", "equivalence_interval")),
+            c.cell(f"band.{key}", lambda spread: percent(spread, 2)),
+            c.cell(f"losses.{key}.verdict", str),
         )
-        facts.append((title, whole, interval))
+        for key, gap in gaps.items()
+    ]  # fmt: skip
     a, b = c.labels
     head = ("", a, b, "gap", "interval", "for equivalence", f"band of {b}", "verdict")
+    table = Table(head, rows, (1, 2, 3, 4, 5, 6))
+    if not gaps:
+        return [], table
     forest = Forest(
         *("gap", "Gap of losses", "%"),
-        "; ".join(f"{label}: {signed(gap.gap)}" for label, gap in gaps.items()),
+        "; ".join(f"{LOSSES[key][0]}: {signed(gap.gap)}" for key, gap in gaps.items()),
         note=f"dot: gap over all seeds; thin line: {percent(c.found.confidence, 0)} interval; "
         "thick line: the interval that has to lie inside the margin (shaded) to be equivalent; "
         "ticks: single seeds",
-        sources=(c.source.num(FILE, FILE, "losses"),),
+        sources=(c.num("losses", FILE),),
         size="wide",
-        gaps=gaps,
+        gaps={LOSSES[key][0]: gap for key, gap in gaps.items()},
         margin=c.found.margin,
     )
-    return forest if gaps else None, Table(head, rows, (1, 2, 3, 4, 5, 6)), facts
+    return row_of(forest), table
 
 
-# ------------------------------------------------------------------------------------ trajectories
-
-
-class Losses(NamedTuple):
-    """Smoothed losses [seeds, n] of one side, at the steps [n] that all its seeds logged."""
+class Seeds(NamedTuple):
+    """Values [seeds, n] at the steps [n] that all seeds logged."""
 
     steps: Any
-    losses: Any
-    window: int
+    values: Any
 
 
-def _trajectories(c: Sides) -> list[Plot | Row]:
-    parts: list[Plot | Row] = []
-    seeds = {s.label for s in c.a} & {s.label for s in c.b}  # a run folder may be gone
-    paired = [[s for s in side if s.label in seeds] for side in (c.a, c.b)]
+def _trajectories(c: Sides) -> list[Row]:
+    """Losses of both sides, beside the gap of the seeds that both have."""
+    rows: list[Row] = []
+    both = set.intersection(*({s.label for s in members} for members in c.sides))
+    margin, quotient = c.found.margin, " / ".join(c.labels)
     for key, (title, column) in LOSSES.items():
-        a, b = _losses(c.a, column), _losses(c.b, column)
-        if a is None or b is None:
-            continue
-        links = tuple(s.num(f"{s.run.recipe}, {s.label}", METRICS, column) for s in (*c.a, *c.b))
-        plots = [_band_plot(c, "loss" if key == "train" else "eval_loss", title, a, b, links)]
-        pairs = [_losses(side, column) for side in paired]
-        if (gap := _gap_plot(c, key, title, pairs[0], pairs[1], links)) is not None:
-            plots.append(gap)
-        if key == "eval" and len(plots) > 1:  # few points need no more width
-            parts.append(Row(tuple(replace(plot, size="half") for plot in plots)))
-        else:
-            parts += plots
-    return parts
+        every = [_seeds(members, column) for members in c.sides]
+        # a run folder may be gone
+        paired = [_seeds([s for s in side if s.label in both], column) for side in c.sides]
+        (a, b), gap = paired, None
+        if a is not None and b is not None:
+            steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+            gap = Seeds(steps, a.values[:, at_a] / b.values[:, at_b] - 1)
+        links = [
+            s.num(f"{s.run.recipe}, {s.label}", METRICS, column)
+            for members in c.sides
+            for s in members
+        ]
+        gap_title = f"{title}: gap over steps", f"{quotient} − 1"
+        lines = ((margin, "margin"), (-margin, ""))
+        rows += row_of(
+            _plot(dict(zip(c.labels, every, strict=True)), links, column, title, UNIT, log=True),
+            _plot({"gap": gap}, links, f"gap_{key}", *gap_title, lines=lines, percent=True),
+        )
+    return rows
 
 
-def _losses(members: Sequence[RunSource], column: str) -> Losses | None:
+def _seeds(members: Sequence[RunSource], column: str) -> Seeds | None:
+    """Smoothed values of the seeds of one side."""
     # A step logged twice (the last evaluation) keeps its last value.
     curves = [curve(member.run.rows, column) for member in members]
     tables = [dict(zip(c.x.tolist(), c.y.tolist(), strict=True)) for c in curves]
     steps = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     if not steps:
         return None
-    window = window_of(len(steps))
-    even = [smoothed(np.asarray([table[step] for step in steps]), window) for table in tables]
-    return Losses(np.asarray(steps), np.stack(even), window)
+    values = [np.asarray([table[step] for step in steps]) for table in tables]
+    return Seeds(np.asarray(steps), np.stack([smoothed(y, window_of(len(y))) for y in values]))
 
 
-def _thin(x: Any, *lines: Any) -> list[list[float]]:
-    """Steps and lines at the extremes of the first line, so that all share one grid."""
-    kept, _ = envelope(x, lines[0], SHARED_BUCKETS)
-    index = np.searchsorted(x, kept)
-    return [x[index].tolist(), *(line[index].tolist() for line in lines)]
-
-
-def _range(label: str, mean: str, steps: Any, values: Any, **look: str) -> list[Series]:
-    """Mean over seeds, behind it the band between lowest and highest where there are several."""
-    x, y, low, high = _thin(steps, values.mean(0), values.min(0), values.max(0))
-    band = [Series(label, x, low=low, high=high, color=look["color"])] if len(values) > 1 else []
-    return [*band, Series(mean, x, y, **look)]  # pyright: ignore[reportArgumentType]
-
-
-def _band_plot(
-    c: Sides, name: str, title: str, a: Losses, b: Losses, links: tuple[Num, ...]
-) -> Plot:
-    label_a, label_b = c.labels
-    band, mean = f"{label_b}, band of {len(b.losses)} seeds", f"{label_b}, mean"
-    series = _range(band, mean, b.steps, b.losses, color="c2", dash="dashed")
-    label = f"{label_a}, each seed" if len(a.losses) > 1 else label_a
-    for number, line in enumerate(a.losses):
-        one = _thin(a.steps, line)
-        series.append(Series(label, *one, color="c1", weight="thin", listed=number == 0))
-    return Plot(
-        *(name, title, "nats per token"),
-        f"{title} over steps: {label_a} ends at {a.losses[:, -1].mean():.4f}, "
-        f"{label_b} at {b.losses[:, -1].mean():.4f}, mean over seeds.",
-        tuple(series),
-        note=treatment(len(a.steps), a.window, SHARED_BUCKETS),
-        sources=links,
-        log=True,
-        size="wide",
-    )
-
-
-def _gap_plot(
-    c: Sides, key: str, title: str, a: Losses | None, b: Losses | None, links: tuple[Num, ...]
+def _plot(
+    means: dict[str, Seeds | None], links: list[Num], name: str, title: str, unit: str, **more: Any
 ) -> Plot | None:
-    """A / B - 1 at each step: mean and range over paired seeds."""
-    if a is None or b is None:
-        return None
-    steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    if len(steps) < 2:
-        return None
-    gaps = a.losses[:, at_a] / b.losses[:, at_b] - 1
-    end = signed(float(gaps[:, -1].mean()))
+    """Mean over seeds of each, behind it the band between lowest and highest of several."""
+    series, ends, n = list[Series](), list[str](), 0
+    for number, (label, seeds) in enumerate(means.items()):
+        if seeds is None or len(seeds.steps) < 2:
+            return None
+        mean, n = seeds.values.mean(0), len(seeds.steps)
+        x, _ = envelope(seeds.steps, mean)
+        shown = np.searchsorted(seeds.steps, x)  # so that all lines share one grid
+        y, low, high = (line[shown].tolist()
+                        for line in (mean, seeds.values.min(0), seeds.values.max(0)))  # fmt: skip
+        color, dash = style(number)
+        if (count := len(seeds.values)) > 1:
+            band = f"{label}, range of {count} seeds"
+            series.append(Series(band, x.tolist(), low=low, high=high, color=color))
+            label = f"{label}, mean"
+        series.append(Series(label, x.tolist(), y, color=color, dash=dash))
+        ends.append(f"{label} ends at {mean[-1]:.4g}")
     return Plot(
-        *(f"gap_{key}", f"{title}: gap over steps", f"{c.labels[0]} / {c.labels[1]} − 1"),
-        f"Relative gap of the {title.lower()} over steps, ending at {end}.",
-        tuple(_range("range of the seeds", "mean over seeds", steps, gaps, color="c1")),
-        note=treatment(len(steps), a.window, SHARED_BUCKETS),
-        sources=links,
-        lines=((c.found.margin, "margin"), (-c.found.margin, "")),
-        percent=True,
-        size="wide",
+        *(name, title, unit, f"{title} over steps: {'; '.join(ends)}."),
+        tuple(series),
+        note=treatment(n, window_of(n)),
+        sources=tuple(links),
+        size="half",
+        **more,
     )
 
 
 # ------------------------------------------------------------------------------------------ tables
+
+
+def _text(value: object) -> str:
+    """Text of a result as the page sets it: no path of the machine, `-0.07 %` as `−0.07%`."""
+    shown = re.sub(r"(?<=\d) %", "%", without_paths(as_text(value)))
+    return re.sub(r"(?<![\w.])-(?=\d)", "\u2212", shown)
 
 
 def _differences(c: Sides) -> Table:
@@ -294,35 +277,32 @@ def _differences(c: Sides) -> Table:
     return Table(("condition", *c.labels, "why it matters"), rows)
 
 
-def _text(value: object) -> str:
-    """Text of a result as the page sets it: no path of the machine, `-0.07 %` as `−0.07%`."""
-    shown = re.sub(r"(?<=\d) %", "%", without_paths(as_text(value)))
-    return re.sub(r"(?<![\w.])-(?=\d)", "\u2212", shown)
-
-
 def _costs(c: Sides) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for label, section, unit, form in (
-        ("tokens per second", "speed", "tokens_per_s", count),
-        ("peak memory of a step", "memory", "gib", size_of_gib),
-    ):
-        if (cost := getattr(c.found, section)) is not None:
-            sides = (f"{side}_{unit}" for side in "ab")
-            cells = [c.num(f"{section}.{key}", form(getattr(cost, key))) for key in sides]
-            interval: Cell = MISSING
-            if section == "speed":
-                interval = c.interval("speed.interval", cost.interval, _ratio)
-            rows.append((label, *cells, c.num(f"{section}.ratio", _ratio(cost.ratio)), interval))
+    rows = [
+        (
+            name,
+            *(c.cell(f"{key}.{side}_{unit}", form) for side in "ab"),
+            c.cell(f"{key}.ratio", _ratio),
+            c.cell(f"{key}.interval", _ratio) if key == "speed" else MISSING,
+        )
+        for key, (name, unit, form) in COSTS.items()
+        if getattr(c.found, key) is not None
+    ]
     return Table(("", *c.labels, "ratio", "interval"), rows, (1, 2, 3, 4))
 
 
-def _answers(c: Sides) -> dict[str, list[tuple[Cell, str]]]:
-    prompts: dict[str, list[tuple[Cell, str]]] = {}
-    for label, members in zip(c.labels, (c.a, c.b), strict=True):
-        for s in (s for s in members[:1] if s.run.samples):
-            for prompt, answer, file, key, _ in s.answers_of(-1):
-                link = s.num(f"{label}, {s.label}", file, key)
-                prompts.setdefault(prompt, []).append((link, answer or EMPTY))
+def _ratio(value: float) -> str:
+    return f"{value:.2f}×"
+
+
+def _answers(firsts: Sequence[tuple[RunSource, str]]) -> dict[str, list[tuple[Num, str]]]:
+    """Last answers of the first seed of each side."""
+    prompts: dict[str, list[tuple[Num, str]]] = {}
+    for s, label in firsts:
+        for prompt, said in s.answers.items():
+            when, answer = said[-1]
+            link = replace(when, text=f"{label}, {when.text}")
+            prompts.setdefault(prompt, []).append((link, answer))
     return prompts
 
 
@@ -330,24 +310,25 @@ def _tasks(c: Sides) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for task, scores in (c.found.tasks or {}).items():
         for score in scores:
-            cells: list[Cell] = []
-            for side in "ab":
-                key, error = f"tasks.{task}.{side}", getattr(score, f"{side}_stderr")
-                cell, spread = c.num(key, fixed(getattr(score, side))), fixed(error)
-                both = Line((cell, " ± ", c.num(f"{key}_stderr", spread)))
-                cells.append(cell if error is None else both)
+            pairs = ("a", score.a, score.a_stderr), ("b", score.b, score.b_stderr)
+            texts = {
+                side: fixed(value) + ("" if error is None else f" ± {fixed(error)}")
+                for side, value, error in pairs
+            }
+            cells = (c.num(f"tasks.{task}.{side}", text) for side, text in texts.items())
             rows.append((task, score.metric, *cells))
     return Table(("task", "metric", *c.labels), rows, (2, 3))
 
 
 def _runs(c: Sides) -> Table:
-    known = {member.folder: member for member in (*c.a, *c.b)}
+    """Runs by seed, those whose folders are there."""
+    found = [{s.label: s for s in members} for members in c.sides]
     rows: list[tuple[Cell, ...]] = []
     for pair in c.found.runs:
         cells: list[Cell] = [c.num("runs[].seed", str(pair.seed))]
-        for path in (pair.a, pair.b):
-            if (s := known.get(c.source.folder / path)) is None:
-                cells += [f"{Path(path).name} (missing)", MISSING, MISSING]
+        for members in found:
+            if (s := members.get(f"seed {pair.seed}")) is None:
+                cells += ["missing", MISSING, MISSING]
             else:
                 cells += [s.link(s.run.name), s.course("loss").last, s.course("eval_loss").last]
         rows.append(tuple(cells))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -100,10 +100,14 @@ class Source:
 
     def facts(self, key: str) -> Any:
         """Value of `receipt.json` under a dotted key; None if missing."""
-        value: Any = self.run.receipt
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+        return at(self.run.receipt, key)
+
+
+def at(value: Any, key: str) -> Any:
+    """Value of nested mappings under a dotted key; None if missing."""
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,6 @@ class Series:
 
     Attributes:
         color: `c1` to `c8`, `ink` or `muted`, variables of the page's theme.
-        marker: matplotlib marker at each point.
         weight: `faint` lines are pale background.
         listed: True if a legend names it.
     """
@@ -139,7 +142,6 @@ class Series:
     high: Sequence[float] = ()
     color: str = "c1"
     dash: str = "solid"
-    marker: str = ""
     weight: Literal["normal", "thin", "faint"] = "normal"
     listed: bool = True
 
@@ -160,7 +162,6 @@ class Plot:
         size: `wide` is the page's width; `half` and `third` stand side by side.
         least: smallest span of the vertical axis, so that small noise looks small.
         over: horizontal axis, `step` or a unit of time.
-        perplexity: add an axis on the right with exp(loss).
     """
 
     name: str
@@ -178,7 +179,6 @@ class Plot:
     from_zero: bool = False
     least: float = 0.0
     over: str = "step"
-    perplexity: bool = False
 
     @property
     def legend(self) -> tuple[Series, ...]:
@@ -197,12 +197,16 @@ class Forest(Plot):
 
 @dataclass(frozen=True)
 class Row:
-    """Plots of one size side by side under a title and a note, with one `legend` for all."""
+    """Plots of one size side by side under a title and a note."""
 
     plots: tuple[Plot, ...]
-    legend: tuple[Series, ...] = ()
     title: str = ""
     note: str = ""
+
+    @property
+    def legend(self) -> tuple[Series, ...]:
+        """Series of all plots, each once."""
+        return tuple({s.label: s for plot in self.plots for s in plot.legend}.values())
 
 
 @dataclass(frozen=True)
@@ -225,31 +229,18 @@ class Page:
 
     @property
     def plots(self) -> list[Plot]:
-        return list(_plots_in(self.parts.values()))
-
-
-def _plots_in(parts: Iterable[Any]) -> Iterator[Plot]:
-    for part in parts:
-        if isinstance(part, Plot):
-            yield part
-        elif isinstance(part, Row):
-            yield from part.plots
-        elif isinstance(part, (list, tuple)):
-            yield from _plots_in(part)
-
-
-def is_number(value: Any) -> bool:
-    return finite(value) is not None
+        rows = (row for part in self.parts.values() if isinstance(part, list) for row in part)
+        return [plot for row in rows if isinstance(row, Row) for plot in row.plots]
 
 
 def figure(value: Any, form: Callable[..., str], *options: Any) -> str:
     """Format a number with a function of `finetune.units`; a missing one is a dash."""
-    return form(value, *options) if is_number(value) else MISSING
+    return form(value, *options) if finite(value) is not None else MISSING
 
 
 def fixed(value: Any) -> str:
     """Format as `1.3657`; other values unchanged, a missing one is a dash."""
-    if is_number(value):
+    if finite(value) is not None:
         return f"{value:.4f}"
     return MISSING if value is None else str(value)
 

@@ -14,24 +14,15 @@ from __future__ import annotations
 
 import html
 import io
-import math
 import re
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-import numpy as np
 import yaml
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    NullLocator,
-    StrMethodFormatter,
-)
-from PIL.Image import Image, frombytes
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from finetune.analysis.report.elements import Forest, Plot, Series, signed
 
@@ -42,15 +33,10 @@ COLORS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
 
-class Look(TypedDict):
-    color: str
-    dash: str
-
-
-def style(number: int) -> Look:
+def style(number: int) -> tuple[str, str]:
     """Color and dash of the series with this number; 40 of them differ."""
     turn = number + number // len(COLORS)
-    return {"color": COLORS[number % len(COLORS)], "dash": PATTERNS[turn % len(PATTERNS)]}
+    return COLORS[number % len(COLORS)], list(DASHES)[turn % len(DASHES)]
 
 
 DASHES: dict[str, Any] = {
@@ -60,7 +46,13 @@ DASHES: dict[str, Any] = {
     "dashdot": (0, (6, 2, 1.2, 2)),
     "long": (0, (10, 3)),
 }
-FOREST_ROW = 62
+SIZES = {
+    "wide": {"wide": (920, 330), "phone": (340, 250)},
+    "half": {"wide": (460, 270), "phone": (340, 250)},
+    "third": {"any": (310, 215)},
+}
+"""CSS pixels of plots by kind of screen, without scaling, so that text keeps its size."""
+FOREST_ROW = 50
 """CSS pixels per row of a forest plot."""
 PLOT_STYLE: Any = {
     key: LIGHT.get(value, value) if isinstance(value, str) else value
@@ -68,78 +60,45 @@ PLOT_STYLE: Any = {
 }
 
 
-class Drawing:
-    """A plot, drawn once and given out in several sizes."""
-
-    def __init__(self, plot: Plot) -> None:
-        self.plot = plot
-        self._figures: dict[bool, Figure] = {}
-
-    def svg(self, width: int, height: int, suffix: str = "") -> str:
-        """Give an `<svg>` of at most `width` x `height` CSS pixels; `suffix` makes ids unique."""
-        name = f"{self.plot.name}{suffix}"
+def svgs(plot: Plot) -> dict[str, str]:
+    """`<svg>` of a plot by kind of screen."""
+    found = {}
+    for screen, (width, height) in SIZES[plot.size].items():
+        name = f"{plot.name}-phone" if screen == "phone" else plot.name
         with rc_context(PLOT_STYLE | {"svg.hashsalt": name}):
             buffer = io.StringIO()
-            self._sized(width, height, top=12).savefig(buffer, format="svg", transparent=True)
-        return _themed(buffer.getvalue(), self.plot, name)
-
-    def image(self) -> Image:
-        """Give the plot with its title and legend, on white."""
-        plot = self.plot
-        width, height = (860, 420) if plot.size == "wide" else (560, 380)
-        if isinstance(plot, Forest):
-            height = 120 + FOREST_ROW * len(plot.gaps)
-        columns = min(len(plot.legend), 4 if width > 700 else 3) or 1
-        rows = -(-len(plot.legend) // columns)
-        height += 18 * max(0, rows - 10)  # a legend of 40 fits; those of more make it taller
-        with rc_context(PLOT_STYLE):
-            figure = self._sized(width, height, top=44 + 18 * rows)
-            left = figure.subplotpars.left
-            title = f"{plot.title}, {plot.unit}".removesuffix(", ")
-            added: list[Any] = [
-                figure.text(left, 1 - 24 / height, title, fontsize=13, weight="bold")
-            ]
-            if plot.legend:
-                added += [
-                    figure.legend(
-                        handles=legend_handles(figure.axes[0], plot), loc="upper left",
-                        ncols=columns, fontsize=10, handlelength=2.6,
-                        bbox_to_anchor=(left - 10 / width, 1 - 30 / height),
-                    )
-                ]  # fmt: skip
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="rgba", dpi=108, facecolor="white")
-            for artist in added:
-                artist.remove()
-        size = round(width * 1.5), round(height * 1.5)
-        return frombytes("RGBA", size, buffer.getvalue()).convert("RGB")
-
-    def save(self, file: Path) -> None:
-        """Write `image` as PNG; a third more bytes than at the default level, in half the time."""
-        self.image().save(file, compress_level=1)
-
-    def _sized(self, width: int, height: int, top: int) -> Figure:
-        plot, narrow = self.plot, width < 500
-        forest = isinstance(plot, Forest)
-        figure = self._figures.get(forest and narrow)
-        if figure is None:
-            figure = self._figures[forest and narrow] = Figure(dpi=72)
-            axes = figure.add_subplot()
-            _forest(axes, plot, narrow=narrow) if forest else draw_plot(axes, plot)
-        figure.set_size_inches(width / 72, height / 72)
-        if forest:
-            left, right, bottom = (12, 14, 28) if narrow else (110, 190, 28)
-        else:
-            left, right, bottom = 46, 40 if plot.perplexity else 14, 34
-            set_ticks(figure.axes[0], plot, ticks=9 if width > 500 else 6 if width > 400 else 4)
-        figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
-        return figure
+            drawn(plot, width, height).savefig(buffer, format="svg", transparent=True)
+        found[screen] = _themed(buffer.getvalue(), plot, name)
+    return found
 
 
-def legend_handles(axes: Axes, plot: Plot) -> list[Any]:
-    """What was drawn of each series in the legend, once by label."""
-    drawn = {x.get_label(): x for x in (*axes.lines, *axes.collections)}
-    return [drawn[s.label] for s in plot.legend]
+def save_picture(plot: Plot, file: Path) -> None:
+    """Write the plot with its title and legend as PNG, on white."""
+    with rc_context(PLOT_STYLE):
+        figure = drawn(plot, *((860, 380) if plot.size == "wide" else (560, 340)))
+        axes = figure.axes[0]
+        title = f"{plot.title}, {plot.unit}".removesuffix(", ")
+        axes.set_title(title, loc="left", fontsize=13, weight="bold")
+        if plot.legend:
+            artists = {x.get_label(): x for x in (*axes.lines, *axes.collections)}
+            handles = [artists[series.label] for series in plot.legend]
+            axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.1), ncols=4)
+        figure.savefig(file, dpi=108, facecolor="white", bbox_inches="tight")
+
+
+def drawn(plot: Plot, width: int, height: int) -> Figure:
+    """The plot in a figure of `width` x `height` CSS pixels."""
+    figure = Figure(dpi=72)
+    axes, left = figure.add_subplot(), 46
+    if isinstance(plot, Forest):
+        height, left = 60 + FOREST_ROW * len(plot.gaps), 90
+        _forest(axes, plot)
+    else:
+        draw_plot(axes, plot)
+        set_ticks(axes, plot, ticks=9 if width > 500 else 6 if width > 400 else 4)
+    figure.set_size_inches(width / 72, height / 72)
+    figure.subplots_adjust(left / width, 34 / height, 1 - 14 / width, 1 - 12 / height)
+    return figure
 
 
 # ---------------------------------------------------------------------------------------- drawing
@@ -176,30 +135,14 @@ def draw_plot(axes: Axes, plot: Plot) -> None:
     if plot.from_zero:
         axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(_percent if plot.percent else _tick))
-    if plot.perplexity:
-        _perplexity(axes)
 
 
 def set_ticks(axes: Axes, plot: Plot, ticks: int) -> None:
-    """Put at most `ticks` figures on the horizontal axis."""
-    if plot.over == "step":
-        axes.xaxis.set_major_locator(
-            MaxNLocator(ticks, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
-        )
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-
-
-def _perplexity(axes: Axes) -> None:
-    """Axis on the right: exp of a loss in nats per token."""
-    right, limits = axes.twinx(), axes.get_ylim()
-    right.grid(visible=False)
-    low, high = np.exp(limits)
-    right.set_yticks([math.log(x) for x in log_locator(low, high).tick_values(low, high)])
-    right.set_ylim(limits)
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(math.exp(value))))
+    """Put at most `ticks` figures on the horizontal axis; steps are whole."""
+    whole: dict[str, Any] = {"integer": True, "min_n_ticks": 1, "steps": [1, 2, 5, 10]}
+    settings = whole if plot.over == "step" else {"steps": [1, 2, 2.5, 5, 10]}
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, **settings))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def log_locator(low: float, high: float) -> LogLocator:
@@ -235,54 +178,33 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
         series.x, series.y, color=color, linestyle=DASHES[series.dash], label=series.label,
         linewidth={"normal": 1.8, "thin": 1.0, "faint": 0.9}[series.weight],
         alpha=0.4 if series.weight == "faint" else 1.0,
-        marker=series.marker or ("o" if len(series.x) == 1 else None),
+        marker="o" if len(series.x) == 1 else None,
         markersize=5, markeredgewidth=0,
     )  # fmt: skip
     line.set_gid(f"series-{number}")
 
 
-def _forest(axes: Axes, plot: Forest, *, narrow: bool) -> None:
-    """One row per gap: name, intervals, figures (beside them, or above on a narrow page)."""
+def _forest(axes: Axes, plot: Forest) -> None:
+    """One row per gap, with its intervals and the gaps of single seeds."""
     points = [v for r in plot.gaps.values() for v in (*(r.interval or ()), *r.of_seeds, r.gap)]
     reach = max(plot.margin * 1.3, *(1.08 * abs(v) for v in points))
+    ink, muted = LIGHT["ink"], LIGHT["muted"]
     axes.axvspan(-plot.margin, plot.margin, color=LIGHT["accent"], alpha=0.09, linewidth=0)
-    pieces = [(-i - 0.4, -i + 0.2) for i in range(len(plot.gaps))] if narrow else [(-99.0, 1.0)]
-    axes.vlines(
-        [at for at in (-plot.margin, plot.margin) for _ in pieces],
-        [low for low, _ in pieces] * 2, [high for _, high in pieces] * 2,
-        color=LIGHT["accent"], linewidth=1, linestyle=DASHES["dashed"],
-    )  # fmt: skip
-    axes.axvline(0, color=LIGHT["muted"], linewidth=0.9)
-    for number, (label, row) in enumerate(plot.gaps.items()):
-        y = -number
-        for low_high, width in ((row.interval, 1.6), (row.equivalence_interval, 5)):
-            if low_high:
-                axes.plot(
-                    low_high, (y, y), color=LIGHT["ink"], linewidth=width, solid_capstyle="butt"
-                )
+    axes.axvline(0, color=muted, linewidth=0.9)
+    for number, row in enumerate(plot.gaps.values()):
+        for pair, width in ((row.interval, 1.6), (row.equivalence_interval, 5)):
+            if pair:
+                axes.hlines(-number, *pair, color=ink, linewidth=width)
         seeds = row.of_seeds
-        axes.plot(seeds, [y - 0.22] * len(seeds), "|", color=LIGHT["muted"], markersize=7)
-        (dot,) = axes.plot([row.gap], [y], "o", color=LIGHT["ink"], markersize=9)
+        axes.plot(seeds, [-number - 0.22] * len(seeds), "|", color=muted, markersize=7)
+        (dot,) = axes.plot([row.gap], [-number], "o", color=ink, markersize=9)
         dot.set_gid(f"series-{number}")
-        text = signed(row.gap)
-        if row.interval:
-            text += f" ({signed(row.interval[0])} to {signed(row.interval[1])})"
-        for shown, x, align in (
-            (label, 0.0 if narrow else -0.015, "left" if narrow else "right"),
-            (text, 1.0 if narrow else 1.015, "right" if narrow else "left"),
-        ):
-            axes.annotate(
-                shown, (x, y + 0.25 * narrow), xycoords=("axes fraction", "data"), ha=align,
-                va="bottom" if narrow else "center_baseline", fontsize=11 - narrow,
-            )  # fmt: skip
     axes.set_xlim(-reach, reach)
-    axes.set_ylim(-len(plot.gaps) + 0.5, 0.75)
+    axes.set_ylim(-len(plot.gaps) + 0.5, 0.5)
     axes.grid(visible=False)
-    axes.set_yticks([])
-    axes.xaxis.set_major_locator(MaxNLocator(4 if narrow else 7, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: ("+" if value > 0 else "") + _percent(value, 0))
-    )
+    axes.set_yticks([-number for number in range(len(plot.gaps))], list(plot.gaps))
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value)))
 
 
 # ------------------------------------------------------------------------------------------ theme

@@ -26,20 +26,8 @@ from markupsafe import Markup
 from finetune import __version__
 from finetune.analysis.compare.result import read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
-from finetune.analysis.report.elements import (
-    Forest,
-    Page,
-    Source,
-    figure,
-    fixed,
-)
-from finetune.analysis.report.figures import (
-    DARK,
-    FOREST_ROW,
-    LIGHT,
-    TEMPLATES,
-    Drawing,
-)
+from finetune.analysis.report.elements import Page, Source, figure, fixed
+from finetune.analysis.report.figures import DARK, LIGHT, TEMPLATES, save_picture, svgs
 from finetune.analysis.report.run_page import names_of, run_page, several_page
 from finetune.analysis.report.run_source import RunSource
 from finetune.config.paths import user_path
@@ -49,12 +37,8 @@ from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, re
 from finetune.runs.receipt import changed_numbers, still_line
 from finetune.units import count, percent
 
-SIZES = {"wide": (920, 330), "half": (460, 270), "third": (310, 215)}
-"""CSS pixels of plots, without scaling, so that text keeps its size."""
 PLOTS = "plots"
 """Folder of plots, beside the page."""
-PHONE = (340, 250)
-"""Size of the phone version of wider plots."""
 
 
 @dataclass(frozen=True)
@@ -162,23 +146,21 @@ def _page(compared: Sequence[Path], runs: Sequence[Run], base: Path) -> Page:
 
 
 def _write(page: Page, base: Path) -> Report:
-    drawings = [Drawing(plot) for plot in page.plots]
-    pictures = {base / PLOTS / f"{drawing.plot.name}.png": drawing for drawing in drawings}
+    pictures = {base / PLOTS / f"{plot.name}.png": plot for plot in page.plots}
     if pictures:
         (base / PLOTS).mkdir(exist_ok=True)
+    for file, plot in pictures.items():
+        save_picture(plot, file)
     html = base / "report.html"
-    for file, drawing in pictures.items():
-        drawing.save(file)
-    html.write_text(as_html(page, drawings), encoding="utf-8")
+    html.write_text(as_html(page), encoding="utf-8")
     return Report(base, html, tuple(pictures), page.verdict.text)
 
 
 # --------------------------------------------------------------------------------------- rendering
 
 
-def as_html(page: Page, drawings: Sequence[Drawing] = ()) -> str:
-    """Render the page; plots that have no drawing yet are drawn."""
-    drawn = {drawing.plot.name: drawing for drawing in drawings}
+def as_html(page: Page) -> str:
+    """Render the page, with its plots."""
     script = (TEMPLATES / "page.js").read_text("utf-8").strip()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     themes = {
@@ -186,7 +168,6 @@ def as_html(page: Page, drawings: Sequence[Drawing] = ()) -> str:
         for theme, colors in (("light", LIGHT), ("dark", DARK))
     }
     environment = _environment()
-    environment.globals["draw"] = lambda plot: _svgs(drawn.get(plot.name) or Drawing(plot))
     body = environment.get_template(page.template).render(page=page, **page.parts)
     return environment.get_template("page.html.j2").render(
         page=page,
@@ -211,24 +192,6 @@ def _environment() -> Environment:
     )
     environment.filters["line"] = lambda text: Markup(" ".join(text.split()))
     environment.filters["anchor"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
-    forms = {
-        "changed_numbers": changed_numbers,
-        "still_line": still_line,
-        "count": count,
-        "percent": percent,
-        "fixed": fixed,
-        "figure": figure,
-    }
-    environment.globals.update(forms)
+    forms = (changed_numbers, still_line, count, percent, fixed, figure)
+    environment.globals.update({form.__name__: form for form in forms}, draw=svgs)
     return environment
-
-
-def _svgs(drawing: Drawing) -> list[tuple[str, str]]:
-    """SVGs of a plot, (kind of screen, SVG)."""
-    plot = drawing.plot
-    (width, height), (phone, low) = SIZES[plot.size], PHONE
-    if plot.size == "third":
-        return [("any", drawing.svg(width, height))]
-    if isinstance(plot, Forest):
-        height = low = 90 + FOREST_ROW * len(plot.gaps)
-    return [("wide", drawing.svg(width, height)), ("phone", drawing.svg(phone, low, "-phone"))]

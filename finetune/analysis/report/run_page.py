@@ -6,15 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.analysis.report.curves import (
-    Health,
-    gradients_and_speed,
-    learning_rate,
-    loss_over_time,
-    loss_plot,
-    overlay,
-    side_by_side,
-)
+from finetune.analysis.report.curves import health, loss_plots, speed_plots
 from finetune.analysis.report.elements import CONFIG, MISSING, RECEIPT, Cell, Line, Num, Page, Table
 from finetune.analysis.report.run_source import RunSource
 from finetune.runs.card import without_paths
@@ -22,13 +14,7 @@ from finetune.runs.folder import Run
 
 
 def run_page(s: RunSource) -> Page:
-    loss = loss_plot(s)
-    parts = {
-        "loss_plot": loss,
-        "loss_more": side_by_side(loss_over_time(s), learning_rate(s)),
-        "health": Health(s).parts(),
-        "speed_plots": gradients_and_speed(s),
-    }
+    parts = {"loss": loss_plots([s]), "health": health(s), "speed": speed_plots([s])}
     verdict, tone = s.verdict
     return Page(s.title, s.setting, verdict, tone, "run.j2", {"s": s} | parts)
 
@@ -40,18 +26,10 @@ def several_page(runs: Sequence[RunSource]) -> Page:
     """One table, shared plots, and differences of the configurations."""
     proven = sum(s.run.proven and not s.fell_back for s in runs)
     head = ("run", "precision", "verdict", "state", "steps", "loss", "eval loss", "tokens/s")
-    unit, half = "nats per token", {"from_zero": True, "size": "half"}
-    losses = (
-        overlay(runs, "loss", "loss", "Training loss", unit, size="wide"),
-        overlay(runs, "eval_loss", "eval_loss", "Eval loss", unit, size="wide"),
-    )
     shown = {
         "table": Table((*head, "memory"), [*map(_row, runs)], numeric=(4, 5, 6, 7, 8)),
-        "losses": tuple(plot for plot in losses if plot is not None),
-        "speed_plots": side_by_side(
-            overlay(runs, "grad_norm", "gradient_norm", "Gradient norm", "L2", **half),
-            overlay(runs, "tokens_per_s", "speed", "Speed", "tokens per second", **half),
-        ),
+        "loss": loss_plots(runs),
+        "speed": speed_plots(runs),
         "differences": _differences(runs),
     }
     title = " · ".join(dict.fromkeys(s.run.recipe for s in runs))

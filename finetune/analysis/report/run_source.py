@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from finetune.analysis.compare.result import read_comparison
-from finetune.analysis.report.curves import MOST_LOSS, curve
+from finetune.analysis.report.curves import curve
 from finetune.analysis.report.elements import (
     CONFIG,
     METRICS,
     MISSING,
     RECEIPT,
     REPORT,
-    Cell,
     Line,
     Num,
     Source,
@@ -28,18 +26,16 @@ from finetune.analysis.report.elements import (
     Tone,
     figure,
     fixed,
-    is_number,
     signed,
 )
-from finetune.errors import ConfigError
 from finetune.runs.card import device_name, method_name, short_name, without_paths
-from finetune.runs.folder import COMPARISON, scores_in
+from finetune.runs.folder import finite, scores_in
 from finetune.runs.receipt import Receipt, group_layers, metrics_of
-from finetune.units import count, elapsed, percent, plural, size_of_gib
+from finetune.units import count, elapsed, percent, size_of_gib
 
 LOW = ("FP8", "FP4")
-COMPARED_ABOVE = 5
-"""Folders above a run in which the comparison that it belongs to may lie."""
+MOST_LOSS = 20.0
+"""Losses above which perplexity, exp(loss), is not shown."""
 PEAKS = (
     ("predicted", "predicted_gib", "predicted"),
     ("measured", "measured_gib", "measured"),
@@ -50,16 +46,15 @@ PEAKS = (
 EMPTY = "(empty answer)"
 SHOWN_ANSWERS = 6
 """Answers to a prompt that are shown: the first, the last, and some between that differ."""
-SHOWN_PROMPTS = 4
-"""Prompts whose answers before and after stand at the top."""
 
 
 class Course(NamedTuple):
-    """First and last value of a metric, linked, and all finite ones; the last may be none."""
+    """First, last and least value of a metric, linked, and the number of finite ones."""
 
     first: Num
     last: Num
-    values: list[float]
+    least: Num
+    count: int
 
 
 @dataclass(frozen=True)
@@ -159,45 +154,27 @@ class RunSource(Source):
         found = self._last("skipped_steps")
         return self.num(figure(found, count), METRICS, "skipped_steps") if found else None
 
-    @cached_property
-    def over_bf16(self) -> Num | None:
-        """Gap of the last loss to BF16, where the run is one of a comparison with it."""
-        for folder in list(self.folder.resolve().parents)[:COMPARED_ABOVE]:
-            if not (folder / COMPARISON).is_file():
-                continue
-            try:
-                found = read_comparison(folder)
-            except ConfigError:
-                return None  # of another version: the report of that comparison says so
-            mine = any((folder / pair.a).resolve() == self.folder.resolve() for pair in found.runs)
-            key = "eval" if "eval" in found.losses else "train"
-            if not mine or found.b.label != "BF16" or key not in found.losses:
-                return None
-            source = Source(folder, self.base)
-            seeds = plural(len(found.seeds), "seed")
-            text = f"{signed(found.losses[key].gap)} against BF16 ({seeds})"
-            return source.num(text, COMPARISON, f"losses.{key}.gap")
-        return None
-
     def _last(self, key: str) -> Any:
         return next((row[key] for row in reversed(self.run.rows) if row.get(key)), None)
 
     def course(self, key: str) -> Course:
         x, y, broken = curve(self.run.rows, key)
         if not len(y):
-            return Course(Num(MISSING), Num(MISSING), [])
-        first, last = (
-            self.num(fixed(float(y[i])), METRICS, f"{key} at step {x[i]:.0f}") for i in (0, -1)
+            none = Num(MISSING)
+            return Course(none, none, none, 0)
+        first, last, least = (
+            self.num(fixed(float(y[i])), METRICS, f"{key} at step {x[i]:.0f}")
+            for i in (0, -1, int(y.argmin()))
         )
         if broken and broken[-1] > x[-1]:
             last = self.num("not finite", METRICS, f"{key} at step {broken[-1]:.0f}")
-        return Course(first, last, y.tolist())
+        return Course(first, last, least, len(y))
 
     @property
     def perplexity(self) -> Num | None:
         """Perplexity of the last eval loss."""
-        losses = self.course("eval_loss").values
-        if not losses or losses[-1] > MOST_LOSS:
+        losses = curve(self.run.rows, "eval_loss").y
+        if not len(losses) or losses[-1] > MOST_LOSS:
             return None
         value = math.exp(losses[-1])
         return self.num(f"{value:,.2f}" if value < 100 else count(value), METRICS, "eval_loss")
@@ -214,7 +191,7 @@ class RunSource(Source):
     @property
     def memory(self) -> Num:
         """Measured peak of a step, else of the process."""
-        if is_number(self.facts("memory.measured_gib")):
+        if finite(self.facts("memory.measured_gib")) is not None:
             return self.receipt("memory.measured_gib", size_of_gib)
         peak = figure(self.run.report.get("peak_memory_gib"), size_of_gib)
         return self.num(peak, REPORT, "peak_memory_gib")
@@ -224,10 +201,10 @@ class RunSource(Source):
         """Prediction of the peak, or how far the measured one is from it."""
         measured: Any = self.facts("memory.measured_gib")
         predicted: Any = self.facts("memory.predicted_gib")
-        if not is_number(predicted) or not predicted:
+        if not finite(predicted):
             return ""
         text = size_of_gib(predicted)
-        if is_number(measured):
+        if finite(measured) is not None:
             over = signed(measured / predicted - 1, 1)
             text = "as predicted" if over == "+0.0%" else f"{over} against the prediction"
         return self.num(text, RECEIPT, "memory.predicted_gib")
@@ -254,69 +231,39 @@ class RunSource(Source):
         return {r: self.num(figure(x, percent), RECEIPT, f"role_share.{r}") for r, x in shares}
 
     @property
-    def state_bytes(self) -> Num | None:
-        """Bytes of optimizer state per parameter."""
-        t = self.facts("trainable") or {}
+    def state_bytes(self) -> Line | None:
+        """Bytes of optimizer state per parameter; sharded, each process has a part."""
+        t, processes = self.facts("trainable") or {}, self.facts("environment.processes")
         state, owned = t.get("optimizer_state_bytes"), t.get("in_optimizer")
         if not state or not owned:
             return None
-        return self.num(f"{state / owned:.2f}", RECEIPT, "trainable.optimizer_state_bytes")
-
-    @property
-    def per_process(self) -> str:
-        """Said behind it where there were several processes: sharded, each has a part."""
-        processes = self.facts("environment.processes")
-        return " per process" if isinstance(processes, int) and processes > 1 else ""
+        each = self.num(f"{state / owned:.2f}", RECEIPT, "trainable.optimizer_state_bytes")
+        several = isinstance(processes, int) and processes > 1
+        where = " per process" if several else ""
+        return Line((each, f" bytes of optimizer state each{where}."))
 
     # ------------------------------------------------------------------------------------- answers
 
-    def answers_of(self, number: int) -> Iterator[tuple[str, str, str, str, int]]:
-        """Yield (prompt, answer, file, key, step) of one evaluation; -1 is the last."""
-        found = self.run.samples
-        step, pairs = found[number]
-        final = found[number] is found[-1] and pairs == self.run.report.get("samples")
-        file, key = (REPORT, "samples") if final else (METRICS, f"samples at step {step}")
-        for pair in pairs:
-            yield str(pair.get("prompt", "")), str(pair.get("answer", "")), file, key, step
-
-    @cached_property
-    def _said(self) -> dict[str, list[tuple[Cell, str]]]:
-        """All answers to each prompt, (when, answer)."""
-        prompts: dict[str, list[tuple[Cell, str]]] = {}
-        for number in range(len(self.run.samples)):
-            for prompt, answer, file, key, step in self.answers_of(number):
-                text = "after training" if file == REPORT else f"step {step:,}"
-                when = self.num("before training" if not step else text, file, key)
-                prompts.setdefault(prompt, []).append((when, answer or EMPTY))
-        return prompts
-
     @property
-    def answers(self) -> dict[str, list[tuple[Cell, str]]]:
-        """Answers to each prompt in the course of training, where they change."""
+    def answers(self) -> dict[str, list[tuple[Num, str]]]:
+        """Answers to each prompt in the course of training, (when, answer), where they change."""
+        prompts: dict[str, list[tuple[Num, str]]] = {}
+        samples = self.run.samples
+        for number, (step, pairs) in enumerate(samples, 1):
+            when = f"step {step:,}" if step else "before training"
+            file, key = METRICS, f"samples at step {step}"
+            if number == len(samples) and pairs == self.run.report.get("samples"):
+                when, file, key = "after training", REPORT, "samples"
+            for pair in pairs:
+                said = self.num(when, file, key), str(pair.get("answer", "")) or EMPTY
+                prompts.setdefault(str(pair.get("prompt", "")), []).append(said)
         shown = {}
-        for prompt, said in self._said.items():
-            changed = [i for i in range(1, len(said) - 1) if said[i][1] != said[i - 1][1]]
-            kept = [0, *changed, *([len(said) - 1] if len(said) > 1 else [])]
+        for prompt, said in prompts.items():
+            between = range(1, len(said) - 1)
+            kept = [0, *(i for i in between if said[i][1] != said[i - 1][1]), len(said) - 1]
             at = np.linspace(0, len(kept) - 1, min(len(kept), SHOWN_ANSWERS)).round().astype(int)
-            shown[prompt] = [said[kept[i]] for i in at]
+            shown[prompt] = [said[i] for i in dict.fromkeys(kept[i] for i in at)]
         return shown
-
-    @property
-    def asked_before(self) -> bool:
-        """True if the first answers are those of the model before training."""
-        return bool(self.run.samples) and not self.run.samples[0][0]
-
-    @property
-    def before_after(self) -> dict[str, list[tuple[Cell, str]]]:
-        """First and last answer to the first prompts."""
-        ends = {prompt: [said[0], said[-1]] for prompt, said in self._said.items() if said[1:]}
-        return dict(list(ends.items())[:SHOWN_PROMPTS])
-
-    @property
-    def answers_between(self) -> dict[str, list[tuple[Cell, str]]]:
-        """Answers that `before_after` does not show, with those that it does."""
-        ends = self.before_after
-        return {p: said for p, said in self.answers.items() if said[2:] or p not in ends}
 
     # -------------------------------------------------------------------------------------- tables
 
@@ -327,27 +274,27 @@ class RunSource(Source):
     @property
     def layers(self) -> Table:
         """Layers by group with the precision of each GEMM."""
-        layers = self._receipt.layers
-        total = sum(layer.flops for layer in layers) or 1
-        rows, shares = [], []
-        for g in group_layers(layers):
-            ran = [
-                self.num(gemm.upper(), RECEIPT, "layers[]") if gemm != "-" else MISSING
-                for gemm in g.gemms
-            ]
-            flops = self.num(percent(g.share), RECEIPT, f"layers[].flops of {total:,}")
-            why = self.num(g.reason, RECEIPT, "layers[].reason")
-            number = self.num(str(g.count), RECEIPT, "layers[].name")
-            rows.append((g.names, number, *ran, flops, why))
-            shares.append(g.share)
+        groups = group_layers(self._receipt.layers)
+        rows = [
+            (
+                *(g.names, self.num(str(g.count), RECEIPT, "layers[].name")),
+                *(
+                    self.num(gemm.upper().replace("-", MISSING), RECEIPT, "layers[]")
+                    for gemm in g.gemms
+                ),
+                self.num(percent(g.share), RECEIPT, "layers[].flops"),
+                self.num(g.reason, RECEIPT, "layers[].reason"),
+            )
+            for g in groups
+        ]
         head = ("layers", "count", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
-        return Table(head, rows, numeric=(1, 5), shares={5: shares})
+        return Table(head, rows, numeric=(1, 5), shares={5: [g.share for g in groups]})
 
     @property
     def peaks(self) -> Table:
         """Predicted and measured memory, as bars of one scale."""
         m = self.facts("memory") or {}
-        found = [peak for peak in PEAKS if is_number(m.get(peak[1]))]
+        found = [peak for peak in PEAKS if finite(m.get(peak[1])) is not None]
         rows = [
             (label, self.receipt(f"memory.{key}", size_of_gib), self.receipt(f"memory.{why}"))
             for label, key, why in found
@@ -378,28 +325,23 @@ class RunSource(Source):
 
     @property
     def environment(self) -> Table:
-        return Table(("", ""), [(name, self.num(*where)) for name, *where in self._environment()])
-
-    def _environment(self) -> Iterator[tuple[str, str, str, str]]:
-        e = self.facts("environment") or {}
-        if device := e.get("device"):
-            size = device.get("memory_gib")
-            text = device_name(device) + (f", {size:.1f} GiB" if is_number(size) else "")
-            yield "device", text, RECEIPT, "environment.device"
-        for key in ("processes", "seed"):
-            if key in e:
-                yield key, str(e[key]), RECEIPT, f"environment.{key}"
+        """Device, versions, command and conditions of the run."""
+        e, device = self.facts("environment") or {}, self.facts("environment.device") or {}
+        size = device.get("memory_gib")
+        size = f", {size:.1f} GiB" if finite(size) is not None else ""
+        found = {"device": (device_name(device) + size, RECEIPT, "environment.device")}
+        for name, at in (("processes", "processes"), ("seed", "seed"), ("patched", "patches")):
+            found[name] = _as_words(e.get(at, "")), RECEIPT, f"environment.{at}"
         for library, version in (e.get("versions") or {}).items():
-            yield library, str(version), RECEIPT, f"environment.versions.{library}"
-        if e.get("patches"):
-            yield "patched", ", ".join(map(str, e["patches"])), RECEIPT, "environment.patches"
+            found[library] = str(version), RECEIPT, f"environment.versions.{library}"
         if isinstance(command := self.run.start.get("command"), list) and command:
             program, *words = map(str, command)
             program = "python -m finetune" if program.endswith("__main__.py") else program
-            yield "command", without_paths(" ".join((program, *words))), "run.json", "command"
+            found["command"] = " ".join((program, *words)), "run.json", "command"
         for key, value in (self.facts("conditions") or {}).items():
-            name = key.replace("_", " ")
-            yield name, without_paths(_as_words(value)), RECEIPT, f"conditions.{key}"
+            found[key.replace("_", " ")] = _as_words(value), RECEIPT, f"conditions.{key}"
+        rows = ((name, without_paths(text), *at) for name, (text, *at) in found.items() if text)
+        return Table(("", ""), [(name, self.num(text, *at)) for name, text, *at in rows])
 
 
 def _as_words(value: Any) -> str:
