@@ -134,11 +134,12 @@ def compare(
             )
         found = comparing.judge_again(folder, margin=margin, confidence=confidence, allow=allow)
     else:
+        wanted = seeds or str(comparing.SEEDS)
         found = comparing.compare(
             names[0],
             names[1] if len(names) > 1 else None,
             overrides,
-            seeds=comparing.SEEDS if seeds is None else _seeds(seeds),
+            seeds=int(wanted) if wanted.isdecimal() else wanted.split(","),
             margin=comparing.MARGIN if margin is None else margin,
             confidence=comparing.CONFIDENCE if confidence is None else confidence,
             allow=allow,
@@ -168,16 +169,6 @@ def compare(
 def _is_override(word: str) -> bool:
     setting = "=" in word or word.startswith("~") or word[2:].startswith("~")
     return setting and not Path(word).exists()  # a folder may be called lr=1e-3
-
-
-def _seeds(text: str) -> int | list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(
-            f"seeds cannot be {text!r}", where="--seeds", fix="--seeds 3, or --seeds 42,43,44"
-        ) from None
-    return numbers if "," in text else numbers[0]
 
 
 # ----------------------------------------------------------------------------------------- diagnose

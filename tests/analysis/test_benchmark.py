@@ -21,7 +21,7 @@ from rich.console import Console
 import finetune
 from finetune import load_recipe
 from finetune.analysis.benchmark import benchmark
-from finetune.analysis.benchmark.grid import WARM_UP, Grid, Point, at_point, own_point, parse_grid
+from finetune.analysis.benchmark.grid import WARM_UP, Point, at_point, points_of
 from finetune.analysis.benchmark.result import Benchmark, Row
 from finetune.analysis.experiment import jobs
 from finetune.analysis.experiment.jobs import Job
@@ -94,9 +94,8 @@ def runs(monkeypatch) -> Pretended:
 @given(batch=SIZES, length=SIZES, spaces=st.integers(1, 3), turned=st.booleans())
 def test_a_grid_is_read_as_it_was_written(batch, length, spaces, turned) -> None:
     words = [f"{k}={','.join(map(str, v))}" for k, v in (("batch", batch), ("length", length))]
-    grid = parse_grid((" " * spaces).join(reversed(words) if turned else words))
-    assert grid == Grid(tuple(batch), tuple(length))
-    found = grid.points(load_recipe(FP8, check_train=False).config)
+    text = (" " * spaces).join(reversed(words) if turned else words)
+    found = points_of(text, load_recipe(FP8, check_train=False).config)
     assert set(found) == {(b, n) for b in batch for n in length}
     assert [p.tokens for p in found] == sorted(p.tokens for p in found)
     for i, later in enumerate(found):  # what contains another comes after it
@@ -106,29 +105,28 @@ def test_a_grid_is_read_as_it_was_written(batch, length, spaces, turned) -> None
 @given(text=st.text(alphabet="abchlngt=,0123456789 -.²", max_size=24))
 def test_any_text_is_a_grid_or_an_error(text) -> None:
     with contextlib.suppress(ConfigError):
-        grid = parse_grid(text)
-        assert all(value >= 1 for value in (*grid.batch, *grid.length))
-        assert grid.batch or grid.length
+        found = points_of(text, load_recipe(FP8, check_train=False).config)
+        assert min(map(min, found)) >= 1
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "empty"), ("lenght=4", "did you mean 'length'"), ("batch=1 batch=2", "twice"),
-        ("batch=0", "'0' is no number from 1 to"), ("batch", "'' is no"), ("length=2k", "'2k' is"),
+        ("", "'' is no"), ("lenght=4", "did you mean 'length'"), ("batch=0", "'batch=0' is no"),
+        ("batch=1 batch=2", "'batch=2' is no"), ("batch", "'batch' is"), ("length=2k", "2k' is"),
     ],
 )  # fmt: skip
 def test_a_misspelt_grid(text, said) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        parse_grid(text)
+        points_of(text, load_recipe(FP8, check_train=False).config)
     assert "batch=1,2,4 length=512,2048" in caught.value.fix
 
 
 def test_what_a_grid_leaves_out_is_the_recipes_own() -> None:
     config = load_recipe(FP8, check_train=False).config
-    assert Grid(batch=(2,)).points(config) == [(2, 128)]
-    assert Grid(length=(64,)).points(config) == [(8, 64)]
-    assert own_point(config.model_copy(update={"train": {}})) == (8, 1024)  # TRL's
+    assert points_of("batch=2", config) == [(2, 128)]
+    assert points_of("length=64", config) == [(8, 64)]
+    assert points_of(None, config.model_copy(update={"train": {}})) == [(8, 1024)]  # TRL's
 
 
 # ----------------------------------------------------------------------------------------- a point

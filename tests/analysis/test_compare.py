@@ -202,8 +202,7 @@ def test_a_pair_that_asks_for_something_else_is_refused_with_the_reason(override
     pair = make_pair("tiny_lora_fp8", None, [override], 3, CPU)
     with pytest.raises(UnfairPairError, match=condition) as refused:
         compare.check_pair(pair, CPU, allow=False)
-    setting = override[2:].partition("=")[0].removesuffix(".r")
-    assert setting.split(".")[0] in refused.value.where
+    assert override[2:].partition("=")[0] in refused.value.where
     assert refused.value.why == WHY[condition]
     assert "--allow" in refused.value.fix
 
@@ -617,7 +616,7 @@ def test_ctrl_c_stops_the_runs_and_keeps_what_they_saved(pretend, tmp_path):
         (["tiny_ful_fp8"], "tiny_full_fp8"),
         (["tiny_full_fp8", "nowhere.yaml"], "nowhere.yaml"),
         (["tiny_full_fp8", "tiny_full_bf16", "tiny_lora_fp8"], "3 were given"),
-        (["tiny_full_fp8", "--seeds", "many"], "seeds cannot be 'many'"),
+        (["tiny_full_fp8", "--seeds", "42,many"], "one seed or more"),
         (["tiny_full_fp8", "--seeds", "0"], "one seed or more"),
         (["tiny_full_fp8", "--seeds", "1,4294967296"], "from 0 to"),
         (["tiny_full_fp8", "--seeds", "4,4"], "one seed or more"),

@@ -41,8 +41,8 @@ from torch import nn
 from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
 
-from finetune.analysis.benchmark.benchmark import ROUNDS, STEPS, Measuring, Say, points_of
-from finetune.analysis.benchmark.grid import Grid
+from finetune.analysis.benchmark.benchmark import ROUNDS, STEPS, Measuring, Say
+from finetune.analysis.benchmark.grid import points_of
 from finetune.analysis.benchmark.result import Benchmark
 from finetune.analysis.experiment.jobs import Variant
 from finetune.config.recipe import load_recipe
@@ -189,7 +189,7 @@ def climb(
     *,
     overrides: Sequence[str] = (),
     only: Sequence[str] = (),
-    grid: Grid | str | None = None,
+    grid: str | None = None,
     steps: int = STEPS,
     rounds: int = ROUNDS,
     out: Path | str = "runs/benchmark",

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from finetune.analysis.benchmark.grid import Grid, Point, at_point, parse_grid, tokens_of
+from finetune.analysis.benchmark.grid import Point, at_point, points_of, tokens_of
 from finetune.analysis.benchmark.result import OUT_OF_MEMORY, Benchmark, Row
+from finetune.analysis.compare.result import as_text
 from finetune.analysis.experiment.fairness import requested_differences, settle
 from finetune.analysis.experiment.jobs import (
     Job,
@@ -51,7 +51,7 @@ def benchmark(
     *,
     vs: Sequence[Recipe | str] = (),
     overrides: Sequence[str] = (),
-    grid: Grid | str | None = None,
+    grid: str | None = None,
     steps: int = STEPS,
     rounds: int | None = None,
     out: Path | str = "runs/benchmark",
@@ -98,27 +98,14 @@ def benchmark(
     return measuring.measure(result, new_folder(Path(out) / "-vs-".join(labels), out))
 
 
-def points_of(grid: Grid | str | None, config: RunConfig) -> list[Point]:
-    grid = parse_grid(grid) if isinstance(grid, str) else grid or Grid()
-    return grid.points(config)
-
-
 def differences(variants: Sequence[Variant], point: Point, *, on_cpu: bool) -> list[str]:
     """List differences from the first recipe besides precision, data and evaluation."""
     first, *others = (at_point(variant.recipe.config, point, 1) for variant in variants)
     return [
-        f"{where}: {variants[0].label} {a}, {variant.label} {b} ({one.why})"
+        f"{d.where}: {variants[0].label} {as_text(d.a)}, {variant.label} {as_text(d.b)} ({d.why})"
         for variant, config in zip(variants[1:], others, strict=True)
-        for one in requested_differences(first, config, on_cpu=on_cpu)
-        for where, a, b in _parts(one.where, one.a, one.b)
+        for d in requested_differences(first, config, on_cpu=on_cpu)
     ]
-
-
-def _parts(where: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = dict.fromkeys((*a, *b))
-        return [(f"{where}.{k}", a.get(k), b.get(k)) for k in keys if a.get(k) != b.get(k)]
-    return [(where, "none" if a is None else a, "none" if b is None else b)]
 
 
 @dataclass
@@ -210,7 +197,7 @@ class Measuring:
     def _measure_run(self, job: Job, row: Row) -> None:
         try:
             run_jobs([job])
-            outcome = read_outcome(job.run_folder)
+            outcome = read_outcome(job.run.folder)
             row.add(outcome)
             self.result.environment = outcome.receipt["environment"]
         except RunFailedError as error:

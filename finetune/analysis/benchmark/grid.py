@@ -14,7 +14,7 @@ data hold several texts, which varlen attention computes faster.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,59 +46,35 @@ class Point(NamedTuple):
         return self.batch >= other.batch and self.length >= other.length
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Values to combine; an empty tuple is the recipe's own."""
+def points_of(grid: str | None, config: RunConfig) -> list[Point]:
+    """Points of a grid, fewest tokens first, then short rows before long ones.
 
-    batch: tuple[int, ...] = ()
-    length: tuple[int, ...] = ()
-
-    def points(self, config: RunConfig) -> list[Point]:
-        """List all combinations, fewest tokens first, then short rows before long ones."""
-        own = own_point(config)
-        batches, lengths = self.batch or (own.batch,), self.length or (own.length,)
-        found = {Point(b, n) for b in batches for n in lengths}
-        return sorted(found, key=lambda point: (point.tokens, point.length))
-
-
-def own_point(config: RunConfig) -> Point:
-    """Point that a recipe trains at, with TRL's defaults."""
-    rows, _ = rows_of(config)
-    return Point(rows, int(config.train.get("max_length") or DEFAULTS["max_length"]))
-
-
-def parse_grid(text: str) -> Grid:
-    """Parse `batch=1,2,4 length=512,2048`; either may be left out.
+    Args:
+        grid: `batch=1,2,4 length=512,2048`; what is left out is the recipe's own, with TRL's
+            defaults.
 
     Raises:
-        ConfigError: anything else, with an example.
+        ConfigError: another grid, with an example.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    wrong = "" if text.split() else "the grid is empty"
-    for word in text.split():
+    own = (rows_of(config)[0], int(config.train.get("max_length") or DEFAULTS["max_length"]))
+    sizes: dict[str, list[int]] = {}
+    for word in [""] if grid == "" else (grid or "").split():
         key, _, values = word.partition("=")
-        if key not in Point._fields:
-            wrong = f"{word!r} is no part of a grid" + did_you_mean(key, Point._fields)
-        elif key in found:
-            wrong = f"{key} is given twice"
-        elif bad := [v for v in values.split(",") if not _is_size(v)]:
-            wrong = f"{word!r}: {bad[0]!r} is no number from 1 to {MOST_TOKENS}"
-        if wrong:
-            break
-        found[key] = tuple(map(int, values.split(",")))
-    if wrong:
-        raise ConfigError(
-            wrong,
-            where=f"--grid {text!r}",
-            why="a grid is batch= and length=, each with whole numbers between commas",
-            fix='--grid "batch=1,2,4 length=512,2048"',
-        )
-    return Grid(**found)
-
-
-def _is_size(text: str) -> bool:
-    # Python refuses to convert thousands of digits.
-    return text.isascii() and text.isdigit() and 0 < int(text[:20]) <= MOST_TOKENS
+        is_list = re.fullmatch(r"[0-9]{1,20}(,[0-9]{1,20})*", values)
+        sizes[key] = [*map(int, values.split(","))] if is_list and key not in sizes else []
+        inside = all(0 < size <= MOST_TOKENS for size in sizes[key])
+        if key not in Point._fields or not sizes[key] or not inside:
+            close = "" if key in Point._fields else did_you_mean(key, Point._fields)
+            raise ConfigError(
+                f"{word!r} is no part of a grid{close}",
+                where=f"--grid {grid!r}",
+                why=f"a grid is batch= and length=, each with numbers from 1 to {MOST_TOKENS} "
+                "between commas",
+                fix='--grid "batch=1,2,4 length=512,2048"',
+            )
+    batches, lengths = (sizes.get(k, [n]) for k, n in zip(Point._fields, own, strict=True))
+    found = {Point(batch, length) for batch in batches for length in lengths}
+    return sorted(found, key=lambda point: (point.tokens, point.length))
 
 
 def tokens_of(config: RunConfig) -> int:

@@ -11,6 +11,7 @@ computes in BF16, else the second. Set on both sides, and listed in the result's
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from finetune.analysis.experiment.outcome import read_outcome
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, did_you_mean, writing
+from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, writing
 from finetune.hardware.device import Device, cores, this_device
 from finetune.hardware.requirements import resolve
 from finetune.logging import output, whole
@@ -67,7 +68,7 @@ def compare(
     b: str | None = None,
     overrides: Sequence[str] = (),
     *,
-    seeds: int | Sequence[int] = SEEDS,
+    seeds: int | Sequence[int | str] = SEEDS,
     margin: float = MARGIN,
     confidence: float = CONFIDENCE,
     allow: bool = False,
@@ -117,7 +118,7 @@ def compare(
         console.print(whole(f"they are in {folder}; another call starts again"), crop=False)
         raise
     a, b = (side.label for side in (pair.a, pair.b))
-    where = {(job.variant.label, job.seed): job.run_folder.relative_to(folder) for job in planned}
+    where = {(job.variant.label, job.seed): job.run.folder.relative_to(folder) for job in planned}
     found = Comparison(
         a=Side(recipe=names[0], label=a),
         b=Side(recipe=names[1], label=b),
@@ -207,21 +208,14 @@ def twin_of(name: str) -> str:
         RecipeNotFoundError: no such recipe, or it has no twin.
     """
     source = find_recipe(name)
-    end = next((end for end in ENDS if source.stem.endswith(end)), "")
-    what = f"the twin of {name!r} does not follow from its name"
-    why = "twins are called x_fp8 and x_bf16"
-    if end:
-        stem = source.stem.removesuffix(end) + ENDS[end]
-        twin = str(source.with_name(stem + source.suffix)) if is_path(name) else stem
-        if Path(twin).is_file() or twin in list_recipes():
-            return twin
-        known = [] if is_path(name) else list_recipes()
-        what = f"{name} has no twin {twin!r}" + did_you_mean(stem, known)
-        why = "a recipe is compared with the one that differs from it in precision alone"
+    stem = re.sub("_(fp8|bf16)$", lambda end: ENDS[end[0]], source.stem)
+    twin = str(source.with_name(stem + source.suffix)) if is_path(name) else stem
+    if stem != source.stem and (Path(twin).is_file() or twin in list_recipes()):
+        return twin
     raise RecipeNotFoundError(
-        what,
+        f"{name} has no twin" + (f" {twin!r}" if stem != source.stem else ""),
         where="compare with one recipe",
-        why=why,
+        why="twins are called x_fp8 and x_bf16, and differ in precision alone",
         fix=f"name the other one: python -m finetune compare {shlex.quote(name)} OTHER",
     )
 
@@ -230,7 +224,7 @@ def make_pair(
     first: str,
     second: str | None,
     overrides: Sequence[str],
-    seeds: Sequence[int] | int,
+    seeds: Sequence[int | str] | int,
     device: Device,
 ) -> Pair:
     """Load both recipes and make their shared settings the same; arguments as in `compare`.
@@ -273,9 +267,10 @@ def _draws_held_out_rows(config: RunConfig) -> bool:
     return drawn and data.seed is None
 
 
-def _seeds(seeds: Sequence[int] | int, first: int) -> tuple[int, ...]:
-    chosen = tuple(range(first, first + seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not chosen or len(set(chosen)) < len(chosen) or not 0 <= min(chosen) <= max(chosen) < 2**32:
+def _seeds(seeds: Sequence[int | str] | int, first: int) -> tuple[int, ...]:
+    given = range(first, first + seeds) if isinstance(seeds, int) else seeds
+    chosen = tuple(int(seed) for seed in given if str(seed).strip().isdecimal())
+    if not 0 < len(given) == len(set(chosen)) or max(chosen) >= 2**32:
         raise ConfigError(
             "a comparison needs one seed or more, each of them once, from 0 to 2**32 - 1",
             where=f"--seeds {seeds if isinstance(seeds, int) else ','.join(map(str, seeds))}",

@@ -128,7 +128,7 @@ def settle_checkpointing(
     ], setting + (alike or ", as the recipe's own batch needs it here")
 
 
-def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[Difference]:
+def requested_differences(one: RunConfig, other: RunConfig, *, on_cpu: bool) -> list[Difference]:
     """List, in the order of `CONDITIONS`, the settings in which two configurations differ.
 
     `precision.compile` is settled before (`settle_compile`).
@@ -136,14 +136,18 @@ def requested_differences(a: RunConfig, b: RunConfig, *, on_cpu: bool) -> list[D
     Raises:
         FinetuneError: a configuration makes no valid `SFTConfig`.
     """
-    first, second = dict(_settings(a, on_cpu=on_cpu)), dict(_settings(b, on_cpu=on_cpu))
+    first, second = (dict(_settings(config, on_cpu=on_cpu)) for config in (one, other))
     found = []
     for where in first:
         if first[where] != second[where]:
             section, _, name = where.partition(".")
             known = (name if section == "train" else where, f"{section}.")
             condition = next((_OF_SETTING[key] for key in known if key in _OF_SETTING), _OTHER)
-            found.append(_difference(condition, where, first[where], second[where]))
+            a, b = _unequal(first[where], second[where])
+            if isinstance(a, dict) and isinstance(b, dict):
+                found += [_difference(condition, f"{where}.{key}", a[key], b[key]) for key in a]
+            else:
+                found.append(_difference(condition, where, a, b))
     return sorted(found, key=lambda d: CONDITIONS.index(_BY_NAME[d.condition]))
 
 

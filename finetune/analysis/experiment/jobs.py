@@ -93,22 +93,22 @@ class Job:
         """File for stdout and stderr."""
         return self.out.with_suffix(".log")
 
-    @property
-    def folder(self) -> Path | None:
-        return next((p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file()), None)
+    def folders(self) -> list[Path]:
+        """The run folder, as soon as it is there."""
+        return [p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file()]
 
     @property
-    def run_folder(self) -> Path:
-        """Run folder of a finished run.
+    def run(self) -> Run:
+        """The finished run.
 
         Raises:
-            RunFailedError: the process left none.
+            RunFailedError: the process left no run folder.
         """
-        if (folder := self.folder) is None:
-            raise RunFailedError(
-                "a run left no run folder", where=self.name, fix=f"read its output: {self.log}"
-            )
-        return folder
+        for folder in self.folders():
+            return Run(folder)
+        raise RunFailedError(
+            "a run left no run folder", where=self.name, fix=f"read its output: {self.log}"
+        )
 
     def start(self, threads: int | None) -> None:
         words = [str(self.file), f"train.seed={self.seed}", "--out", str(self.out), "--json"]
@@ -320,16 +320,15 @@ class Watcher:
         for job in () if self.bars.disable else running:
             if job.name not in self._tasks:
                 self._tasks[job.name] = self.bars.add_task(job.name, total=None, facts="starting")
-            run = Run(job.folder) if job.folder is not None else None
-            rows = reversed(run.tail if run else [])
-            if run and (row := next((row for row in rows if "loss" in row), None)):
-                facts = f"step {row['step']}  loss {row['loss']:.4f}"
-                done = {"completed": row["step"], "total": run.planned_steps}
-                self.bars.update(self._tasks[job.name], **done, facts=facts)
+            for run in map(Run, job.folders()):
+                for row in [row for row in run.tail if "loss" in row][-1:]:
+                    facts = f"step {row['step']}  loss {row['loss']:.4f}"
+                    done = {"completed": row["step"], "total": run.planned_steps}
+                    self.bars.update(self._tasks[job.name], **done, facts=facts)
 
     def finish(self, job: Job) -> None:
         self.finished += 1
-        report = Run(job.run_folder).report
+        report = job.run.report
         facts = [f"loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}"]
         if report["eval_loss"] is not None:
             facts.append(f"eval loss {report['eval_loss']:.4f}")
