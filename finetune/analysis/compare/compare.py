@@ -55,7 +55,6 @@ _EXECUTED = ("receipt.json: ", "steps.jsonl: ")
 _AGAIN = "the margin was chosen after the runs"
 _BEFORE = (
     "eval rows are",
-    "held-out rows are",
     "precision.compile=",
     "train.gradient_checkpointing=",
     _AGAIN,
