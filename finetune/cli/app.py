@@ -1,8 +1,7 @@
 """The command line: `python -m finetune RECIPE [section.key=value ...]` and its verbs.
 
 Only the module of the verb that was typed is imported, and listing imports neither torch nor
-transformers nor pydantic. A mistake of the user's prints what, where, why and what to do, and exits
-with 2.
+transformers. A mistake of the user's prints what, where, why and what to do, and exits with 2.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import traceback
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE
-from finetune.config.paths import is_path, is_text, list_recipes
+from finetune.config.paths import is_path, list_recipes
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
 from finetune.logging import fit_streams, output, quiet_libraries
 
@@ -67,38 +66,16 @@ NO_LIBRARIES = {"checkpoints", "ls", "cp", "cat", "schema", "doctor"}
 MODULES = {verb: module for verbs in VERBS.values() for verb, (module, _) in verbs.items()}
 
 
-class _KeepsNone:
-    """A command whose options stay None where they are not given.
-
-    typer 0.29 converts them too, `--help` among them, and imports pydantic for it (0.2 s).
-    """
-
-    def get_params(self, ctx: typer.Context) -> list[Any]:
-        params = super().get_params(ctx)  # pyright: ignore
-        for param in params:
-            if not param.required and "process_value" not in vars(param):
-                param.process_value = functools.partial(_none_or, param.process_value)
-        return params
-
-
-def _none_or(convert: Any, ctx: typer.Context, value: Any) -> Any:
-    return None if value is None else convert(ctx, value)
-
-
-class _Verb(_KeepsNone, TyperCommand):
-    pass
-
-
 @functools.cache
 def command_of(verb: str) -> Any:
     """The command of a verb, whose module is imported now."""
     module = importlib.import_module(f"finetune.cli.{MODULES[verb]}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(verb, cls=_Verb)(getattr(module, verb))
+    app.command(verb)(getattr(module, verb))
     return typer.main.get_command(app)
 
 
-class _RecipeOrVerb(_KeepsNone, TyperGroup):
+class _RecipeOrVerb(TyperGroup):
     """A first word that is no verb is a recipe: `finetune X` is `finetune run X`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -143,7 +120,6 @@ def main() -> None:
     fit_streams()
     code = None
     try:
-        _check_words(sys.argv[1:])
         _check_versions(sys.argv[1:2])
         code = app(standalone_mode=False)
     except FinetuneError as error:
@@ -202,22 +178,6 @@ def _check_versions(verb: list[str]) -> None:
         console = output(stderr=True, quiet=not trains)
         for line in check():
             console.print(f"! {line}", style="yellow")
-
-
-def _check_words(words: list[str]) -> None:
-    """Reject arguments that are no text: no file, recipe or setting can have such a name.
-
-    Raises:
-        ConfigError: an argument has a NUL, or bytes that are not UTF-8.
-    """
-    for word in words:
-        if not is_text(word):
-            why = "it has a NUL, or bytes of another encoding"
-            fix = "type it again; a file whose name is not UTF-8 has to be renamed"
-            if (encoding := sys.getfilesystemencoding()) != "utf-8":
-                why = f"Python reads arguments as {encoding} here"
-                fix = "PYTHONUTF8=1 python -m finetune ..., or a locale of UTF-8 (LC_ALL=C.UTF-8)"
-            raise ConfigError("an argument is not UTF-8 text", where=ascii(word), why=why, fix=fix)
 
 
 def _of_usage(error: Any) -> ConfigError:

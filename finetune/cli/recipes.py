@@ -1,7 +1,6 @@
 """Verbs about recipes and their rows: `ls`, `cat`, `cp`, `schema`, `data`, `validate`.
 
-Listing and printing import no torch. `ls` imports no pydantic either: what it says of a recipe is
-in `assets/recipes.json`.
+Listing and printing import no torch: what `ls` says of a recipe is in `assets/recipes.json`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def process(*words: str, **kwargs) -> subprocess.CompletedProcess:
 IMPORTS = """
 import contextlib, io, json, sys
 from finetune.cli import app
-heavy = {"pydantic", "torch", "transformers", "trl", "datasets", "peft", "accelerate"}
+heavy = {"torch", "transformers", "trl", "datasets", "peft", "accelerate"}
 found = {}
 for words in json.loads(sys.argv[1]):
     sys.argv = ["finetune", *words]
@@ -55,11 +55,9 @@ print(json.dumps(found))
 
 def test_looking_around_imports_no_torch(tmp_path):
     quick = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["estimate", "--help"]]
-    typed = [["cat", "tiny_lora_fp8"], ["cp", "tiny_lora_fp8", str(tmp_path)]]
-    done = json.loads(process("-c", IMPORTS, json.dumps([*quick, *typed])).stdout)
+    quick += [["cat", "tiny_lora_fp8"], ["cp", "tiny_lora_fp8", str(tmp_path)]]
+    done = json.loads(process("-c", IMPORTS, json.dumps(quick)).stdout)
     assert [done[" ".join(words)] for words in quick] == [[]] * len(quick)
-    # A word that was typed is converted by typer, with pydantic (0.29, not 0.26).
-    assert all(done[" ".join(words)] in ([], ["pydantic"]) for words in typed)
 
 
 def test_the_help_has_the_first_line_of_each_verb():
@@ -82,21 +80,12 @@ def test_every_public_name_is_there_and_others_are_not():
         _ = finetune.tain
 
 
-def test_a_misspelt_recipe_as_a_user_meets_it():
-    done = process("-m", "finetune", "tiny_lora_fp9")
-    assert done.returncode == 2
-    assert "did you mean 'tiny_lora_fp8'?" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.parametrize("words", [["ls"], ["cat", "tiny_lora_fp8"]], ids=lambda words: words[0])
-def test_a_reader_that_leaves_early_is_no_error(words):
+def test_a_reader_that_leaves_early_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)  # as `| head` does when it has seen enough
     with os.fdopen(writer, "wb") as closed:
         done = process(
-            "-m", "finetune", *words, capture_output=False, stdout=closed, stderr=subprocess.PIPE
+            "-m", "finetune", "ls", capture_output=False, stdout=closed, stderr=subprocess.PIPE
         )
     assert done.stderr == ""
 
@@ -137,23 +126,12 @@ def test_a_letter_that_the_output_lacks_ends_nothing_and_spoils_no_json(encoding
     assert json.loads(document) == "caf\xe9 \u65e5"
 
 
-@pytest.mark.parametrize("words", [["ls"], ["cat", "tiny_lora_fp8"]], ids=lambda words: words[0])
-def test_a_closed_output_is_no_error(words):
+def test_a_closed_output_is_no_error():
     """As a job is started that logs to its own files: `>&-`."""
-    command = [sys.executable, "-m", "finetune", *words]
+    command = [sys.executable, "-m", "finetune", "ls"]
     code = "import os, sys; os.close(1); os.execv(sys.argv[1], sys.argv[1:])"
     done = process("-c", code, *command, capture_output=False, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_an_argument_under_another_encoding_names_the_setting():
-    env = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = process("-m", "finetune", "generate", "last", "\u65e5", env=env)
-    assert done.returncode == 2
-    assert "reads arguments as ascii" in done.stderr
-    assert "PYTHONUTF8=1" in done.stderr
-    mended = process("-m", "finetune", "cat", "\u65e5", env=env | {"PYTHONUTF8": "1"})
-    assert "there is no recipe" in mended.stderr
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "mine", "runs/mine"])
@@ -174,10 +152,7 @@ def test_no_argument_is_a_request_for_help(cli, words):
     assert (done.code, done.err) == (0, "")
     for verb in ("run", "ls", "cat", "cp", "validate", "doctor"):
         assert f"\n  {verb} " in done.out
-
-
-def test_help_says_where_to_start(cli):
-    assert "Start here: python -m finetune tiny_lora_fp8" in cli().out
+    assert words or "Start here: python -m finetune tiny_lora_fp8" in done.out
 
 
 def test_version(cli):
@@ -248,18 +223,9 @@ def test_ls_makes_a_row_anew_where_the_recipe_has_changed(tmp_path, monkeypatch)
 def test_ls_as_json_has_every_recipe(cli):
     rows = {row["recipe"]: row for row in json.loads(cli("ls", "--json").out)}
     assert list(rows) == list_recipes()
-    assert rows["llama_8b_lora32_bf16"] == {
-        "recipe": "llama_8b_lora32_bf16",
-        "model": "Llama-3.1-8B-Instruct",
-        "method": "LoRA r=32",
-        "precision": "bf16",
-        "length": "2048",
-        "data": "alpaca",
-        "preview_gib": rows["llama_8b_lora32_bf16"]["preview_gib"],
-    }
+    assert rows["llama_8b_lora32_bf16"]["method"] == "LoRA r=32"
     assert 17 < rows["llama_8b_lora32_bf16"]["preview_gib"] < 26
     assert rows["tiny_full_fp8"]["precision"] == "fp8 delayed"
-    assert rows["tiny_full_fp8"]["method"] == "full"
 
 
 def test_cat_prints_a_recipe_as_written(cli):
@@ -287,7 +253,7 @@ def test_cp_makes_a_recipe_that_runs_by_the_path_it_prints(cli):
     assert done.code == 0
     there, here = (f.read_text("utf-8") for f in (find_recipe("tiny_full_fp8"), Path("mine.yaml")))
     differ = [b for a, b in zip(there.split("\n"), here.split("\n"), strict=True) if a != b]
-    assert all("$schema=" in line for line in differ)
+    assert [Path(line.partition("$schema=")[2]).is_file() for line in differ] == [True]
     path = done.out.split("python -m finetune ")[1].strip()
     assert load_recipe(path).config == load_recipe("tiny_full_fp8").config
 
@@ -424,13 +390,6 @@ def test_doctor_as_json_has_a_reason_for_every_backend(cli):
     assert all(verdict["reason"] for verdict in found["backends"].values())
 
 
-def test_doctor_prints_its_advice(cli):
-    done = cli("doctor")
-    assert done.code == 0
-    for part in ("FP8 hardware", "te/delayed", "emulated/rowwise", "auto: ", "next: "):
-        assert part in done.out
-
-
 def test_doctor_names_each_backend_however_narrow_the_terminal(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     said = cli("doctor").out
@@ -439,18 +398,12 @@ def test_doctor_names_each_backend_however_narrow_the_terminal(cli, monkeypatch)
 
 # -------------------------------------------------------------------------------------- mistakes
 
-RECIPE = (
-    "model:\n  name: builtin:tiny_llama\ndata:\n  name: builtin:harbour\ntrain:\n  max_steps: 1\n"
-)
-
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["tiny_lora_fp9"], ["'tiny_lora_fp9'", "did you mean 'tiny_lora_fp8'?"]),
-        (["--out", "x", "tiny_lora_fp9"], ["'tiny_lora_fp9'", "did you mean 'tiny_lora_fp8'?"]),
         (["validte", "tiny_lora_fp8"], ["validte", "did you mean 'validate'?"]),
-        (["doctr"], ["doctr", "did you mean 'doctor'?"]),
         (["nothing.yaml"], ["there is no recipe file 'nothing.yaml'"]),
         (["cat"], ["Missing argument 'RECIPE'", "fix:", "RECIPE: Name, or path", "cat --help"]),
         (
@@ -472,18 +425,12 @@ RECIPE = (
         (["data", "tiny_lora_fp8", "--max-seq-length=64"], ["write train.max_length=64;"]),
         (["ls", "--max_steps", "3"], ["No such option: --max_steps"]),
         (
-            ["cat", "tiny_lora_fp8", "compute=fp8"],
-            ["no section 'compute'", "write precision.compute=fp8"],
-        ),
-        (["cat", "tiny_lora_fp8", "lora.rank=8"], ["no key 'rank' in section 'lora'"]),
-        (
             ["validate", "tiny_lora_fp8", "train.learning_rat=1"],
             [
                 "'learning_rat'; did you mean 'learning_rate'?",
                 "train.learning_rate=..., if that is meant",
             ],
         ),
-        (["tiny_lora_fp8", "train.bf16=true"], ["train.bf16 cannot be set here"]),
         (["tiny_lora_fp8", "train.use_cpu=true"], ["cannot be set here", "CUDA_VISIBLE_DEVICES"]),
         (
             ["validate", "tiny_lora_fp8", "model.name=builtin:tiny_lama"],
@@ -515,63 +462,18 @@ def test_a_mistake_exits_with_2_and_says_what_to_do(cli, words, said):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"model: [\n", ["not valid YAML", "mine.yaml:2", "check indentation"]),
-        (RECIPE.encode() + b"  max_steps: 2\n", ["max_steps is given twice", "mine.yaml:7"]),
-        (RECIPE.encode() + b"lora:\n  r: eight\n", ["lora.r", "'eight'", "mine.yaml:8"]),
-        (b"model: {name: \xe9}\n", ["mine.yaml", "UTF-8"]),
-        (b"", ["model is missing", "mine.yaml", "add model"]),
-    ],
-    ids=["malformed", "twice", "type", "latin-1", "empty"],
-)
-def test_a_bad_recipe_file_exits_with_2_and_names_the_line(cli, content, said):
-    Path("mine.yaml").write_bytes(content)
-    done = cli("validate", "mine.yaml")
-    assert done.code == 2
-    for part in said:
-        assert part in done.err
-
-
-@pytest.mark.parametrize(
     ("override", "content", "said"),
     [
         ("data.path=rows.jsnl", "", ["no data file 'rows.jsnl'", "did you mean 'rows.jsonl'?"]),
-        ("data.path=rows.jsonl", "", ["rows.jsonl is empty"]),
         ("data.path=rows.jsonl", '{"text": "a"}\n{"text"\n', ["rows.jsonl:2", "not JSON"]),
-        (
-            "data.path=rows.jsonl",
-            '{"foo": 1}\n',
-            ["no prompt and answer columns", "columns found: foo"],
-        ),
-        ("data.path=rows.doc", "Once.", ["files of type '.doc' cannot be read"]),
         ("data.path=rows.jsonl", '{"text": null}\n', ["row 1 of rows.jsonl", "'text' is empty"]),
-        ("data.path=rows.jsonl", '{"messages": "hello"}\n', ["row 1 of rows.jsonl"]),
-        (
-            "data.path=rows.jsonl",
-            '{"messages": [{"role": "user", "content": "a"}]}\n',
-            ["row 1 of rows.jsonl", "no assistant turn"],
-        ),
         ("data.path=rows.jsonl", '{"text": "a"}\n', ["no rows to evaluate on", "eval_strategy=no"]),
         ("data.name=builtin:harbor", "", ["'builtin:harbor'", "did you mean 'builtin:harbour'?"]),
-    ],
-    ids=[
-        "missing",
-        "empty",
-        "broken-line",
-        "unknown-columns",
-        "suffix",
-        "null",
-        "no-turns",
-        "no-answer",
-        "one-row",
-        "builtin",
     ],
 )
 def test_bad_data_exits_with_2_before_a_model_is_loaded(cli, monkeypatch, override, content, said):
     monkeypatch.setattr("finetune.training.trainer.load_model", pytest.fail)
-    for name in ("rows.jsonl", "rows.doc"):
-        Path(name).write_text(content, encoding="utf-8")
+    Path("rows.jsonl").write_text(content, encoding="utf-8")
     done = cli("tiny_full_fp8", override)
     assert done.code == 2
     for part in said:
@@ -747,17 +649,8 @@ def test_paths_are_quoted_and_a_path_is_no_setting(tmp_path):
 def test_the_schema_of_recipes_is_the_shipped_one(cli):
     shipped = recipes_folder() / "recipe.schema.json"
     assert json.loads(cli("schema").out) == json.loads(shipped.read_text("utf-8"))
-
-
-@pytest.mark.parametrize("name", list_recipes())
-def test_every_recipe_names_its_schema(name):
-    assert "\n# yaml-language-server: $schema=recipe.schema.json\n" in find_recipe(name).read_text()
-
-
-def test_a_copy_names_the_installed_schema(cli, tmp_path):
-    assert cli("cp", "tiny_lora_fp8", tmp_path / "mine.yaml").code == 0
-    line = next(x for x in (tmp_path / "mine.yaml").read_text().splitlines() if "$schema" in x)
-    assert Path(line.partition("$schema=")[2]).is_file()
+    line = "\n# yaml-language-server: $schema=recipe.schema.json\n"
+    assert all(line in find_recipe(name).read_text("utf-8") for name in list_recipes())
 
 
 def test_help_groups_the_verbs_and_cuts_no_line(cli):
