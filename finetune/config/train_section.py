@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-import math
-import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from finetune.config.aliases import in_recipe
 from finetune.config.optimizers import check_name
@@ -17,9 +13,6 @@ from finetune.config.schema import RunConfig
 from finetune.config.section import check_text
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 from finetune.errors import ConfigError, did_you_mean, nearest
-
-if TYPE_CHECKING:
-    from trl import SFTConfig
 
 _COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 OWNED_BY_US = {
@@ -49,30 +42,13 @@ def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
     return config.model_copy(update={"train": {**config.train, CHECKPOINTING: on}})
 
 
-def _import_config() -> type[SFTConfig]:
-    """Import TRL, torch and Transformers with it, without a look for garbage in between or later.
-
-    Modules stay, so each look at their millions of objects finds nothing, and takes half a second.
-    """
-    collects, no_tensors = gc.isenabled(), "torch" not in sys.modules
-    gc.disable()
-    try:
-        from trl import SFTConfig
-
-        if no_tensors:  # else some might be among the frozen, and keep their memory for ever
-            gc.freeze()
-            atexit.register(gc.unfreeze)  # or nanobind reports its functions as leaked
-    finally:
-        if collects:
-            gc.enable()
-    return SFTConfig
-
-
 def sft_arguments() -> tuple[str, ...]:
     """Names of the arguments that `trl.SFTConfig` takes; imports trl (seconds)."""
     import dataclasses
 
-    return tuple(f.name for f in dataclasses.fields(_import_config()) if f.init)
+    from trl import SFTConfig
+
+    return tuple(f.name for f in dataclasses.fields(SFTConfig) if f.init)
 
 
 def fields_of(section: str) -> dict[str, Any]:
@@ -110,9 +86,10 @@ def convert_train(
     import dataclasses
     import typing
 
-    config_class = _import_config()
-    fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
-    types = typing.get_type_hints(config_class)
+    from trl import SFTConfig
+
+    fields = {f.name: f for f in dataclasses.fields(SFTConfig) if f.init}
+    types = typing.get_type_hints(SFTConfig)
     result: dict[str, Any] = {}
     for key, value in train.items():
         at = ("train", key)
@@ -215,24 +192,24 @@ def _members(annotation: Any) -> set[type]:
 
 # `trl.SFTConfig` takes numbers as they come: a NaN, an infinite or a negative one trains nothing,
 # trains everything, or ends in a traceback minutes later.
-LARGEST = 2**53
-"""What a float holds exactly, and no number of a run reaches."""
 AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("max_length", "dataset_num_proc", "torch_empty_cache_steps", "eval_accumulation_steps"),
     *("ddp_bucket_cap_mb", "dataloader_prefetch_factor", "pad_to_multiple_of", "ddp_timeout"),
 )
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(AT_LEAST_ONE, (1, LARGEST)),
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),  # of numpy
-    **dict.fromkeys(("max_steps", "local_rank"), (-1, LARGEST)),
-    "label_smoothing_factor": (0, 1),
-    "dataloader_num_workers": (0, 4096),
-    "max_grad_norm": (0, math.inf),  # infinite: gradients are measured, and not clipped
+RANGES: dict[str, Any] = {
+    **dict.fromkeys(AT_LEAST_ONE, Annotated[FiniteFloat, Field(ge=1)]),
+    **dict.fromkeys(("seed", "data_seed"), Annotated[int, Field(ge=0, lt=2**32)]),  # of numpy
+    **dict.fromkeys(("max_steps", "local_rank"), Annotated[int, Field(ge=-1)]),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Annotated[float, Field(ge=0, lt=1)]),
+    "num_train_epochs": Annotated[FiniteFloat, Field(gt=0)],
+    "label_smoothing_factor": Annotated[float, Field(ge=0, le=1)],
+    "dataloader_num_workers": Annotated[int, Field(ge=0, le=4096)],
+    "max_grad_norm": Annotated[
+        float, Field(ge=0)
+    ],  # infinite: gradients are measured, and not clipped
 }
-"""Setting -> smallest and largest value; others are zero or more."""
-BELOW_ONE = ("adam_beta1", "adam_beta2")
-ABOVE_ZERO = ("num_train_epochs",)
+"""Setting -> the numbers that it can be; others are finite, and zero or more."""
 CHOICES = {
     "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
 }
@@ -266,18 +243,13 @@ def check_range(key: str, value: Any, where: str) -> None:
         )
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    low, high = RANGES.get(key, (0, LARGEST))
-    inside = low <= value <= high  # False of NaN
-    if key in BELOW_ONE:
-        inside, high = inside and value < 1, 1
-    if key in ABOVE_ZERO:
-        inside = inside and value > 0
-    if not inside:
-        least = "more than 0" if key in ABOVE_ZERO else f"{low:g} or more"
-        end = "below" if key in BELOW_ONE else "at most"
-        most = "" if high >= LARGEST else f", {end} {high:.15g}"
+    try:
+        TypeAdapter(RANGES.get(key, Annotated[FiniteFloat, Field(ge=0)])).validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Input should be ")
+        said = said if said.startswith("a ") else f"a number {said}"
         raise ConfigError(
             f"train.{key} cannot be {value}",
             where=where,
-            fix=f"a number of {least}{most}; ~train.{key} takes TRL's default",
-        )
+            fix=f"{said}; ~train.{key} takes TRL's default",
+        ) from None
