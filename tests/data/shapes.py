@@ -1,12 +1,8 @@
-"""Shapes of rows under the chat templates of five families, and what is trained on in each.
-
-python -m tests.data.shapes        prints the texts that are trained on, and the ledger
-"""
+"""Shapes of rows under the chat templates of five families, and what is trained on in each."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from finetune.config.section import DataConfig
 from finetune.data.checks import MASKED
 from finetune.data.dataset import load_data
 from finetune.data.ledger import CountedRows, count
-from finetune.errors import DataError
 
 MARKS = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),
@@ -205,33 +200,3 @@ def check_sums(found: CountedRows, read: int, refused: int = 0, dropped: int = 0
     assert ledger.read + ledger.split == ledger.refused + ledger.dropped + len(labels)
     assert ledger.kept == ledger.tokens - ledger.cut == sum(map(len, labels))
     assert ledger.trained == sum(label != MASKED for row in labels for label in row)
-
-
-def main() -> None:
-    """Print the table."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory() as name:
-        datasets.config.HF_DATASETS_CACHE = Path(name) / "cache"
-        for shape in SHAPES:
-            for family in FAMILIES:
-                good, bad, long = of(family)[shape]
-                try:
-                    found = counted(
-                        family, Path(name), good, bad, long, max_length=LIMIT, on_bad_row="skip"
-                    )
-                except DataError as error:
-                    print(f"{shape:<28} {family:<7} refused: {error.what}; {error.why}")
-                    continue
-                ledger = found.ledger
-                texts = [list(trained_texts(found.tokenizer, row)) for row in found.prepared]
-                print(
-                    f"{shape:<28} {family:<7} rows {ledger.read} = {ledger.refused} refused + "
-                    f"{ledger.dropped} dropped + {len(found.prepared)} kept; tokens {ledger.tokens}"
-                    f" = {ledger.cut} cut + {ledger.kept} kept, {ledger.trained} trained: {texts}"
-                )
-
-
-if __name__ == "__main__":
-    main()

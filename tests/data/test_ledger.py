@@ -108,17 +108,11 @@ def test_calls_are_trained_on(load, prepare, with_tools) -> None:
 def test_a_template_that_knows_no_tools_is_refused(load, tokenizer, key, value) -> None:
     row = turns("Tide?", content="" if key == "tool_calls" else "High.")
     (row["messages"][1] if key == "tool_calls" else row)[key] = value
-    with pytest.raises(DataError, match=rf"does not use '{key}'\n[\s\S]*row 1[\s\S]*empty answer"):
-        load([row], tokenizer)
-
-
-@pytest.mark.parametrize(("key", "value"), [("tool_calls", [CALL]), ("tools", [TOOL])])
-def test_so_are_pairs_of_turns(load, tokenizer, key, value) -> None:
-    answer = {"role": "assistant", "content": None if key == "tool_calls" else "High."}
-    row = {"prompt": [{"role": "user", "content": "Tide?"}], "completion": [answer]}
-    (answer if key == "tool_calls" else row)[key] = value
-    with pytest.raises(DataError, match=rf"does not use '{key}'\n[\s\S]*row 1[\s\S]*empty answer"):
-        load([row], tokenizer)
+    pair = {"prompt": row["messages"][:1], "completion": row["messages"][1:]}
+    pair |= {"tools": value} if key == "tools" else {}
+    for one in (row, pair):
+        with pytest.raises(DataError, match=rf"does not use '{key}'\n[\s\S]*row 1[\s\S]*empty"):
+            load([one], tokenizer)
 
 
 def test_reasoning_that_a_template_drops_is_said(load, tokenizer) -> None:
@@ -216,7 +210,7 @@ def test_a_stream_of_ids_is_checked_where_it_is_read(load, tokenizer, monkeypatc
 
 def test_a_cell_too_many_is_refused(load, tokenizer) -> None:
     text = "prompt,completion\nWhy?,So.\nWhy?,So,indeed.\n"
-    with pytest.raises(DataError, match=r"row of 3 cells under 2 columns\n.*rows.csv:3"):
+    with pytest.raises(DataError, match=r"rows.csv:3\n.*row of 3 cells under 2 columns"):
         load(text, tokenizer, "rows.csv")
 
 

@@ -1,7 +1,4 @@
-"""Masks, token by token: every shape of rows under the chat templates of five families.
-
-`python -m tests.data.shapes` prints what the matrix checks.
-"""
+"""Masks, token by token: every shape of rows under the chat templates of five families."""
 
 from __future__ import annotations
 
