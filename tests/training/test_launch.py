@@ -126,7 +126,7 @@ def test_sharding_other_than_by_layers_with_fsdp2_is_refused(
     def check(*words: str) -> None:
         preflight(load_recipe("tiny_full_fp8", ["train.fsdp=true", *words]).config, CPU)
 
-    with pytest.raises(ConfigError, match=rf"fix: *\\w+: {instead} there"):
+    with pytest.raises(ConfigError, match=rf"fix: *\w+: {instead} there"):
         check(f"train.fsdp_config={{{key}: {value}}}")
     check(f"train.fsdp_config={{{key}: {instead}}}")
     check(f"train.fsdp_config={{{key}: {value}}}", "~train.fsdp_config")
