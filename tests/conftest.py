@@ -282,6 +282,14 @@ def batch(rows: int = 2, length: int = 32, vocab: int = 272, seed: int = 1) -> d
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def emulated(**settings):
+    """A precision of FP8 that is emulated here."""
+    from finetune.config.schema import PrecisionConfig
+
+    known = {"compute": "fp8", "backend": "emulated", "emulation": "allow"}
+    return PrecisionConfig.model_validate(known | settings)
+
+
 def prepared(model, setup_backend, backend="emulated", *, parameters=None, lr=1e-2, **settings):
     """An accelerator, and a model and optimizer that it has prepared with these settings."""
     accelerator = setup_backend(backend, **settings)

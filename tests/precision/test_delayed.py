@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 from finetune.precision.formats import E4M3, cast
 from finetune.precision.scaling import DelayedRule, DelayedState
+from tests.conftest import emulated
 
 INF, NAN = float("inf"), float("nan")
 AMAX = {
@@ -57,11 +57,8 @@ class Net(nn.Module):
 
 
 def prepared(reentrant: bool | None = None, **settings) -> tuple[Net, convert.Conversion]:
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "delayed"}
-        | settings
-    )
     model = Net(reentrant)
+    p = emulated(scaling="delayed", **settings)
     return model, convert.apply(model, planner.plan(model, p))
 
 
@@ -162,10 +159,9 @@ AMAXES = st.lists(
 @example(amaxes=[283.0, 0.0215, 0.0, 0.0, 0.0, 0.0], length=3, algorithm="max")
 def test_scales_are_those_of_transformer_engines_rule(amaxes, length, algorithm) -> None:
     """Idle, zero, infinite and tiny operands, in windows of one to 1024 micro-steps."""
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "delayed",
-         "amax_history_len": length, "amax_compute_algo": algorithm, "format": "e4m3"}
-    )  # fmt: skip
+    p = emulated(
+        scaling="delayed", amax_history_len=length, amax_compute_algo=algorithm, format="e4m3"
+    )
     state = DelayedState(1, p)
     rule = DelayedRule(state, 0)
     history, scale = [0.0] * length, 1.0

@@ -15,7 +15,7 @@ from finetune.errors import ConfigError, ProofError
 from finetune.precision import convert, planner
 from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.stored import store
-from tests.conftest import batch
+from tests.conftest import batch, emulated
 
 
 def trained(model: nn.Module, steps: int = 2, **settings):
@@ -102,11 +102,7 @@ def test_a_forced_layer_is_exactly_that(compute) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
     twin = copy.deepcopy(model[1])
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "map": {"1": compute}}
-    )
-    the_plan = planner.plan(model, p)
-    convert.apply(model, the_plan)
+    convert.apply(model, planner.plan(model, emulated(map={"1": compute})))
     assert isinstance(model[1], OverrideMixin) == (compute != "bf16"), "BF16 is what the run has"
     if compute == "bf16":
         return
@@ -190,10 +186,7 @@ def test_a_module_called_by_keyword_and_with_more_arguments() -> None:
             return self.layer(self.seen.sum(0))
 
     model = Net()
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "map": {"norm": "bf16"}}
-    )
-    convert.apply(model, planner.plan(model, p))
+    convert.apply(model, planner.plan(model, emulated(map={"norm": "bf16"})))
     x = torch.randn(16, 64)
     assert model(x).shape == (16, 64)
     low = x.bfloat16()
@@ -207,11 +200,8 @@ def test_revert_copy_and_pickle_give_plain_modules(make_llama) -> None:
     classes = [type(m) for m in model.modules()]
     names = list(model.state_dict())
     reference = model(**batch()).logits
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "nvfp4"}
-        | {"map": {"attn": "fp32", "norm": "bf16", "embed": "bf16", "output": "fp8"}}
-    )
-    convert.apply(model, planner.plan(model, p))
+    chosen = {"attn": "fp32", "norm": "bf16", "embed": "bf16", "output": "fp8"}
+    convert.apply(model, planner.plan(model, emulated(scaling="nvfp4", map=chosen)))
     assert [type(m) for m in model.modules()] != classes
     assert list(model.state_dict()) == names
     stream = io.BytesIO()

@@ -12,7 +12,7 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision import convert, planner
-from tests.conftest import batch, slow_but
+from tests.conftest import batch, emulated, slow_but
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 SUBSETS = [s for n in range(3) for s in itertools.combinations(GEMMS, n)]
@@ -98,10 +98,7 @@ def test_what_is_kept_high_is_bf16_bit_for_bit(backend, scaling, high) -> None:
     kept = {*high, "wgrad"} if scaling == "rowwise_with_gw_hp" else {*high}
     if len(kept) == 3:
         return
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": backend, "emulation": "allow", "scaling": scaling}
-        | {"high_gemms": high}
-    )
+    p = emulated(backend=backend, scaling=scaling, high_gemms=high)
     ours, bf16 = results(p), results(None)
     for gemm in GEMMS:
         assert torch.equal(ours[gemm], bf16[gemm]) == (gemm in kept), gemm
@@ -109,9 +106,7 @@ def test_what_is_kept_high_is_bf16_bit_for_bit(backend, scaling, high) -> None:
 
 @pytest.mark.parametrize("scaling", EMULATED)
 def test_a_frozen_weight_has_no_wgrad(scaling) -> None:
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": scaling}
-    )
+    p = emulated(scaling=scaling)
     ours, trained = results(p, frozen=True), results(p)
     assert ours["wgrad"] is None
     assert torch.equal(ours["fprop"], trained["fprop"])
@@ -123,10 +118,7 @@ def test_a_frozen_weight_has_no_wgrad(scaling) -> None:
 def test_a_second_derivative_is_refused(scaling) -> None:
     """Rounding has none; a gradient penalty through it would be a wrong number."""
     model = nn.Sequential(nn.Linear(64, 32))
-    p = PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": scaling}
-    )
-    convert.apply(model, planner.plan(model, p))
+    convert.apply(model, planner.plan(model, emulated(scaling=scaling)))
     x = torch.randn(16, 64, requires_grad=True)
     (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):

@@ -15,9 +15,9 @@ from finetune.errors import PlanError
 from finetune.precision.layers import matches
 from finetune.precision.planner import PrecisionPlan, plan
 from finetune.training.model import sketch
-from tests.conftest import slow_but
+from tests.conftest import emulated, slow_but
 
-FP8 = PrecisionConfig(compute="fp8", backend="emulated", emulation="allow")
+FP8 = emulated()
 
 
 def keep(*patterns: str) -> PrecisionConfig:
@@ -55,11 +55,6 @@ def test_keep_patterns(make_llama) -> None:
     assert high("layers.1.*.q_proj") == ["model.layers.1.self_attn.q_proj"]
     assert len(high("self_attn", "up_proj")) == 10
     assert high("model.layers.0.mlp.gate_proj") == ["model.layers.0.mlp.gate_proj"]
-
-
-def test_keep_pattern_that_matches_nothing(make_llama) -> None:
-    with pytest.raises(PlanError, match=r"'dwn_proj' matches no linear layer; did you mean 'down"):
-        plan(make_llama(), keep("dwn_proj"))
 
 
 @pytest.mark.parametrize(
@@ -187,15 +182,9 @@ def test_layer_that_its_parent_multiplies_stays() -> None:
 # --------------------------------------------------------------------- map, first_n, last_n, keep
 
 
-def choose(**settings) -> PrecisionConfig:
-    return PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow"} | settings
-    )
-
-
 def computes(model: nn.Module, **settings) -> dict[str, str]:
     """Name -> type of everything in the plan of a model."""
-    the_plan = plan(model, choose(**settings))
+    the_plan = plan(model, emulated(**settings))
     return {x.name: x.compute for x in (*the_plan.layers, *the_plan.casts)}
 
 
@@ -243,7 +232,7 @@ def test_a_pattern_is_stronger_than_a_part(make_llama) -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1), (2, 1), (1, 2)])
 def test_first_and_last_blocks_stay_high(make_llama, first, last) -> None:
-    the_plan = plan(make_llama(num_hidden_layers=4), choose(first_n=first, last_n=last))
+    the_plan = plan(make_llama(num_hidden_layers=4), emulated(first_n=first, last_n=last))
     found = {x.name: x.compute for x in the_plan.layers}
     for i in range(4):
         kept = i < first or i >= 4 - last
@@ -293,7 +282,7 @@ def test_what_is_asked_where_the_rest_is_high_is_high(make_llama) -> None:
 )  # fmt: skip
 def test_a_choice_that_cannot_be_honored(make_llama, settings, what, fix) -> None:
     with pytest.raises(PlanError) as caught:
-        plan(make_llama(), choose(**settings))
+        plan(make_llama(), emulated(**settings))
     assert what in caught.value.what
     assert fix in caught.value.fix
     assert caught.value.where
@@ -304,7 +293,7 @@ def test_fp8_for_a_layer_that_cannot_take_it() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
     assert computes(model) == {"0": "fp8", "1": "bf16"}
     with pytest.raises(PlanError, match="chosen for '1', which cannot") as caught:
-        plan(model, choose(map={"1": "fp8"}))
+        plan(model, emulated(map={"1": "fp8"}))
     assert "N=10 is not a multiple of 16" in caught.value.why
 
 
@@ -323,7 +312,7 @@ def test_fp8_in_a_run_without_fp8(make_llama) -> None:
 
 def test_blocks_of_a_model_without_blocks() -> None:
     with pytest.raises(PlanError, match="without a list of decoder blocks") as caught:
-        plan(nn.Sequential(nn.Linear(64, 64)), choose(first_n=1))
+        plan(nn.Sequential(nn.Linear(64, 64)), emulated(first_n=1))
     assert "precision.keep" in caught.value.fix
 
 
@@ -339,21 +328,21 @@ def test_map_reaches_what_adapters_wrap_and_not_adapters(make_llama, target) -> 
     assert base == {"fp32"}
     assert found["base_model.model.lm_head.modules_to_save.default"] == "fp32", "what trains"
     with pytest.raises(PlanError, match="'lora_A' matches no module"):
-        plan(model, choose(map={"lora_A": "fp32"}))
+        plan(model, emulated(map={"lora_A": "fp32"}))
     names = {n.rpartition(".layers.")[2] for n, c in found.items() if c == "fp8"}
     assert {n[:5] for n in names} == {"1.mlp"}
 
 
 def test_high_gemms_stand_in_the_plan(make_llama) -> None:
-    the_plan = plan(make_llama(), choose(high_gemms=("dgrad",), scaling="nvfp4"))
+    the_plan = plan(make_llama(), emulated(high_gemms=("dgrad",), scaling="nvfp4"))
     row = the_plan.fp8_layers[0]
     assert [row.precision_of(gemm) for gemm in row.gemms] == ["fp4", "bf16", "fp4"]
-    row = plan(make_llama(), choose(scaling="rowwise_with_gw_hp")).fp8_layers[0]
+    row = plan(make_llama(), emulated(scaling="rowwise_with_gw_hp")).fp8_layers[0]
     assert row.precision_of("wgrad") == "bf16"
 
 
 def test_the_plan_shows_what_the_gemms_multiply(make_llama) -> None:
-    text = shown(plan(make_llama(), choose(high_gemms=("dgrad",), scaling="nvfp4")))
+    text = shown(plan(make_llama(), emulated(high_gemms=("dgrad",), scaling="nvfp4")))
     assert "fp4  dgrad high" in text
     assert " fp8 " not in text
     assert " fp8 " in shown(plan(make_llama(), FP8))

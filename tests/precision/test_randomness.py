@@ -11,24 +11,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 from finetune import load_recipe, train
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
+from tests.conftest import emulated
 
 QUIET = Console(quiet=True)
-
-
-def nvfp4(**settings) -> PrecisionConfig:
-    return PrecisionConfig.model_validate(
-        {"compute": "fp8", "backend": "emulated", "emulation": "allow", "scaling": "nvfp4"}
-        | settings
-    )
 
 
 def gradients(*, seed: int = 0, stochastic: bool = True) -> tuple[list, torch.Tensor]:
     """Three backwards of a model with dropout; and the state torch's own generator ends in."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 32))
-    convert.apply(model, planner.plan(model, nvfp4(stochastic_rounding=stochastic)))
+    convert.apply(
+        model, planner.plan(model, emulated(scaling="nvfp4", stochastic_rounding=stochastic))
+    )
     found = []
     for step in range(3):
         model.zero_grad()
@@ -73,7 +68,7 @@ def test_recomputation_draws_nothing() -> None:
     grads = []
     for again in (False, True):
         model = Net(again)
-        convert.apply(model, planner.plan(model, nvfp4()))
+        convert.apply(model, planner.plan(model, emulated(scaling="nvfp4")))
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(7))
         for _ in range(2):
             model(x).square().mean().backward()
@@ -116,7 +111,7 @@ def test_each_process_keeps_its_own_state(tmp_path) -> None:
 
     def backend():
         model = nn.Sequential(nn.Linear(64, 64))
-        return convert.apply(model, planner.plan(model, nvfp4())).backend
+        return convert.apply(model, planner.plan(model, emulated(scaling="nvfp4"))).backend
 
     like, states = torch.empty(4), []
     for process in range(2):
