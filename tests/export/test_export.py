@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shlex
 import shutil
 from pathlib import Path
 
@@ -36,12 +35,6 @@ from finetune.runs.card import without_paths
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)
-GUIDE = Path(__file__).parents[2] / "docs" / "pages" / "guides" / "export-and-serve.md"
-COMMANDS = [
-    line
-    for line in GUIDE.read_text(encoding="utf-8").splitlines()
-    if line.startswith("python -m finetune export RUN")
-]
 TARGETS = ("adapter", "merged", "fp8", "nvfp4")
 
 
@@ -528,15 +521,6 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
     assert json.loads(record.out)["parity"]["kl"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS[1:2])
-def test_command_of_the_guide(command, lora_run, tmp_path, cli, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = shlex.split(command.partition("  #")[0])[3:]
-    assert cli(*(lora_run if word == "RUN" else word for word in words)).code == 0
-    assert len(list(tmp_path.glob("*/export.json"))) == 1
-
-
 def test_unknown_target(lora_run, tmp_path, cli):
     said = cli("export", lora_run, "--to", "nvpf4", tmp_path / "out")
     assert said.code == 2
@@ -550,14 +534,6 @@ def test_not_a_run_folder(lora_run, tmp_path, cli):
     said = cli("export", lora_run.parent, "--to", "merged", tmp_path / "out")
     assert said.code == 2
     assert f"the newest run in it is {lora_run}" in said.err
-
-
-def test_the_last_run_is_exported_by_that_name(lora_run, tmp_path, cli, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    copy_of(lora_run, tmp_path / "runs" / lora_run.parent.name / lora_run.name)
-    said = cli("export", "last", "--to", "adapter", "out")
-    assert said.code == 0, said.err
-    assert (tmp_path / "out" / "export.json").is_file()
 
 
 def copy_of(run: Path, into: Path) -> Path:
