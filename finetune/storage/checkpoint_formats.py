@@ -34,9 +34,17 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from finetune.errors import ModelNotFoundError, StorageNotComputeError, did_you_mean
+from finetune.errors import ConfigError, ModelNotFoundError, StorageNotComputeError, did_you_mean
 from finetune.precision.formats import E4M3
-from finetune.precision.weights import BLOCK, GRANULARITIES, Fp8Bits, Tile, slab_rows, tile_of
+from finetune.precision.weights import (
+    BLOCK,
+    GRANULARITIES,
+    Fp8Bits,
+    Granularity,
+    Tile,
+    slab_rows,
+    tile_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -183,19 +191,28 @@ def granularity_name(tile: Tile, shape: tuple[int, int]) -> str:
     return "block" if tile == (BLOCK, BLOCK) else f"{tile[0]}x{tile[1]}"
 
 
-def tile_named(name: str, shape: tuple[int, int]) -> Tile:
-    """The tile of a weight (N, K) under the name of a granularity, as in our own checkpoints."""
+def check_granularity(granularity: str) -> Granularity:
+    """A granularity by its name. Raises `ConfigError` for an unknown one."""
     for kind in GRANULARITIES:
-        if name == kind:
-            return tile_of(kind, shape)
+        if granularity == kind:
+            return kind
+    raise ConfigError(
+        f"there is no granularity {granularity!r}" + did_you_mean(str(granularity), GRANULARITIES),
+        where="granularity",
+        fix="row (a scale for each output channel), tensor (one) or block (128 x 128)",
+    )
+
+
+def tile_named(name: str, shape: tuple[int, int]) -> Tile:
+    """The tile of a weight (N, K) under a granularity, or under `RxC` of a published checkpoint.
+
+    Raises:
+        ConfigError: an unknown granularity.
+    """
     rows, x, columns = name.partition("x")
     if x and rows.isdigit() and columns.isdigit():
         return int(rows), int(columns)
-    raise StorageNotComputeError(
-        f"there is no granularity {name!r}{did_you_mean(name, GRANULARITIES)}",
-        where="config.json: quantization_config.modules",
-        fix=f"one of {', '.join(GRANULARITIES)}, or ROWSxCOLUMNS such as 128x128",
-    )
+    return tile_of(check_granularity(name), shape)
 
 
 def tensors_in(file: str | Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -52,14 +52,13 @@ from finetune.precision.stored import (
 )
 from finetune.precision.weights import Granularity
 from finetune.storage import nf4
-from finetune.storage.checkpoint_formats import METHODS, OWN, layout_of
+from finetune.storage.checkpoint_formats import METHODS, OWN, check_granularity, layout_of
 from finetune.storage.pretrained import auto_class as auto_class_of
 from finetune.storage.pretrained import check_folder, load_whole, loading
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
     Fp8StorageQuantizer,
     adopt,
-    check_granularity,
 )
 
 # Arguments of `from_pretrained` that are passed on to the loading of the configuration.
@@ -105,12 +104,12 @@ def load_in_fp8(
         StorageNotComputeError: the checkpoint is quantized in another way, or broken.
     """
     wanted = check_granularity(granularity) if granularity is not None else None
-    keep = [keep] if isinstance(keep, str) else list(keep)
+    storage = Fp8StorageConfig(wanted or "row", keep)
 
     def published(model: Any) -> dict[str, Granularity | None]:
-        return dict.fromkeys(leave_out(model, [n for n, _ in iter_stored(model)], keep), wanted)
+        names = leave_out(model, [n for n, _ in iter_stored(model)], storage.keep)
+        return dict.fromkeys(names, wanted)
 
-    storage = Fp8StorageConfig(wanted or "row", keep)
     return _load(model_name_or_path, storage, published, dtype, auto_class, kwargs)
 
 

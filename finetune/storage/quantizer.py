@@ -31,7 +31,7 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from finetune.errors import ConfigError, StorageNotComputeError, did_you_mean, some
+from finetune.errors import ConfigError, StorageNotComputeError, some
 from finetune.precision.experts import put_experts, quantize_stack, release_experts, stored_names
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import experts_in, linear_shape, why_own_forward
@@ -49,6 +49,7 @@ from finetune.storage.checkpoint_formats import (
     SCALE,
     Layout,
     check_codes,
+    check_granularity,
     check_scales,
     granularity_name,
     key_translation,
@@ -90,18 +91,6 @@ class Fp8StorageConfig(QuantizationConfigMixin):
         self.keep = [keep] if isinstance(keep, str) else list(keep)
         self.modules = {k: list(v) for k, v in modules.items()} if modules is not None else None
         self.published = dict(published) if published is not None else None
-
-
-def check_granularity(granularity: str) -> Granularity:
-    """A granularity by its name. Raises `ConfigError` for an unknown one."""
-    for kind in GRANULARITIES:
-        if granularity == kind:
-            return kind
-    raise ConfigError(
-        f"there is no granularity {granularity!r}" + did_you_mean(str(granularity), GRANULARITIES),
-        where="granularity",
-        fix="row (a scale for each output channel), tensor (one) or block (128 x 128)",
-    )
 
 
 class _TrainsAdaptersOnly:
@@ -264,8 +253,6 @@ class Fp8StorageQuantizer(HfQuantizer):
             named = {config.granularity: storable(model, config.keep)}
         else:
             named = {kind: resolve(model, names) for kind, names in config.modules.items()}
-        if not self.pre_quantized:  # a checkpoint of ours may also have RxC from a published one
-            named = {check_granularity(kind): names for kind, names in named.items()}
         stacks = experts_in(model)
         return {
             name: tile_named(kind, _shape_of(model, name, stacks.get(name)))
@@ -362,9 +349,8 @@ def describe(model: Any, config: Fp8StorageConfig | None = None) -> None:
     for name, module in iter_stored(model):
         kind = granularity_name(module.stored_tile, tuple(module.bits.shape))
         config.modules.setdefault(kind, []).append(name.removesuffix(".base_layer"))
-    for kind in GRANULARITIES:
-        if config.modules.keys() == {kind}:
-            config.granularity = check_granularity(kind)
+    if len(config.modules) == 1 and (kind := next(iter(config.modules))) in GRANULARITIES:
+        config.granularity = check_granularity(kind)
     model.config.quantization_config = config
 
 
