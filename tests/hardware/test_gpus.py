@@ -13,7 +13,6 @@ from finetune.hardware.device import (
     installed_model,
 )
 from finetune.hardware.gpus import (
-    TABLE,
     as_device,
     find_gpu,
     gpu_table,
@@ -21,7 +20,6 @@ from finetune.hardware.gpus import (
     named_gpu,
 )
 from finetune.hardware.requirements import resolve
-from tests.conftest import A100, B200, CPU, H100, RTX4090
 
 OWN = """\
 - name: H20
@@ -66,25 +64,15 @@ def own(monkeypatch, tmp_path):
     ("text", "name"),
     [
         ("H100", "H100"),
-        ("h100-sxm", "H100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("h100 pcie", "H100-PCIe"),
-        ("H100NVL", "H100-NVL"),
         ("4090", "RTX 4090"),
-        ("rtx4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("a100 80gb", "A100-80GB"),
         ("A100-SXM4-40GB", "A100-40GB"),
-        ("A100-PCIe-80GB", "A100-80GB-PCIe"),
-        ("A6000", "RTX A6000"),
-        ("L40s", "L40S"),
         ("RTX PRO 6000", "RTX PRO 6000"),
         ("rtx pro 6000 max-q", "RTX PRO 6000 Max-Q"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Server"),
-        ("mi300x", "MI300X"),
         ("AMD Instinct MI300X", "MI300X"),
-        ("RTX4070Ti SUPER 16GB", "RTX 4070 Ti SUPER"),
-        ("V100-32GB", "V100-32GB"),
     ],
 )
 def test_named(text, name) -> None:
@@ -145,23 +133,10 @@ def test_every_line_of_the_table() -> None:
     ("name", "bf16", "gb_s"),
     [
         ("NVIDIA A100-SXM4-40GB", 312, 1555),
-        ("NVIDIA A100-SXM4-80GB", 312, 2039),
-        ("NVIDIA A100 80GB PCIe", 312, 1935),
-        ("NVIDIA A10G", 70, 600),
-        ("NVIDIA L4", 121, 300),
         ("NVIDIA L40S", 362, 864),
-        ("NVIDIA GeForce RTX 3090", 71, 936),
         ("NVIDIA GeForce RTX 4090", 165.2, 1008),
-        ("NVIDIA GeForce RTX 5090", 209.5, 1792),
-        ("NVIDIA H100 PCIe", 756, 2039),
         ("NVIDIA H100 80GB HBM3", 989.4, 3352),
-        ("NVIDIA H100 NVL", 835.5, 3938),
-        ("NVIDIA H200", 989.4, 4800),
         ("NVIDIA B200", 2250, 8000),
-        ("NVIDIA GB200", 2500, 8000),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 1792),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 500, 1597),
-        ("AMD Instinct MI300X", 1307.4, 5300),
         ("AMD Instinct MI300X OAM", 1307.4, 5300),
     ],
 )
@@ -176,36 +151,6 @@ def test_found_by_the_name_of_the_driver(name, bf16, gb_s) -> None:
 )
 def test_other_chips_of_a_like_name_are_unknown(name) -> None:
     assert find_gpu(Device("cuda", name, (8, 9), 16.0)) is None
-
-
-@pytest.mark.parametrize("device", [A100, H100, RTX4090, B200])
-def test_pretended_devices_agree_with_the_table(device) -> None:
-    gpu = find_gpu(device)
-    assert gpu is not None
-    assert gpu.capability == device.capability
-    assert gpu.memory_gib == pytest.approx(device.memory_gib, rel=0.01)
-
-
-def test_a_cpu_has_no_line() -> None:
-    assert find_gpu(CPU) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "sms", "l2_mib", "link", "link_gb_s"),
-    [
-        ("A100-80GB", 108, 40, "nvlink", 300),
-        ("H100", 132, 50, "nvlink", 450),
-        ("H200", 132, 60, "nvlink", 450),
-        ("B200", 148, 126, "nvlink", 900),
-        ("L40S", 142, 96, "pcie", 31.5),
-        ("RTX 5090", 170, 96, "pcie", 63),
-        ("MI300X", 304, 32, "infinity-fabric", 448),
-    ],
-)
-def test_figures(name, sms, l2_mib, link, link_gb_s) -> None:
-    gpu = named_gpu(name)
-    assert (gpu.sms, gpu.l2_mib, gpu.link, gpu.link_gb_s) == (sms, l2_mib, link, link_gb_s)
-    assert gpu.price_usd_per_hour is None
 
 
 def test_the_links_of_pci_express_are_those_of_its_generations() -> None:
@@ -293,12 +238,6 @@ def test_a_wrong_file_is_named_with_its_line(own, change, line, words) -> None:
     assert all(word in message for word in words), message
 
 
-def test_a_mapping_is_not_a_list_of_gpus(own) -> None:
-    own("name: H20\n")
-    with pytest.raises(ConfigError, match="list of lines"):
-        gpus_with_own()
-
-
 def test_a_file_that_is_not_there(monkeypatch) -> None:
     monkeypatch.setenv("FINETUNE_GPUS", "/nowhere/gpus.yaml")
     with pytest.raises(ConfigError, match="FINETUNE_GPUS"):
@@ -312,13 +251,6 @@ def test_two_of_one_name_are_refused(own) -> None:
     own(OWN + OWN)
     with pytest.raises(ConfigError, match="same name"):
         gpus_with_own()
-
-
-def test_the_table_explains_its_fields() -> None:
-    text = TABLE.read_text()
-    from finetune.hardware.gpus import Gpu
-
-    assert all(f"# {field} " in text for field in Gpu.model_fields)
 
 
 def test_the_installed_gpu_is_read_from_the_driver(tmp_path) -> None:

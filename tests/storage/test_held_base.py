@@ -267,24 +267,6 @@ def test_methods_of_peft_that_read_the_weight_train_over_a_plain_base_alone(make
     assert "LoRA" in caught.value.fix
 
 
-def test_merging_into_codes_is_refused(make_llama) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model, ids = get_peft_model(make_llama(), config).eval(), torch.arange(5, 17)[None]
-    layers = [m.base_layer for n, m in model.named_modules() if n.endswith("q_proj")]
-    for layer in layers:
-        store(layer)
-    codes, before = [layer.weight.clone() for layer in layers], model(input_ids=ids).logits
-    for safe in (False, True):
-        with pytest.raises(StorageNotComputeError):
-            model.merge_adapter(safe_merge=safe)
-    assert all(torch.equal(layer.weight, c) for layer, c in zip(layers, codes, strict=True))
-    for layer in layers:
-        release(layer, torch.float32)
-    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
-
-
 def trained_over(model: Any, config: Any) -> list[torch.Tensor]:
     """Logits and gradients of an adapted model in BF16, at the beginning and a step later."""
     import peft

@@ -14,7 +14,6 @@ from torch import nn
 pytest.importorskip("bitsandbytes")
 
 from finetune import load_recipe, setup_fp8_mixed_precision_training, train
-from finetune.cli.recipes import row_of
 from finetune.config.paths import TINY_LLAMA
 from finetune.errors import (
     ConfigError,
@@ -118,15 +117,6 @@ def test_the_receipt_proves_it_and_tells_the_storage(qlora) -> None:
 
 
 @pytest.mark.slow
-def test_the_plain_sibling_trains_the_same_and_stores_nothing(qlora, lora) -> None:
-    qlora, lora = qlora.receipt, lora.receipt
-    assert qlora.trainable == lora.trainable
-    assert lora.precision["storage"] == {}
-    flops = [[(row.name, row.flops, row.calls) for row in r.layers] for r in (qlora, lora)]
-    assert flops[0] == flops[1], "the witness sees products of 4-bit weights like any other"
-
-
-@pytest.mark.slow
 def test_the_adapter_is_an_ordinary_float32_one(qlora, lora) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -144,16 +134,6 @@ def test_the_adapter_is_an_ordinary_float32_one(qlora, lora) -> None:
         rows = batch(vocab=model.config.vocab_size)
         losses.append(PeftModel.from_pretrained(model, folder)(**rows).loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
-
-
-@pytest.mark.long
-def test_gradient_checkpointing(tmp_path) -> None:
-    overrides = ["train.max_steps=2", "train.warmup_steps=0", "data.prompts=[hello]"]
-    overrides += ["train.gradient_checkpointing=true", "data.max_rows=16"]
-    report = train(load_recipe("tiny_qlora_bf16", overrides), out=tmp_path, console=QUIET)
-    assert report.receipt.status == "proven"
-    base = [row for row in report.receipt.layers if row.role == "base"]
-    assert all(row.calls == {"fprop": 2, "dgrad": 1, "wgrad": 0} for row in base)
 
 
 @pytest.mark.long
@@ -233,10 +213,6 @@ def test_stored_bytes_are_those_of_bitsandbytes(numel) -> None:
     w = torch.randn(numel // 64, 64)
     codes, state = quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4")
     assert nf4_bytes(numel) == codes.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-
-
-def test_a_weight_takes_four_bits_and_an_eighth() -> None:
-    assert nf4_bytes(2**24) * 8 / 2**24 == pytest.approx(4.127, abs=5e-4)
 
 
 def bound_of(config):
@@ -377,16 +353,3 @@ def test_a_model_without_layers_to_hold_is_refused(make_llama) -> None:
 
 
 # ---------------------------------------------------------------------------------------- telling
-
-
-def test_it_is_listed_as_qlora() -> None:
-    assert row_of("llama_8b_qlora_bf16")["method"] == "QLoRA r=8"
-
-
-def test_validate_shows_storage_and_memory(monkeypatch, capsys) -> None:
-    from finetune.cli.recipes import validate
-
-    validate("tiny_qlora_bf16")
-    assert "frozen base stored in nf4" in capsys.readouterr().out
-    validate("tiny_qlora_bf16", as_json=True)
-    assert json.loads(capsys.readouterr().out)["storage"] == "nf4"

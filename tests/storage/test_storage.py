@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from finetune.errors import StorageNotComputeError
 from finetune.precision import weights
 from finetune.precision.formats import E4M3, decode_bits
 from finetune.precision.stored import StoredMixin, iter_stored, put, requantize, store
-from finetune.precision.weights import Fp8Bits, dequantize_weight, quantize_weight, tile_of
+from finetune.precision.weights import dequantize_weight, quantize_weight, tile_of
 
 GRANULARITIES = ("row", "tensor", "block")
 
@@ -140,35 +139,11 @@ def test_no_high_precision_copy_is_kept_for_backward():
     assert max(t.numel() for t in kept if t.dtype is torch.float32) == 64  # the scales
 
 
-@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float32])
-def test_casting_the_model_leaves_codes_and_scales(cast):
-    layer = nn.Linear(64, 32)
-    store(layer)
-    bits, scale = layer.weight.clone(), layer.weight_scale.clone()
-    nn.Sequential(layer).to(cast)
-    assert torch.equal(layer.weight, bits)
-    assert torch.equal(layer.weight_scale, scale)
-    assert layer.weight_scale.dtype is torch.float32
-    assert layer.bias.dtype is cast
-
-
 def test_a_stored_weight_cannot_train():
     layer = nn.Linear(64, 32)
     store(layer)
     with pytest.raises(RuntimeError, match="floating point"):
         layer.weight.requires_grad_(True)
-
-
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-@pytest.mark.parametrize("layer", [nn.Linear(48, 32), Conv1D(32, 48)])
-def test_copies_are_stored_layers(layer, copy_of):
-    layer = copy.deepcopy(layer)
-    store(layer, "block")
-    other = copy_of(layer)
-    assert type(other) is type(layer)
-    assert isinstance(other.weight, Fp8Bits)
-    x = torch.randn(2, 48)
-    assert torch.equal(layer(x), other(x))
 
 
 def test_state_dicts_show_float8_and_load_back():
@@ -233,16 +208,6 @@ def test_peft_attaches_and_its_merge_corrupts_nothing(safe, scale):
     assert all(torch.equal(after[name].weight, bits) for name, bits in before.items())
 
 
-def test_an_adapter_of_a_bf16_model_is_moved_to_its_type_before_it_is_upcast():
-    model = tiny().to(torch.bfloat16)
-    for module in model.model.layers.modules():
-        if isinstance(module, nn.Linear):
-            store(module)
-    config = LoraConfig(r=4, target_modules="all-linear")
-    model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.bfloat16}
-
-
 def test_dora_starts_from_the_weights_that_codes_stand_for():
     model = get_peft_model(stored(), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
@@ -252,16 +217,3 @@ def test_dora_starts_from_the_weights_that_codes_stand_for():
     torch.testing.assert_close(magnitude, norms)
     x = torch.randn(2, 32)
     torch.testing.assert_close(layer(x), layer.base_layer(x))
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"  # by dynamo
-)
-def test_a_stored_layer_compiles_into_one_graph():
-    layer = nn.Linear(64, 32)
-    store(layer)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(4, 64, requires_grad=True)
-    torch.testing.assert_close(compiled(x), layer(x))
-    compiled(x).sum().backward()
-    assert x.grad is not None
