@@ -17,6 +17,7 @@ from torch import nn
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, first_line
 from finetune.export.parity import load_stock, with_adapter
+from finetune.storage.pretrained import keep_generation
 
 
 def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -> Any:
@@ -33,6 +34,7 @@ def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -
     """
     model = load_stock(weights, config, dtype=dtype)
     if adapter is None:
+        keep_generation(model)
         return model
     pairs = dict(model.all_tied_weights_keys)
     try:
@@ -49,6 +51,7 @@ def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -
     tensors = model.state_dict()
     if pairs and all(torch.equal(tensors[one], tensors[other]) for one, other in pairs.items()):
         _tie(model, pairs)
+    keep_generation(model)
     return model
 
 

@@ -143,7 +143,8 @@ def test_experts_are_stored_in_parts_as_they_were(config, tmp_path):
 def test_weights_keep_their_type(config, make_llama, tmp_path):
     """In BF16, each weight is off by roundings of itself and of what is added."""
     base = saved(lambda: make_llama(vocab_size=64).bfloat16(), tmp_path / "base")
-    adapt(base, tmp_path / "adapter", torch.bfloat16, target_modules="all-linear", r=4)
+    lora = {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"], "r": 4}
+    adapt(base, tmp_path / "adapter", torch.bfloat16, **lora)
     exact = merged(base, config, tmp_path / "adapter", torch.float32).state_dict()
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
     ours = exported(base, tmp_path / "adapter", tmp_path / "out", config).state_dict()
@@ -151,6 +152,20 @@ def test_weights_keep_their_type(config, make_llama, tmp_path):
         assert tensor.dtype == torch.bfloat16
         size = before[name].float().abs() + exact[name].abs()
         assert ((tensor.float() - exact[name]).abs() <= 2**-7 * size + 1e-9).all(), name
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_settings_of_generation_are_saved_with_the_ends_of_the_run(full, config, tmp_path):
+    """A file of Transformers' own, greedy with a temperature, which its strict check refuses."""
+    base, adapter = saved(qwen2, tmp_path / "base"), tmp_path / "adapter"
+    adapt(base, adapter, target_modules=["q_proj"])
+    settings = {"do_sample": False, "temperature": 0.5, "eos_token_id": 2}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    model = merged(base, config, None if full else adapter, "auto")
+    model.save_pretrained(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (written["temperature"], written["eos_token_id"]) == (0.5, 2 if full else [2, 3])
 
 
 # ------------------------------------------------------------------------------ nothing is dropped
