@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import shutil
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 import finetune
+from tests.analysis.test_report_plots import contrast
 from tests.run_folders import make_comparison, make_run
 
 CHROMIUM = next(
@@ -109,18 +109,6 @@ def open_page(browser, reports):
         context.close()
 
 
-def contrast(one: list[int], other: list[int]) -> float:
-    """Of two RGB colours, after WCAG 2.2."""
-
-    def luminance(rgb: list[int]) -> float:
-        parts = [c / 255 for c in rgb]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1280, 360])
 def test_plots_render_nothing_is_fetched_and_nothing_sticks_out(open_page, reports, kind, width):
@@ -187,18 +175,6 @@ def test_on_paper_tables_are_whole_and_nothing_scrolls(open_page, kind):
       || getComputedStyle(box, "::before").content !== "none").map(b => b.innerText.slice(0, 99))"""
     assert page.evaluate(cut) == []
     page.emulate_media(media="screen")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_links_lead_to_files_that_exist(open_page, reports, kind):
-    page, _ = open_page(kind)
-    hrefs = set(page.eval_on_selector_all("a", "links => links.map(a => a.href)"))
-    assert len(hrefs) >= 3
-    for href in hrefs:
-        parts = urlsplit(href)
-        assert parts.scheme == "file"
-        path = reports[kind].folder.__class__(unquote(parts.path))
-        assert path.exists(), href
 
 
 def test_ids_are_unique_and_folded_parts_open(open_page):

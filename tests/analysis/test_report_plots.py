@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -26,7 +27,6 @@ from finetune.analysis.report.figures import (
     draw_plot,
     log_locator,
     save_picture,
-    set_ticks,
     style,
     svgs,
 )
@@ -66,8 +66,7 @@ def test_the_figures_of_an_axis_are_told_apart(low, high, log):
 def test_ticks_of_steps_are_whole_and_round(points, most, ticks):
     plot = Plot("p", "Plot", "", "", (Series("one", list(points), [1.0] * len(points)),))
     axes = Figure().add_subplot()
-    draw_plot(axes, plot)
-    set_ticks(axes, plot, most)
+    draw_plot(axes, plot, most)
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
 
@@ -132,11 +131,11 @@ def test_smoothing_is_a_mean_and_splitting_tells_what_is_not_finite():
     assert (x.tolist(), finite.tolist(), broken) == ([0.0], [1.0], (1.0, 2.0))
 
 
-def _contrast(one: str, other: str) -> float:
-    """Of two colours, after WCAG 2.2."""
+def contrast(one: Sequence[int], other: Sequence[int]) -> float:
+    """Of two RGB colours, after WCAG 2.2."""
 
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    def luminance(rgb: Sequence[int]) -> float:
+        parts = [c / 255 for c in rgb]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -146,10 +145,11 @@ def _contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 def test_colours_are_readable_in_both_themes(theme):
+    rgb = {name: bytes.fromhex(colour[1:]) for name, colour in theme.items()}
     for name in ("ink", "muted", "accent", "bad"):
-        assert _contrast(theme[name], theme["paper"]) >= 4.5, name
+        assert contrast(rgb[name], rgb["paper"]) >= 4.5, name
     for name in (f"c{i}" for i in range(1, 9)):
-        assert _contrast(theme[name], theme["paper"]) >= 3, name
+        assert contrast(rgb[name], rgb["paper"]) >= 3, name
     assert LIGHT.keys() == DARK.keys()
     assert len(set(LIGHT.values())) == len(LIGHT), "a colour stands for one variable"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,12 +40,8 @@ class Num:
         if not self.href or not self.text:
             return html.escape(self.text)
         title = f"{self.href.rpartition('/')[2]}: {self.key}" if self.key else self.href
-        is_figure = any(c.isdigit() for c in self.text) and len(self.text) < 40
-        kind = "n" if is_figure or re.fullmatch(r"\S+[./]\S*", self.text) else "n text"  # or a file
-        return (
-            f'<a class="{kind}" href="{html.escape(self.href)}" title="{html.escape(title)}">'
-            f"{html.escape(self.text)}</a>"
-        )
+        href, title, text = map(html.escape, (self.href, title, self.text))
+        return f'<a class="n" href="{href}" title="{title}">{text}</a>'
 
     @property
     def capitalized(self) -> Num:

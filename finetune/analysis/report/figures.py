@@ -94,8 +94,7 @@ def drawn(plot: Plot, width: int, height: int) -> Figure:
         height, left = 60 + FOREST_ROW * len(plot.gaps), 90
         _forest(axes, plot)
     else:
-        draw_plot(axes, plot)
-        set_ticks(axes, plot, ticks=9 if width > 500 else 6 if width > 400 else 4)
+        draw_plot(axes, plot, ticks=max(4, width // 100))
     figure.set_size_inches(width / 72, height / 72)
     figure.subplots_adjust(left / width, 34 / height, 1 - 14 / width, 1 - 12 / height)
     return figure
@@ -104,8 +103,8 @@ def drawn(plot: Plot, width: int, height: int) -> Figure:
 # ---------------------------------------------------------------------------------------- drawing
 
 
-def draw_plot(axes: Axes, plot: Plot) -> None:
-    """Draw series, lines and marks; `set_ticks` sets the horizontal axis for a width."""
+def draw_plot(axes: Axes, plot: Plot, ticks: int) -> None:
+    """Draw series, lines and marks, with at most `ticks` figures on the horizontal axis."""
     for number, series in enumerate(plot.series):
         _draw(axes, series, number)
     for height, label in plot.lines:
@@ -135,10 +134,6 @@ def draw_plot(axes: Axes, plot: Plot) -> None:
     if plot.from_zero:
         axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(_percent if plot.percent else _tick))
-
-
-def set_ticks(axes: Axes, plot: Plot, ticks: int) -> None:
-    """Put at most `ticks` figures on the horizontal axis; steps are whole."""
     whole: dict[str, Any] = {"integer": True, "min_n_ticks": 1, "steps": [1, 2, 5, 10]}
     settings = whole if plot.over == "step" else {"steps": [1, 2, 2.5, 5, 10]}
     axes.xaxis.set_major_locator(MaxNLocator(ticks, **settings))

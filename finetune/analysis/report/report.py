@@ -26,19 +26,16 @@ from markupsafe import Markup
 from finetune import __version__
 from finetune.analysis.compare.result import read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
-from finetune.analysis.report.elements import Page, Source, figure, fixed
+from finetune.analysis.report.elements import Page, Source
 from finetune.analysis.report.figures import DARK, LIGHT, TEMPLATES, save_picture, svgs
-from finetune.analysis.report.run_page import names_of, run_page, several_page
+from finetune.analysis.report.run_page import names_of, page_of
 from finetune.analysis.report.run_source import RunSource
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError, writing
-from finetune.runs.folder import COMPARISON, Run
+from finetune.runs.folder import COMPARISON
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
 from finetune.runs.receipt import changed_numbers, still_line
-from finetune.units import count, percent
-
-PLOTS = "plots"
-"""Folder of plots, beside the page."""
+from finetune.units import count, percent, size_of_gib
 
 
 @dataclass(frozen=True)
@@ -99,16 +96,25 @@ def write_report(
             where=str(compared[0]),
             fix="give its folder only, or the run folders inside it",
         )
-    runs = [] if compared else [read_run(path) for path in paths]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     home = paths[0] if len(paths) == 1 else Path("runs") / "reports" / stamp
     base = user_path(home if to is None else to)
+    if compared:
+        page = comparison_page(read_comparison(compared[0]), Source(compared[0], base))
+    else:
+        runs = [read_run(path) for path in paths]
+        named = zip(names_of(runs), runs, strict=True)
+        page = page_of([RunSource(run.folder, base, name) for name, run in named])
     where, fix = str(base.absolute()), "choose another folder with --to"
     with writing("the report cannot be written", where=where, fix=fix), warnings.catch_warnings():
         # Letters that matplotlib's own font lacks are boxes in pictures; the page has them.
         warnings.filterwarnings("ignore", "Glyph")
-        base.mkdir(parents=True, exist_ok=True)
-        return _write(_page(compared, runs, base), base)
+        pictures = {base / "plots" / f"{plot.name}.png": plot for plot in page.plots}
+        (base / "plots" if pictures else base).mkdir(parents=True, exist_ok=True)
+        for file, plot in pictures.items():
+            save_picture(plot, file)
+        (base / "report.html").write_text(as_html(page), encoding="utf-8")
+    return Report(base, base / "report.html", tuple(pictures), page.verdict.text)
 
 
 report = write_report
@@ -117,43 +123,13 @@ report = write_report
 
 def _meant(one: Path | str) -> Path:
     path = user_path(one)
-    if str(one) == LAST:
-        return _last()
-    return find_run(str(one)) if len(path.parts) == 1 and not path.exists() else path
-
-
-def _last() -> Path:
+    if str(one) != LAST:
+        return find_run(str(one)) if len(path.parts) == 1 and not path.exists() else path
     newest: list[tuple[float, Path]] = [
         ((folder / COMPARISON).stat().st_mtime, folder) for folder in find_comparisons()[:1]
     ]
     newest += [(run.started, run.folder) for run in find_runs()[:1]]
-    if not newest:
-        raise ConfigError(
-            "there is no run in runs/",
-            where=str(Path("runs").resolve()),
-            fix="`python -m finetune tiny_lora_fp8` makes one",
-        )
-    return max(newest)[1]
-
-
-def _page(compared: Sequence[Path], runs: Sequence[Run], base: Path) -> Page:
-    if compared:
-        return comparison_page(read_comparison(compared[0]), Source(compared[0], base))
-    if len(runs) == 1:
-        return run_page(RunSource(runs[0].folder, base))
-    names = zip(names_of(runs), runs, strict=True)
-    return several_page([RunSource(run.folder, base, name) for name, run in names])
-
-
-def _write(page: Page, base: Path) -> Report:
-    pictures = {base / PLOTS / f"{plot.name}.png": plot for plot in page.plots}
-    if pictures:
-        (base / PLOTS).mkdir(exist_ok=True)
-    for file, plot in pictures.items():
-        save_picture(plot, file)
-    html = base / "report.html"
-    html.write_text(as_html(page), encoding="utf-8")
-    return Report(base, html, tuple(pictures), page.verdict.text)
+    return max(newest)[1] if newest else find_run(LAST)
 
 
 # --------------------------------------------------------------------------------------- rendering
@@ -192,6 +168,6 @@ def _environment() -> Environment:
     )
     environment.filters["line"] = lambda text: Markup(" ".join(text.split()))
     environment.filters["anchor"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
-    forms = (changed_numbers, still_line, count, percent, fixed, figure)
+    forms = (changed_numbers, still_line, count, percent, size_of_gib)
     environment.globals.update({form.__name__: form for form in forms}, draw=svgs)
     return environment

@@ -26,7 +26,6 @@ from finetune.analysis.report.elements import (
     Tone,
     figure,
     fixed,
-    signed,
 )
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import finite, scores_in
@@ -197,19 +196,6 @@ class RunSource(Source):
         return self.num(peak, REPORT, "peak_memory_gib")
 
     @property
-    def memory_note(self) -> Num | str:
-        """Prediction of the peak, or how far the measured one is from it."""
-        measured: Any = self.facts("memory.measured_gib")
-        predicted: Any = self.facts("memory.predicted_gib")
-        if not finite(predicted):
-            return ""
-        text = size_of_gib(predicted)
-        if finite(measured) is not None:
-            over = signed(measured / predicted - 1, 1)
-            text = "as predicted" if over == "+0.0%" else f"{over} against the prediction"
-        return self.num(text, RECEIPT, "memory.predicted_gib")
-
-    @property
     def time(self) -> Num:
         seconds, file = self.run.report.get("seconds"), REPORT
         if seconds is None:
@@ -238,8 +224,7 @@ class RunSource(Source):
         if not state or not owned:
             return None
         each = self.num(f"{state / owned:.2f}", RECEIPT, "trainable.optimizer_state_bytes")
-        several = isinstance(processes, int) and processes > 1
-        where = " per process" if several else ""
+        where = " per process" if isinstance(processes, int) and processes > 1 else ""
         return Line((each, f" bytes of optimizer state each{where}."))
 
     # ------------------------------------------------------------------------------------- answers
@@ -274,19 +259,11 @@ class RunSource(Source):
     @property
     def layers(self) -> Table:
         """Layers by group with the precision of each GEMM."""
-        groups = group_layers(self._receipt.layers)
-        rows = [
-            (
-                *(g.names, self.num(str(g.count), RECEIPT, "layers[].name")),
-                *(
-                    self.num(gemm.upper().replace("-", MISSING), RECEIPT, "layers[]")
-                    for gemm in g.gemms
-                ),
-                self.num(percent(g.share), RECEIPT, "layers[].flops"),
-                self.num(g.reason, RECEIPT, "layers[].reason"),
-            )
-            for g in groups
-        ]
+        rows, groups = [], group_layers(self._receipt.layers)
+        for g in groups:
+            ran = [gemm.upper().replace("-", MISSING) for gemm in g.gemms]
+            texts = str(g.count), *ran, percent(g.share), g.reason
+            rows.append((g.names, *(self.num(text, RECEIPT, "layers[]") for text in texts)))
         head = ("layers", "count", "fprop", "dgrad", "wgrad", "FLOPs", "reason")
         return Table(head, rows, numeric=(1, 5), shares={5: [g.share for g in groups]})
 
