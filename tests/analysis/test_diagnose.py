@@ -209,9 +209,6 @@ def test_the_prediction_of_a_known_gpu_is_in_the_same_parts() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tiny_lora_fp9"], ["there is no recipe 'tiny_lora_fp9'", "did you mean 'tiny_lora_"]),
-        (["missing.yaml"], ["there is no recipe file 'missing.yaml'"]),
-        (["tiny_lora_fp8", "precison.compute=fp8"], ["did you mean 'precision'"]),
         (["tiny_lora_fp8", "precision.emulation=forbid"], ["cannot be had on", "no FP8 matrix"]),
         (["tiny_lora_fp8", "--steps", "0"], ["0 steps to look at"]),
         (["tiny_lora_fp8", "--weights", "zero"], ["'random'"]),

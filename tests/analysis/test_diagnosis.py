@@ -24,8 +24,7 @@ from finetune.analysis.diagnose.timeline import (
     Slice,
     Timeline,
     _alone,
-    part_of_kernel,
-    part_of_operator,
+    part_of,
     read_profile,
 )
 from finetune.config.recipe import load_recipe, with_overrides
@@ -52,36 +51,51 @@ ROWWISE = (
     "::GemmUniversal<cute::tuple<int, int, int>, cutlass::gemm::collective::CollectiveMma<cutlass::"
     "gemm::MainloopSm90TmaGmmaWarpSpecializedFP8<4>, cutlass::float_e4m3_t, ...>"
 )
-KERNELS = [
-    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "aten::mm", GEMM),
-    ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "aten::mm", GEMM),
-    ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "", GEMM),
-    ("nvjet_qqtst_128x256_128x4_2x1_v_bz_TNT", "_LinearBackward", GEMM),
-    (ROWWISE, "aten::_scaled_mm", FP8_GEMM),
-    ("nvjet_tst_64x8_64x16_1x1_h_bz_TNT", "aten::_scaled_mm", FP8_GEMM),
-    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "aten::mm", GEMM),
-    ("triton_tem_fused_mm_3", "", GEMM),
-    ("void pytorch_flash::flash_bwd_kernel<...>", "aten::_flash_attention_backward", ATTENTION),
-    ("void flash::flash_fwd_kernel<...>", "flash_attn::_flash_attn_forward", ATTENTION),
-    (POINTWISE_KERNEL, "aten::mul", POINTWISE),
-    ("void at::native::reduce_kernel<512, 1, ReduceOp<float>>", "aten::mean", POINTWISE),
-    ("multi_tensor_apply_kernel<FusedAdam>", "aten::_fused_adamw_", OPTIMIZER),
-    ("multi_tensor_apply_kernel<LpNorm>", "aten::_foreach_norm", OPTIMIZER),
-    ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)", "", COMMUNICATION),
-    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "c10d::x", COMMUNICATION),
-    ("triton_red_fused__to_copy_abs_amax_clamp_reciprocal_0", "", CASTS),
-    ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_4", "", CASTS),
-    ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_amax_2", "", POINTWISE),
-    ("triton_poi_fused_mul_silu_5", "", POINTWISE),
-    ("Memcpy HtoD (Pageable -> Device)", "aten::copy_", OTHER),
-    ("Memset (Device)", "aten::zero_", OTHER),
-    ("void kDequantizeBlockwise<...>", "bitsandbytes::dequantize_4bit", CASTS),
+PARTS = [
+    ("aten::mm", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", GEMM),
+    ("", "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", GEMM),
+    ("_LinearBackward", "nvjet_qqtst_128x256_128x4_2x1_v_bz_TNT", GEMM),
+    ("aten::_scaled_mm", ROWWISE, FP8_GEMM),
+    ("aten::_scaled_mm", "nvjet_tst_64x8_64x16_1x1_h_bz_TNT", FP8_GEMM),
+    ("aten::mm", "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", GEMM),
+    ("aten::_flash_attention_backward", "void pytorch_flash::flash_bwd_kernel<...>", ATTENTION),
+    ("flash_attn::_flash_attn_forward", "void flash::flash_fwd_kernel<...>", ATTENTION),
+    ("aten::mul", POINTWISE_KERNEL, POINTWISE),
+    ("aten::_fused_adamw_", "multi_tensor_apply_kernel<FusedAdam>", OPTIMIZER),
+    ("aten::_foreach_norm", "multi_tensor_apply_kernel<LpNorm>", OPTIMIZER),
+    ("", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)", COMMUNICATION),
+    ("", "triton_red_fused__to_copy_abs_amax_clamp_reciprocal_0", CASTS),
+    ("", "triton_poi_fused__scaled_mm__to_copy_clamp_mul_4", CASTS),
+    ("", "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_amax_2", POINTWISE),
+    ("aten::copy_", "Memcpy HtoD (Pageable -> Device)", OTHER),
+    ("aten::zero_", "Memset (Device)", OTHER),
+    ("bitsandbytes::dequantize_4bit", "void kDequantizeBlockwise<...>", CASTS),
+    # without a kernel: self times of operators on a CPU
+    ("aten::mm", "", GEMM),
+    ("aten::addmm_", "", GEMM),
+    ("finetune::scaled_mm", "", FP8_GEMM),
+    ("aten::_scaled_dot_product_flash_attention_for_cpu", "", ATTENTION),
+    ("aten::bmm", "", ATTENTION),
+    ("aten::silu", "", POINTWISE),
+    ("c10d::allreduce_", "", COMMUNICATION),
+    ("## Call CompiledFxGraph 3 ##", "", POINTWISE),
+    ("aten::view", "", HOST),
+    ("MulBackward0", "", HOST),
+    ("autograd::engine::evaluate_function: MulBackward0", "", HOST),
 ]
 
 
-@pytest.mark.parametrize(("kernel", "operator", "part"), KERNELS)
-def test_the_part_of_a_kernel(kernel, operator, part) -> None:
-    assert part_of_kernel(kernel, operator) == part
+@pytest.mark.parametrize(("operator", "kernel", "part"), PARTS)
+def test_the_part_of_an_operator_and_of_its_kernel(operator, kernel, part) -> None:
+    assert part_of(operator, kernel) == part
+
+
+@pytest.mark.parametrize("kernel", ["", POINTWISE_KERNEL])
+def test_beside_products_an_fp8_layer_makes_operands(kernel) -> None:
+    """Batched GEMMs are the Hadamard turn of NVFP4 there, unless layers multiply by them."""
+    for operator in ("aten::abs", "aten::clamp", "aten::_to_copy", "aten::bmm"):
+        assert part_of(operator, kernel, low=True) == CASTS
+    assert part_of("aten::bmm", kernel, batched=True) == GEMM
 
 
 @pytest.mark.parametrize(("all_fp8", "part"), [(True, FP8_GEMM), (False, GEMM)])
@@ -95,37 +109,6 @@ def test_the_receipt_says_what_a_library_past_torch_multiplies(all_fp8, part) ->
     t.kernel("nvjet_qqtst_128x256_128x4_2x1_v_bz_TNT", 510, 550, inside)
     parts = t.read(low={"q_proj": all_fp8}, step_seconds=50e-6).parts()
     assert {name: n for name, s in parts.items() if (n := round(s * 1e6))} == {CASTS: 10, part: 40}
-
-
-@pytest.mark.parametrize("operator", ["aten::abs", "aten::amax", "aten::clamp", "aten::_to_copy"])
-def test_beside_products_an_fp8_layer_makes_operands(operator) -> None:
-    assert part_of_kernel(POINTWISE_KERNEL, operator, low=True) == CASTS
-    assert part_of_kernel(POINTWISE_KERNEL, operator) == POINTWISE
-    assert part_of_operator(operator, low=True) == CASTS
-
-
-@pytest.mark.parametrize(
-    ("operator", "part"),
-    [
-        ("aten::mm", GEMM),
-        ("aten::addmm_", GEMM),
-        ("finetune::scaled_mm", FP8_GEMM),
-        ("aten::_scaled_mm", FP8_GEMM),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", ATTENTION),
-        ("aten::bmm", ATTENTION),
-        ("aten::silu", POINTWISE),
-        ("aten::_foreach_addcdiv_", OPTIMIZER),
-        ("c10d::allreduce_", COMMUNICATION),
-        ("aten::view", HOST),
-        ("MulBackward0", HOST),
-        ("autograd::engine::evaluate_function: MulBackward0", HOST),
-    ],
-)
-def test_the_part_of_an_operator(operator, part) -> None:
-    assert part_of_operator(operator) == part
-    if operator == "aten::bmm":
-        assert part_of_operator(operator, batched=True) == GEMM
-        assert part_of_operator(operator, low=True) == CASTS  # the Hadamard turn of NVFP4
 
 
 # ----------------------------------------------------------------------------------------- timeline
@@ -362,8 +345,7 @@ def facts(run: RunConfig | None = None, device=H100, groups=(), **more) -> Facts
         dict.fromkeys(PROFILED_PARTS, 0.0) | {FP8_GEMM: 0.4, POINTWISE: 0.1} | more.pop("parts", {})
     )
     held = groups or (group(gemm_seconds=0.4, bf16_seconds=0.7),)
-    values = {"payoff": payoff_of(named_gpu("H100")) if device is H100 else None} | more
-    return Facts(run or config(), device, tuple(held), parts, **values)
+    return Facts(run or config(), device, tuple(held), parts, **more)
 
 
 BF16 = {"ran": dict.fromkeys(("fprop", "dgrad"), "bf16"), "reason": "asked"}
@@ -510,7 +492,7 @@ def test_amdahl(gemm, cast, rest, bf16) -> None:
     assert 1 <= best <= seen.ratio
     if gemm + cast >= bf16 / seen.ratio:
         assert now <= best * (1 + 1e-9)
-    on_cpu = replace(seen, device=CPU, payoff=None)
+    on_cpu = replace(seen, device=CPU)
     assert on_cpu.speed_best == pytest.approx(1)
 
 

@@ -364,11 +364,11 @@ def _profiled() -> None:
             return [*host, *(kernel(event) for event in host if self.kernels and launches(event))]
 
     def launches(event: Any) -> bool:
-        from finetune.analysis.diagnose.timeline import _HOST_OPS
+        from finetune.analysis.diagnose.timeline import HOST_OPS
 
         space, _, name = event.name.partition("::")
         leaf = not any(map(launches, event.cpu_children))
-        return space == "aten" and leaf and name not in _HOST_OPS
+        return space == "aten" and leaf and name not in HOST_OPS
 
     def kernel(event: Any) -> Any:
         return SimpleNamespace(

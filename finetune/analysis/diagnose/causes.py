@@ -89,34 +89,26 @@ def _allowed(change: Change, facts: Facts) -> Change:
 def _no_fp8(facts: Facts) -> Iterator[Cause]:
     """Nothing ran in FP8, although layers were eligible."""
     share = facts.share_of(group for group in facts.groups if group.role == "base")
-    best = facts.speed_best
-    if not share or best is None:
-        return
     text = f"nothing runs in FP8: this run is in {facts.config.precision.compute.upper()}"
-    if not facts.device.has_fp8:
-        hint = f"{facts.device.has_fp8.reason}: here FP8 can only be emulated, which is slower"
-        yield Cause("no FP8", share, text, hint=hint)
-        return
-    evidence = (
-        f"at {facts.ratio:.2f} times the speed of these products the step could be "
-        f"{best:.2f} times as fast, were casts free"
-    )
-    yield Cause("no FP8", share, text, evidence, ("precision.compute=fp8",))
+    has_fp8 = facts.device.has_fp8
+    change = ("precision.compute=fp8",) if has_fp8 else ()
+    hint = "" if has_fp8 else f"{has_fp8.reason}: here FP8 can only be emulated, which is slower"
+    if share:
+        yield Cause("no FP8", share, text, change=change, hint=hint)
 
 
 def _emulation(facts: Facts) -> Iterator[Cause]:
     """Numerics of FP8 without its speed."""
-    spent, evidence = sum(group.seconds for group in facts.fp8_groups), ""
-    if (bf16 := facts.bf16_seconds) and (now := facts.speed_now):
-        evidence = (
-            f"{spent / bf16:.1f} times as long as the same products in BF16; emulation makes "
-            f"the step {1 / now:.2f} times as long"
-        )
+    spent, bf16 = sum(group.seconds for group in facts.fp8_groups), facts.bf16_seconds
     why = facts.device.has_fp8.reason if not facts.device.has_fp8 else "backend=emulated was asked"
-    text = f"{facts.low} is emulated here and cannot be faster: {why}"
-    hint = "to train faster here; emulation is for trying out numerics"
-    change = ("precision.compute=bf16",)
-    yield Cause("emulation", facts.share(spent), text, evidence, change, hint)
+    yield Cause(
+        "emulation",
+        facts.share(spent),
+        f"{facts.low} is emulated here and cannot be faster: {why}",
+        f"{spent / bf16:.1f} times as long as the same products in BF16" if bf16 else "",
+        ("precision.compute=bf16",),
+        "to train faster here; emulation is for trying out numerics",
+    )
 
 
 def _gains(facts: Facts) -> Iterator[Cause]:

@@ -19,7 +19,7 @@ from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from finetune.analysis.diagnose.causes import causes_of
-from finetune.analysis.diagnose.facts import Facts, payoff_of, predict
+from finetune.analysis.diagnose.facts import Facts, predict
 from finetune.analysis.diagnose.groups import (
     LOW,
     LayerGroup,
@@ -41,9 +41,7 @@ from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import processes, this_device
-from finetune.hardware.gpus import find_gpu
 from finetune.logging import output
-from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import load_tokenizer, vocabulary_of
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.preflight import preflight
@@ -127,7 +125,7 @@ def diagnose(
         return _conclude(name, config, running, observer, rows.description, notes)
 
 
-def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any, tuple[str, ...]]:
+def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any, list[str]]:
     """As many rows as the steps need, the tokenizer, and notes on it."""
     train = config.train
     needed = steps * math.prod(rows_of(config)) * processes()
@@ -138,51 +136,61 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
         length = int(train.get("max_length") or 1024)
         drawn = random_rows(config.model, needed, length, seed)
         description = f"{needed} rows of {length:,} random tokens"
-        return Rows(drawn, None, description, {}), tokenizer, ("weights are random",)
+        return Rows(drawn, None, description, {}), tokenizer, ["weights are random"]
     tokenizer, note = load_tokenizer(config.model, config.train.get("chat_template_path"))
     rows = load_data(config.data, tokenizer, seed, vocabulary=vocabulary_of(config.model))
     enough = needed * SHORTEST if train.get("packing") else needed
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
     used = replace(rows, train=few, eval=None, description=description)
-    return used, tokenizer, (note,) if note else ()
+    return used, tokenizer, [note]
 
 
 # --------------------------------------------------------------------------------------- conclusion
 
 
 def _conclude(
-    name: str,
-    config: RunConfig,
-    running: Session,
-    observer: Observer,
-    data: str,
-    notes: tuple[str, ...],
+    name: str, config: RunConfig, running: Session, observer: Observer, data: str, notes: list[str]
 ) -> Diagnosis:
-    receipt = running.receipt()
-    conversion = running.conversion
+    receipt, device, conversion = running.receipt(), running.device, running.conversion
     assert conversion is not None
+    ran = {row.name: set(precisions_of(row).values()) for row in receipt.layers}
     timeline = read_profile(
         observer.events,
         steps=observer.steps,
         step_seconds=observer.step_seconds,
-        low=_low_layers(receipt),
+        low={layer: kinds <= LOW for layer, kinds in ran.items() if kinds & LOW},
         batched=any(layer.kind == "parameter" for layer in conversion.plan.layers),
     )
-    if running.device.kind == "cuda" and not timeline.on_gpu:
+    if device.kind == "cuda" and not timeline.on_gpu:
         raise ProofError(
             "the profiler saw no kernel of the GPU",
-            where=running.device.name,
+            where=device.name,
             why="torch.profiler gets them from CUPTI, which this container or driver withholds: "
             "there are the operators of the host alone, whose times say nothing of the GPU's",
             fix="another container or machine; `python -m finetune benchmark` measures speed "
             "without a profiler",
         )
     groups = with_times(with_noise(groups_of_receipt(receipt.layers), observer.sums), timeline)
-    facts = _facts(config, running, receipt, groups, timeline)
+    where = next(conversion.model.parameters()).device
+    attention = getattr(conversion.model.config, "_attn_implementation", "")
+    facts = Facts(
+        config=config.model_copy(update={"precision": running.precision}),
+        device=device,
+        groups=tuple(with_bf16_times(groups, where, rows_of(config)[1])),
+        parts=timeline.parts(),
+        adapter_seconds=_adapter_seconds(groups, timeline),
+        compiled=running.compiled,
+        adapters=receipt.precision["adapters"],
+        masked=padding_free(config.train) and attention in ("sdpa", "eager"),
+        trainable=receipt.trainable.get("after", 0),
+    )
+    # Compiled layers have no recomputation ranges inside: there the GEMMs alone count.
+    inside = sum(group.recomputed * group.seconds for group in groups if facts.is_compiled)
+    recomputed = max(timeline.seconds(phase="recompute"), inside)
+    facts = replace(facts, recompute_seconds=recomputed)
     padded, real = observer.tokens
-    length = max(1, padded // facts.rows)
-    prediction, why_not = predict(config, running.device, processes(), length)
+    prediction, why_not = predict(config, device, processes(), max(1, padded // facts.rows))
     return Diagnosis(
         *(name, receipt, facts, tuple(causes_of(facts)), data),
         tokens=real * facts.micro_batches,
@@ -190,46 +198,7 @@ def _conclude(
         step_seconds=observer.step_seconds,
         steps=observer.steps,
         prediction=prediction,
-        notes=(*notes, why_not) if why_not else notes,
-    )
-
-
-def _low_layers(receipt: Receipt) -> dict[str, bool]:
-    """Layers with FP8 GEMMs -> True if all of them are FP8."""
-    ran = {row.name: set(precisions_of(row).values()) for row in receipt.layers}
-    return {name: kinds <= LOW for name, kinds in ran.items() if kinds & LOW}
-
-
-def _facts(
-    config: RunConfig,
-    running: Session,
-    receipt: Receipt,
-    groups: list[LayerGroup],
-    timeline: Timeline,
-) -> Facts:
-    device, precision, conversion = running.device, running.precision, running.conversion
-    assert conversion is not None
-    compiled, gpu = running.compiled.startswith("on"), find_gpu(device)
-    payoff = None
-    if gpu is not None and device.has_fp8:
-        fused = compiled or precision.backend == "te" or precision.scaling == "delayed"
-        payoff = payoff_of(gpu, fused=fused, rowwise=precision.scaling == "rowwise")
-    by_mask = getattr(conversion.model.config, "_attn_implementation", "") in ("sdpa", "eager")
-    where = next(conversion.model.parameters()).device
-    # Compiled layers have no recomputation ranges inside: there the GEMMs alone count.
-    inside = sum(group.recomputed * group.seconds for group in groups) if compiled else 0.0
-    return Facts(
-        config=config.model_copy(update={"precision": precision}),
-        device=device,
-        groups=tuple(with_bf16_times(groups, where, rows_of(config)[1])),
-        parts=timeline.parts(),
-        recompute_seconds=max(timeline.seconds(phase="recompute"), inside),
-        adapter_seconds=_adapter_seconds(groups, timeline),
-        payoff=payoff,
-        compiled=running.compiled,
-        adapters=receipt.precision["adapters"],
-        masked=padding_free(config.train) and by_mask,
-        trainable=receipt.trainable.get("after", 0),
+        notes=tuple(filter(None, (*notes, why_not))),
     )
 
 

@@ -38,7 +38,7 @@ from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.estimator.variants import twin_of
 from finetune.hardware.device import Device
-from finetune.hardware.gpus import Gpu, place_here
+from finetune.hardware.gpus import Gpu, find_gpu, place_here
 from finetune.hardware.requirements import emulates
 
 FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
@@ -136,7 +136,6 @@ class Facts:
     parts: dict[StepPart, float]
     recompute_seconds: float = 0.0
     adapter_seconds: float = 0.0
-    payoff: Payoff | None = None
     compiled: str = "off"
     adapters: str = ""
     masked: bool = False
@@ -149,6 +148,15 @@ class Facts:
     @property
     def micro_batches(self) -> int:
         return rows_of(self.config)[1]
+
+    @property
+    def payoff(self) -> Payoff | None:
+        """Sizes from which FP8 pays on this GPU; None without FP8 units or its speed."""
+        gpu, p = find_gpu(self.device), self.config.precision
+        if gpu is None or not self.device.has_fp8:
+            return None
+        fused = self.is_compiled or p.backend == "te" or p.scaling == "delayed"
+        return payoff_of(gpu, fused=fused, rowwise=p.scaling == "rowwise")
 
     @property
     def seconds(self) -> float:
@@ -231,23 +239,19 @@ class Facts:
             text = f"Nothing ran in FP8: {self.config.precision.compute.upper()} was asked"
             if best is None or not self.device.has_fp8:
                 return f"{text}, and FP8 cannot be faster here."
-            return f"{text}. At best it would be {_times_as_fast(best)}."
+            return f"{text}. At best FP8 would make it {_beside_bf16(best)}."
         if now is None or best is None:
             return f"{self.low} ran; what it gains was not measured."
         if self.emulated:
-            return (
-                f"{self.low} is emulated here, and the step takes {1 / now:.2f} times as long as "
-                "it would in BF16."
-            )
-        step = "this step" if now >= 1 else "it"
+            return f"{self.low} is emulated here, and makes the step {_beside_bf16(now)}."
         return (
-            f"{self.low} makes {step} {_times_as_fast(now)}; were casts free and products at their "
-            f"best, it would be {_times_as_fast(best)}."
+            f"{self.low} makes this step {_beside_bf16(now)}; were casts free and products at "
+            f"their best, it would be {_beside_bf16(best)}."
         )
 
 
-def _times_as_fast(speed: float) -> str:
-    """Text such as `1.32 times as fast as BF16`, or that it is slower."""
+def _beside_bf16(speed: float) -> str:
+    """Text such as `1.32 times as fast as in BF16`, or how much longer it takes."""
     if speed < 0.995:
-        return f"slower: {1 / speed:.2f} times as long as BF16"
-    return f"{speed:.2f} times as fast as BF16"
+        return f"take {1 / speed:.2f} times as long as in BF16"
+    return f"{speed:.2f} times as fast as in BF16"

@@ -43,8 +43,11 @@ _GEMM_OPS = words(
     "mm addmm addmm_ _addmm_activation linear matmul _int_mm _grouped_mm gemm_4bit gemv_4bit"
 )
 _BATCHED_OPS = words("bmm baddbmm baddbmm_")
-_ALL_GEMM_OPS = _FP8_OPS | _GEMM_OPS | _BATCHED_OPS
-_HOST_OPS = LAUNCH_NOTHING | words("item is_nonzero resolve_conj resolve_neg result_type to")
+HOST_OPS = LAUNCH_NOTHING | words("item is_nonzero resolve_conj resolve_neg result_type to")
+_BY_OPERATOR = {
+    **dict.fromkeys(_FP8_OPS, StepPart.FP8_GEMM),
+    **dict.fromkeys(_GEMM_OPS, StepPart.GEMM),
+}
 
 _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.I)
 _ATTENTION = re.compile(
@@ -53,7 +56,7 @@ _ATTENTION = re.compile(
 _OPTIMIZER = re.compile(r"adam|lamb\b|foreach|optimizer.*8bit|linalg_vector_norm", re.I)
 _GEMM_NAME = re.compile(r"gemm|nvjet", re.I)
 _CUDA_CALL = re.compile(r"(?:cu|cuda|hip)[A-Z]")
-_TRITON = re.compile(r"^triton_(?:poi|red|per|for|tem)")
+_TRITON = re.compile(r"^triton_(?:poi|red|per|for)")
 _FUSED_CAST = re.compile(r"amax|_scaled_mm|float8|_to_copy.*clamp|clamp.*_to_copy|aminmax")
 _MORE_THAN_A_CAST = re.compile(
     r"rsqrt|silu|sigmoid|gelu|mean|softmax|embedding|cos_|sin_|var_mean|layer_norm|rms_norm"
@@ -141,16 +144,29 @@ def read_profile(
         if not e.is_user_annotation and not e.name.startswith(ranges)
     ]
     contexts = _contexts(host)
+
+    def slice_of(operator: Any, seconds: float, kernel: str = "") -> Slice:
+        here = contexts.get(id(operator), _Context())
+        launcher = operator.name if operator is not None else ""
+        part = part_of(launcher, kernel, low=here.owner in low, batched=batched)
+        if part not in (StepPart.HOST, StepPart.COMMUNICATION):
+            part = here.part or part
+        if part == StepPart.GEMM and low.get(here.owner):  # by the receipt all of its GEMMs are
+            part = StepPart.FP8_GEMM
+        return Slice(kernel or launcher, part, seconds, here.owner, here.phase, here.sizes)
+
     if kernels:
-        slices = _kernel_slices(kernels, host, contexts, low, batched)
+        launchers = _launchers(kernels, host)
+        slices = [slice_of(o, 0.0, k.name) for k, o in zip(kernels, launchers, strict=True)]
+        spans = [(event.time_range.start, event.time_range.end) for event in kernels]
+        charged = _alone(spans, [_RANK.get(piece.part, 0) for piece in slices])
+        timed = zip(slices, charged, strict=True)
+        slices = [replace(piece, seconds=s * 1e-6) for piece, s in timed]
         busy = sum(piece.seconds for piece in slices) / steps
         return Timeline(tuple(slices), steps, max(step_seconds or 0.0, busy), on_gpu=True)
     window = next(e for e in host if e.name == WINDOW)
-    slices = [
-        _operator_slice(event, contexts[id(event)], low, batched)
-        for event in host
-        if _is_inside(event, window)
-    ]
+    inside = (event for event in host if _is_inside(event, window))
+    slices = [slice_of(event, event.self_cpu_time_total * 1e-6) for event in inside]
     length = window.time_range.elapsed_us() * 1e-6 / steps
     return Timeline(tuple(slices), steps, length, on_gpu=False)
 
@@ -189,9 +205,9 @@ def _descend(event: Any, above: _Context, forward: Mapping[tuple[int, int], _Con
         return _Context(made.owner, "backward")
     if _operator(name) in _FP8_OPS:
         return replace(above, part=StepPart.FP8_GEMM, sizes=_sizes(event))
-    if _operator(name) in _ALL_GEMM_OPS:
+    if _operator(name) in _GEMM_OPS | _BATCHED_OPS:
         return above if above.sizes else replace(above, sizes=_sizes(event))
-    if above.part is None and part_of_operator(name) == StepPart.ATTENTION:
+    if above.part is None and part_of(name) == StepPart.ATTENTION:
         return replace(above, part=StepPart.ATTENTION)
     return above
 
@@ -207,42 +223,6 @@ def _sizes(event: Any) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------- slices
-
-
-def _operator_slice(event: Any, here: _Context, low: Mapping[str, bool], batched: bool) -> Slice:
-    is_low = here.owner in low
-    part = part_of_operator(event.name, low=is_low, batched=batched)
-    if part != StepPart.HOST:
-        part = here.part or _by_receipt(part, here.owner, low)
-    elif "CompiledFxGraph" in event.name:  # on a CPU its kernels are not operators
-        part = StepPart.CASTS if is_low else StepPart.ELEMENTWISE
-    seconds = event.self_cpu_time_total * 1e-6
-    return Slice(event.name, part, seconds, here.owner, here.phase, here.sizes)
-
-
-def _by_receipt(part: StepPart, owner: str, low: Mapping[str, bool]) -> StepPart:
-    """The part of a GEMM by the receipt: FP8 if all of its layer's are."""
-    return StepPart.FP8_GEMM if part == StepPart.GEMM and low.get(owner) else part
-
-
-def _kernel_slices(
-    kernels: Sequence[Any],
-    host: Sequence[Any],
-    contexts: Mapping[int, _Context],
-    low: Mapping[str, bool],
-    batched: bool,
-) -> list[Slice]:
-    found = []
-    for event, launcher in zip(kernels, _launchers(kernels, host), strict=True):
-        here = contexts[id(launcher)] if launcher is not None else _Context()
-        launched_by = launcher.name if launcher is not None else ""
-        part = part_of_kernel(event.name, launched_by, low=here.owner in low, batched=batched)
-        if part != StepPart.COMMUNICATION:
-            part = here.part or _by_receipt(part, here.owner, low)
-        found.append(Slice(event.name, part, 0.0, here.owner, here.phase, here.sizes))
-    spans = [(event.time_range.start, event.time_range.end) for event in kernels]
-    seconds = _alone(spans, [_RANK.get(piece.part, 0) for piece in found])
-    return [replace(p, seconds=s * 1e-6) for p, s in zip(found, seconds, strict=True)]
 
 
 def _launchers(kernels: Sequence[Any], host: Sequence[Any]) -> list[Any]:
@@ -283,63 +263,37 @@ def _operator(name: str) -> str:
     return "" if not space or space.startswith(("autograd", "torch::autograd")) else bare
 
 
-def part_of_operator(name: str, *, low: bool = False, batched: bool = False) -> StepPart:
-    """Part of an operator's self time.
+def part_of(
+    operator: str, kernel: str = "", *, low: bool = False, batched: bool = False
+) -> StepPart:
+    """Part of an operator's self time, or of a GPU kernel that it launched.
 
     Args:
-        name: full name, such as `aten::mm`; also of a range or an autograd node.
+        operator: full name, such as `aten::mm`; also of a range or an autograd node.
+        kernel: name in the driver, none on a CPU.
         low: it runs in a layer with FP8 GEMMs: other operators there prepare operands, as do
             batched GEMMs (the Hadamard transform of NVFP4).
         batched: batched GEMMs are those of layers, not of attention.
     """
-    bare = _operator(name)
-    if not bare or bare in _HOST_OPS:
-        return StepPart.HOST
-    if bare in _FP8_OPS:
-        return StepPart.FP8_GEMM
-    if bare in _GEMM_OPS:
-        return StepPart.GEMM
+    if kernel.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset")):
+        return StepPart.OTHER
+    if _COMMUNICATION.search(f"{operator} {kernel}") or operator.startswith("c10d"):
+        return StepPart.COMMUNICATION
+    if _TRITON.match(kernel):
+        casts = _FUSED_CAST.search(kernel) and not _MORE_THAN_A_CAST.search(kernel)
+        return StepPart.CASTS if casts else StepPart.ELEMENTWISE
+    bare, other = _operator(operator), StepPart.CASTS if low else StepPart.ELEMENTWISE
+    if not kernel and "CompiledFxGraph" in operator:  # on a CPU its kernels are not operators
+        return other
+    if not bare or bare in HOST_OPS:  # a library launched the kernel past PyTorch
+        found = StepPart.GEMM if _GEMM_NAME.search(kernel) else other
+        return found if kernel else StepPart.HOST
     if bare in _BATCHED_OPS:
         return StepPart.GEMM if batched else StepPart.CASTS if low else StepPart.ATTENTION
-    if _COMMUNICATION.search(name) or name.startswith("c10d"):
-        return StepPart.COMMUNICATION
+    if bare in _BY_OPERATOR:
+        return _BY_OPERATOR[bare]
     if _ATTENTION.search(bare):
         return StepPart.ATTENTION
     if _OPTIMIZER.search(bare):
         return StepPart.OPTIMIZER
-    if low or "dequant" in bare:
-        return StepPart.CASTS
-    return StepPart.ELEMENTWISE
-
-
-def part_of_kernel(
-    kernel: str, launched_by: str, *, low: bool = False, batched: bool = False
-) -> StepPart:
-    """Part of a GPU kernel.
-
-    Args:
-        kernel: its name in the driver.
-        launched_by: full name of the launching operator, or of the range around it.
-        low: it runs in a layer with FP8 GEMMs.
-        batched: batched GEMMs are those of layers, not of attention.
-    """
-    if kernel.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset")):
-        return StepPart.OTHER
-    if _COMMUNICATION.search(kernel):
-        return StepPart.COMMUNICATION
-    if _TRITON.match(kernel):
-        return _part_of_triton(kernel)
-    part = part_of_operator(launched_by, low=low, batched=batched)
-    if part != StepPart.HOST:
-        return part
-    if _GEMM_NAME.search(kernel):
-        return StepPart.GEMM
-    return StepPart.CASTS if low else StepPart.ELEMENTWISE
-
-
-def _part_of_triton(kernel: str) -> StepPart:
-    if "_tem_" in kernel or kernel.startswith("triton_tem"):
-        return StepPart.FP8_GEMM if "scaled_mm" in kernel else StepPart.GEMM
-    if _FUSED_CAST.search(kernel) and not _MORE_THAN_A_CAST.search(kernel):
-        return StepPart.CASTS
-    return StepPart.ELEMENTWISE
+    return StepPart.CASTS if "dequant" in bare else other
