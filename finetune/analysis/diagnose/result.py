@@ -17,7 +17,7 @@ from finetune.analysis.diagnose.causes import Cause, percent
 from finetune.analysis.diagnose.facts import Facts, Prediction
 from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.estimator.knobs import as_typed
-from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
+from finetune.estimator.speed.step_parts import StepPart
 from finetune.logging import plain_table
 from finetune.precision.planner import GEMMS
 from finetune.runs.folder import write_whole
@@ -68,22 +68,18 @@ class Diagnosis(JupyterMixin):
     @property
     def shares(self) -> dict[StepPart, float]:
         """Share of the step's time by part; they add up to one."""
-        return {part: self.facts.share(self.facts.parts[part]) for part in PROFILED_PARTS}
+        return {part: self.facts.share(seconds) for part, seconds in self.facts.parts.items()}
 
-    @property
-    def predicted_shares(self) -> dict[StepPart, float | None]:
-        """Predicted share by part; None without a prediction."""
-        found, parts = self.prediction, PROFILED_PARTS
-        return {p: found.parts.get(p, 0.0) / found.seconds if found else None for p in parts}
+    def _parts(self) -> Iterator[dict[str, Any]]:
+        found = self.prediction
+        for part, share in self.shares.items():
+            predicted = found.parts.get(part, 0.0) / found.seconds if found else None
+            seconds = self.facts.parts[part]
+            yield {"part": part, "seconds": seconds, "share": share, "predicted_share": predicted}
 
     def to_json(self) -> str:
         """Serialize everything, in seconds and shares from 0 to 1."""
-        facts, environment, predicted = self.facts, self.receipt.environment, self.predicted_shares
-        parts = [
-            {"part": part, "seconds": facts.parts[part], "share": share,
-             "predicted_share": predicted[part]}
-            for part, share in self.shares.items()
-        ]  # fmt: skip
+        facts, environment = self.facts, self.receipt.environment
         values = {
             "kind": "diagnosis",
             "recipe": self.name,
@@ -103,7 +99,7 @@ class Diagnosis(JupyterMixin):
             "flop_share": self.receipt.flop_share,
             "groups": [_plain_group(group) for group in self.groups],
             "time": {
-                "parts": parts,
+                "parts": list(self._parts()),
                 "recompute_share": facts.share(facts.recompute_seconds),
                 "adapter_share": facts.share(facts.adapter_seconds),
             },
@@ -173,11 +169,11 @@ class Diagnosis(JupyterMixin):
     def _time_table(self) -> Table:
         right = ("", "share", *(("predicted",) if self.prediction else ()))
         table = plain_table("time of a step", *right, right=right)
-        for part, share in self.shares.items():
-            predicted = self.predicted_shares[part]
-            if share or predicted:
-                row = part, short_time(self.facts.parts[part]), percent(share)
-                table.add_row(*row, *(() if predicted is None else (percent(predicted),)))
+        for row in self._parts():
+            predicted = row["predicted_share"]
+            if row["share"] or predicted:
+                shown = row["part"], short_time(row["seconds"]), percent(row["share"])
+                table.add_row(*shown, *(() if predicted is None else (percent(predicted),)))
         return table
 
 
