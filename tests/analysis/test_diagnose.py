@@ -72,6 +72,7 @@ def test_every_step_sees_the_micro_batch_whose_tokens_are_counted() -> None:
     assert len(seen) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 def test_compiled_layers_in_ranges_are_still_ours(make_llama, setup_backend) -> None:
     """Else the proof takes their calls for a script's own, and no diagnosis on a GPU ends."""

@@ -237,6 +237,7 @@ def test_speeds_of_an_emulation_say_so(tmp_path):
     assert "not the speed of FP8" not in b.html.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_named_twice_is_reported_once(tmp_path, monkeypatch):
     run = make_run(tmp_path / "r", steps=8, groups=())
     monkeypatch.chdir(tmp_path)
@@ -249,6 +250,7 @@ def _spoil(run: Path, **precision: str) -> None:
     (run / "receipt.json").write_text(json.dumps(receipt))
 
 
+@pytest.mark.slow
 def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
     run = make_run(tmp_path / "r", steps=8, groups=())
     _spoil(run, ran="bf16", fallback="no FP8 here: trains in BF16")

@@ -205,6 +205,7 @@ def test_the_parts_of_a_peak_are_there(job) -> None:
     assert found.allocated == pytest.approx(10 * 1_100_048_384 + workspaces, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_rows_go_through_the_functions_of_estimate(job, monkeypatch) -> None:
     from finetune.estimator import predict
     from tests.benchmarks.score.memory import memory_of

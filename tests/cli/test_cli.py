@@ -731,6 +731,7 @@ run()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("process_number", "document"), [("0", "{}\n"), ("1", "")])
 def test_json_of_a_run_is_alone_on_the_output(process_number, document):
     """wandb and trackio print, and each process of torchrun printed a report."""

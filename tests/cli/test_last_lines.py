@@ -74,6 +74,7 @@ class Full(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_has_no_room_trains_on_and_notes_it(tmp_path) -> None:
     settings = [
         "train.max_steps=2", "data.max_rows=12", "train.eval_strategy=no", "data.eval_fraction=0",

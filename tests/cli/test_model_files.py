@@ -38,6 +38,7 @@ def test_weights_that_the_configuration_has_no_place_for_are_an_error(cli, model
     assert "model.layers.2.input_layernorm.weight" in found.err
 
 
+@pytest.mark.slow
 def test_a_run_saves_the_generation_settings_that_its_model_came_with(cli, model, tmp_path) -> None:
     """Greedy with a temperature: Transformers wrote such files, and refuses to write them."""
     old = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
@@ -64,6 +65,7 @@ def test_generation_settings_of_another_type_are_an_error(key, value, cli, model
     assert f"{key} of generation_config.json is" in found.err
 
 
+@pytest.mark.slow
 def test_a_model_whose_function_has_changed_is_not_resumed(cli, model, tmp_path) -> None:
     name = model("config.json")
     saving = ["train.save_strategy=steps", "train.save_steps=1", "train.max_steps=2"]
@@ -84,6 +86,7 @@ def test_a_model_whose_function_has_changed_is_not_resumed(cli, model, tmp_path)
     assert "put the files of model and rows back" in found.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["generate", "evaluate"])
 def test_weights_that_are_not_finite_answer_nothing(verb, cli, tmp_path) -> None:
     import torch

@@ -622,6 +622,7 @@ def read_back(config: RunConfig) -> RunConfig:
     return again.model_copy(update={"train": convert_train(again.train)})
 
 
+@pytest.mark.slow
 @given(CONFIG)
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_typed_value_survives_writing_and_reading(data):

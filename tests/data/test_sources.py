@@ -206,6 +206,7 @@ def test_a_stream_goes_on_where_it_was_and_its_hash_is_of_its_files(load) -> Non
     assert len({one.fingerprint, other.fingerprint, weighted.fingerprint}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer", [1, 16])
 @pytest.mark.parametrize(
     "path",
@@ -251,6 +252,7 @@ def test_processes_and_workers_share_the_rows_of_a_stream_and_not_its_files(
         assert [row for batch in itertools.islice(loader, 24) for row in batch] == whole
 
 
+@pytest.mark.slow
 def test_a_bad_row_of_a_stream_is_named_or_skipped(load) -> None:
     bad = '{"prompt": "", "completion": "x"}\n'
     Path("a.jsonl").write_text(rows_of("a", 1500) + bad + rows_of("b", 2))
@@ -261,6 +263,7 @@ def test_a_bad_row_of_a_stream_is_named_or_skipped(load) -> None:
     assert asked(rows.train, 1502)[1500:] == ["b0?", "b1?"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_row_of_a_stream_that_is_skipped_late_is_counted_once(load, workers) -> None:
     bad = '{"prompt": "", "completion": "x"}\n'
@@ -355,6 +358,7 @@ def test_dates_and_numbers_that_are_text_stay_text(load, name, streaming) -> Non
     assert texts == list(zip(map(str, range(len(DATES))), DATES, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_column_that_is_not_used_cannot_fail(load, streaming) -> None:
     values = [7, "seven", None, {"a": [1, "b"]}]
@@ -369,6 +373,7 @@ def test_a_column_that_is_not_used_cannot_fail(load, streaming) -> None:
     assert asked(found, 12_000) == [f"a{n}?" for n in range(12_000)]
 
 
+@pytest.mark.slow
 def test_a_column_of_a_stream_that_begins_late_and_counts_is_an_error(load) -> None:
     rows = [json.loads(line) for line in rows_of("a", 12_000).splitlines()]
     rows[11_000]["system"] = "Be brief."

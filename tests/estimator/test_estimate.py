@@ -116,6 +116,7 @@ def test_the_figures_are_each_larger_than_the_one_before(result):
     assert result.fit == "fits"
 
 
+@pytest.mark.slow
 def test_kinds_add_up_to_the_peak_of_every_phase(config):
     rehearsal = rehearse(config, H100.device, resolve_there(config.precision, H100))
     held = footprint(rehearsal.trace, H100.device)
@@ -191,6 +192,7 @@ def test_alternatives_are_possible_or_say_why_not(config):
     assert "FP8 needs 8.9" in refused[0].why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny_lora_fp8", "tiny_lora_bf16", "tiny_full_fp8"])
 def test_settings_of_an_alternative_typed_behind_the_recipe_are_what_was_measured(
     recipe, result, monkeypatch
@@ -264,6 +266,7 @@ def test_paged_states_are_not_memory_of_the_device(config, optimizer, bytes_each
     assert held["optimizer"] == bytes_each * (attention + norms)
 
 
+@pytest.mark.slow
 def test_an_estimate_leaves_no_trace(config, forget):
     from accelerate.state import AcceleratorState
     from torch.nn import functional as F
@@ -556,6 +559,7 @@ def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, mo
     assert "taken to have FP8" not in said
 
 
+@pytest.mark.slow
 def test_a_cpu_has_no_predicted_time(config):
     plain = with_overrides(config, ["precision.compute=bf16"])
     said = " ".join(caveats(predict_fast(plain, place_of())))
@@ -563,6 +567,7 @@ def test_a_cpu_has_no_predicted_time(config):
     assert "--gpu" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
 def test_the_update_counts_once_however_many_micro_batches(optim):
     """Gradients are normed, clipped and used once a step: a 1B has 1.24e9 of them."""
@@ -582,6 +587,7 @@ def test_the_update_counts_once_however_many_micro_batches(optim):
     assert seconds[0] == pytest.approx(1.24e9 * nbytes / (0.85 * 3.35e12), rel=0.03)
 
 
+@pytest.mark.slow
 def test_layers_that_are_left_out_of_compiling_are_predicted_so():
     """BDH's only block multiplies by parameters: uncompiled, whatever `precision.compile` says."""
     recipe = load_recipe("bdh_tiny_full_fp8", ["precision.compile=on"])
@@ -593,6 +599,7 @@ def test_layers_that_are_left_out_of_compiling_are_predicted_so():
     assert twin.change == ("precision.compute=bf16",)
 
 
+@pytest.mark.slow
 def test_a_longer_row_is_checked_as_one_in_the_recipe(config):
     with pytest.raises(ConfigError, match="longer than"):
         estimate(config, gpu="H100", length=8192, twin=False)

@@ -44,6 +44,7 @@ def test_a_cpu_has_no_ladder() -> None:
     assert ladder_of(run, None) == ()
 
 
+@pytest.mark.slow
 def test_rungs_of_layers_that_share_their_weights() -> None:
     """A BDH calls one block again and again: its second layer is no other module."""
     run = predict(load_recipe("bdh_tiny_full_fp8").config, place_of("H100"))

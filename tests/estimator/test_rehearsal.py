@@ -324,6 +324,7 @@ def test_levels_of_a_bdh_are_cut() -> None:
     assert shape.num_hidden_layers == 1
 
 
+@pytest.mark.slow
 def test_padded_rows_have_a_mask_under_varlen_too() -> None:
     """As `training.varlen` runs them: it takes documents, not padding."""
     given = ["train.packing=false", "model.attention=varlen"]
@@ -342,6 +343,7 @@ def test_attention_of_packed_rows_is_cast_as_autocast_would() -> None:
     assert {x.dtype for op in flash for x in op.inputs} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_experts_in_fp8_are_left_out_of_compiled_layers(tmp_path) -> None:
     """As by `torch.compile`: casts of parameters are kernels of their own, BF16's are fused."""
     given = [f"model.name={folder_of('mixtral', tmp_path)}", "model.weights=random"]
@@ -354,6 +356,7 @@ def test_experts_in_fp8_are_left_out_of_compiled_layers(tmp_path) -> None:
         assert found.compiles
 
 
+@pytest.mark.slow
 def test_the_first_micro_step_casts_in_kernels_and_compiled_layers_fuse_casts() -> None:
     """From one rehearsal: memory as with kernels of ours, and operators as for Inductor."""
     by = {

@@ -361,6 +361,7 @@ def test_a_disk_that_is_full_is_said(library, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
     none = parity.Bounds(0.0, 0.0, 0.0, 1.0, "nothing may differ")
     monkeypatch.setitem(parity.BOUNDS, "fp8", none)
@@ -458,6 +459,7 @@ def test_rows_without_a_position_that_counts():
 # ---------------------------------------------------------------------------------- the destination
 
 
+@pytest.mark.slow
 def test_taken_folder_is_refused_unless_forced(lora_run, tmp_path, exported):
     out = tmp_path / "out"
     shutil.copytree(exported["adapter"].folder, out)

@@ -94,6 +94,7 @@ def test_rows_of_all_lengths_stay_compiled(make_llama, setup_backend, traced) ->
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(?!! torch's recompile_limit)")
 def test_layers_that_run_uncompiled_nevertheless_are_said(
     make_llama, setup_backend, traced, monkeypatch
@@ -250,6 +251,7 @@ def test_hooks_inside_compiled_layers_run(make_llama, setup_backend, traced, kin
     assert "layers ran uncompiled, with hooks" in get_receipt().precision["compile"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_each_row_has_the_adapter_that_was_named_for_it(make_llama, setup_backend, traced) -> None:
     model = a_lora(make_llama())
@@ -280,6 +282,7 @@ def the_forward(model: nn.Module) -> None:
     model.forward = torch.compile(model.forward, backend="eager")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("compile_it", [whole, one_layer, the_forward])
@@ -511,6 +514,7 @@ def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind) -> None:
         assert (a - b).norm() <= 0.02 * b.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 @pytest.mark.parametrize(
     "scaling", slow_but(["tensorwise"], ["tensorwise", "rowwise"], pytest.mark.slow)

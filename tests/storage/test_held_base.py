@@ -132,6 +132,7 @@ def test_a_checkpoint_published_in_fp8_is_trained_over(published, tmp_path, layo
     assert receipt.trainable["before"] == receipt.trainable["moved"] == 90112
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     slow_but(
@@ -220,6 +221,7 @@ def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:
         plan(sketch(chosen.config), chosen.config.precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_replicated_layers_share_their_codes(setup_backend, loaded, scaling) -> None:

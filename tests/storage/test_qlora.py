@@ -100,6 +100,7 @@ def test_it_ends_where_lora_over_a_plain_base_ends(tmp_path) -> None:
     assert qlora.samples[0].answer
 
 
+@pytest.mark.slow
 def test_the_receipt_proves_it_and_tells_the_storage(qlora) -> None:
     receipt = json.loads((qlora.folder / "receipt.json").read_text())
     assert receipt["status"] == "proven"

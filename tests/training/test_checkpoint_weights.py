@@ -64,6 +64,7 @@ def test_resumed_is_whole_to_the_bit(kind, frozen, make_llama, setup_backend, tm
     assert all(torch.equal(resumed[name], w) for name, w in whole.items())
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_whole(setup_backend, tmp_path) -> None:
     """It was its dense layers, with the experts of the last step."""
     setup_backend("emulated", scaling="rowwise")
@@ -83,6 +84,7 @@ def test_the_best_checkpoint_is_loaded_whole(setup_backend, tmp_path) -> None:
     assert all(torch.equal(found[name], w) for name, w in best.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_an_optimizer_is_said(make_llama, setup_backend, tmp_path) -> None:
     """Transformers trains on with moments of zero, and warms up again, without a word."""
     setup_backend("emulated", scaling="rowwise")
@@ -92,6 +94,7 @@ def test_a_checkpoint_without_an_optimizer_is_said(make_llama, setup_backend, tm
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+@pytest.mark.slow
 def test_codes_are_not_loaded_as_numbers(make_llama, setup_backend, tmp_path) -> None:
     setup_backend("emulated", scaling="rowwise", frozen="fp8")
     trainer_of(half_frozen(make_llama()), tmp_path, max_steps=2).train()
@@ -119,6 +122,7 @@ def adapted(make_llama, **settings: Any) -> Any:
     return get_peft_model(make_llama(), LoraConfig(**values | settings)).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("began", "now"),
     [
@@ -138,6 +142,7 @@ def test_other_adapters_are_an_error(began, now, make_llama, setup_backend, tmp_
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+@pytest.mark.slow
 def test_a_whole_model_beside_adapters_is_named(make_llama, setup_backend, tmp_path) -> None:
     """Of a full run into the same folder: Transformers loads it, and leaves adapters as drawn."""
     setup_backend("emulated", scaling="rowwise")
@@ -151,6 +156,7 @@ def test_a_whole_model_beside_adapters_is_named(make_llama, setup_backend, tmp_p
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+@pytest.mark.slow
 def test_the_same_adapters_go_on(make_llama, setup_backend, tmp_path) -> None:
     setup_backend("emulated", scaling="rowwise")
     trainer_of(adapted(make_llama, modules_to_save=["lm_head"]), tmp_path, max_steps=2).train()
@@ -159,6 +165,7 @@ def test_the_same_adapters_go_on(make_llama, setup_backend, tmp_path) -> None:
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["missing", "unknown"])
 def test_a_checkpoint_without_a_weight_is_an_error(
     change, make_llama, setup_backend, tmp_path

@@ -47,6 +47,7 @@ def lengths(folder) -> list[int]:
     return [len(found), found[-1]]
 
 
+@pytest.mark.slow
 def test_what_was_trained_to_end_ends_in_generate_and_in_exports(cli, base) -> None:
     assert lengths(base)[0] == 64, "it writes the end of a turn, and goes on"
     few = (

@@ -11,6 +11,7 @@ import finetune
 from finetune.config.recipe import load_recipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_eval_loss_is_of_tokens_whatever_batches_they_are_in(packing, tmp_path) -> None:
     rows = [{"prompt": "Say it.", "completion": " no" * (1 + 13 * (i % 4))} for i in range(22)]

@@ -73,6 +73,7 @@ def speed_of(family: str, method: str) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.slow,) if (family, method) in SLOW else (pytest.mark.long,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method"),
     [

@@ -294,6 +294,7 @@ def test_one_micro_batch_of_an_accumulation(make_llama, setup_backend, tmp_path)
     assert found[1] == found[3] == 2 * 4 * 2 * 32 * 64
 
 
+@pytest.mark.slow
 def test_lora(make_llama, setup_backend, tmp_path) -> None:
     setup_backend("emulated", health_every=2)
     model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear"))
@@ -383,6 +384,7 @@ def test_own_monitor_replaces_that_of_the_helper(make_llama, setup_backend, tmp_
     assert [row["step"] for row in health_rows(trainer)] == [3]
 
 
+@pytest.mark.slow
 def test_without_any_set_up(make_llama, tmp_path) -> None:
     trainer = trainer_of(make_llama(), tmp_path, steps=2)
     trainer.add_callback(HealthMonitor(trainer, every=2))

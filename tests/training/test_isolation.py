@@ -67,6 +67,7 @@ def test_a_faint_leak_of_one_layer_of_a_mixture_is_seen() -> None:
     assert "changed the logits" in probe(model)
 
 
+@pytest.mark.slow
 def test_a_packed_run_that_would_mix_documents_is_refused_with_a_fix_that_works(
     cli, tmp_path
 ) -> None:

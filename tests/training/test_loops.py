@@ -130,6 +130,7 @@ def test_load_state_under_another_scaling(
     step(accelerator, model, optimizer)
 
 
+@pytest.mark.slow
 def test_trainers_checkpoints_keep_delayed_scales(make_llama, setup_backend, tmp_path) -> None:
     """A stock `Trainer` that goes on from its checkpoint ends bit for bit where one run ends."""
     rows = [{"input_ids": x, "labels": x} for s in range(6) for x in batch(seed=s)["input_ids"]]
@@ -157,6 +158,7 @@ def test_trainers_checkpoints_keep_delayed_scales(make_llama, setup_backend, tmp
     assert not all(torch.equal(fresh[name], w) for name, w in whole.items()), "histories matter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_evaluation_before_training_is_no_reference(
     frozen, make_llama, setup_backend, tmp_path
@@ -185,6 +187,7 @@ def test_evaluation_before_training_is_no_reference(
     assert len(stored) == (14 if frozen else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", ["train", "reload"])
 def test_a_recipe_inside_a_script_gives_its_session_back(
     inside, make_llama, setup_backend, tmp_path

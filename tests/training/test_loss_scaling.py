@@ -75,6 +75,7 @@ def test_a_recipe_trains_in_float16_and_proves_it(tmp_path) -> None:
     assert [row["skipped_steps"] for row in logs(report)] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_overflow_is_skipped_backs_off_and_is_logged(tmp_path) -> None:
     """From 2^22, where this model overflows; the learning rate waits for the first real step."""
     report = run(tmp_path, "precision.loss_scale_init=4194304", "train.max_steps=8")
@@ -93,6 +94,7 @@ def test_overflow_is_skipped_backs_off_and_is_logged(tmp_path) -> None:
     assert all(bool(w.isfinite().all()) for w in model.values())
 
 
+@pytest.mark.slow
 def test_a_run_of_skipped_steps_alone_is_not_proven(tmp_path) -> None:
     report = run(tmp_path, "precision.loss_scale_init=1e30")
     assert report.receipt.status.startswith("not proven: weights have not been seen to move")

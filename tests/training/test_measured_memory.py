@@ -163,6 +163,7 @@ def test_measuring_changes_no_bit_of_a_run(name, changes, tmp_path, monkeypatch)
     assert measured.peak_memory_gib > measured.receipt.memory["measured_gib"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ProofError("not in FP8")])
 def test_a_step_that_breaks_off_leaves_no_mode(error, tmp_path, monkeypatch) -> None:
     def breaks(self, *args, **kwargs):

@@ -115,6 +115,7 @@ def test_trainer_stops_before_the_update(backend, make_llama, setup_backend, tmp
     assert trainer.training_step == step
 
 
+@pytest.mark.slow
 def test_one_number_of_each_gradient_is_read(
     make_llama, setup_backend, tmp_path, monkeypatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_one_number_of_each_gradient_is_read(
     assert len(read) == 3
 
 
+@pytest.mark.slow
 def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:
     """Only rows that hold a certain token break: the third of four micro-batches of step 2."""
     model = make_llama()
@@ -158,6 +160,7 @@ def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:
     assert error.where == "the loss: its value, micro-batch 3 of 4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipped", [0.0, 1.0])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_the_gradient_that_backward_came_to_first(
@@ -267,6 +270,7 @@ def test_broken_weights_are_not_saved(tmp_path, monkeypatch) -> None:
     assert digest(folder / "checkpoints") == digests[0]
 
 
+@pytest.mark.slow
 def test_weights_broken_by_the_last_update(make_llama, setup_backend, tmp_path) -> None:
     def breaks(model) -> None:
         def spoil(p) -> None:
@@ -312,6 +316,7 @@ def test_a_skipped_step_is_no_update_and_no_error(loss_scaling, make_llama, tmp_
     assert "health/attn/update_ratio" in rows[1]
 
 
+@pytest.mark.slow
 def test_a_loss_is_judged_under_loss_scaling(loss_scaling, make_llama, tmp_path) -> None:
     model = make_llama()
     trainer = trainer_of(model, tmp_path, bf16=False)
@@ -320,6 +325,7 @@ def test_a_loss_is_judged_under_loss_scaling(loss_scaling, make_llama, tmp_path)
     assert stopped(trainer).where == "the loss: its value"
 
 
+@pytest.mark.slow
 def test_gradients_when_the_scale_is_down_to_one(loss_scaling, make_llama, tmp_path) -> None:
     model = make_llama()
     model.model.norm.weight.register_hook(lambda g: g * torch.inf)

@@ -143,6 +143,7 @@ def test_accumulation_is_lowered_no_further_than_needed(rows, batch, accumulatio
     assert found.steps == math.ceil(epochs * math.ceil(loader / each))
 
 
+@pytest.mark.slow
 def test_a_script_is_told_and_trains(make_llama, setup_backend, tmp_path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -193,6 +194,7 @@ def test_no_evaluation_is_none_also_at_the_end_and_runs_stay_in_their_folder(cli
     assert [one.name for one in (tmp_path / "inside").iterdir()] == ["runs"]
 
 
+@pytest.mark.slow
 def test_three_rows_are_too_few_to_judge_by(cli, chat) -> None:
     for rows, held_out in ((319, 3), (320, 32), (3199, 32), (3300, 33)):
         said = cli("data", *OF_8B, f"data.path={chat(rows)}", "--show", "0").out

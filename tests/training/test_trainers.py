@@ -56,6 +56,7 @@ def test_stock_trainer_is_proven(shop, name, method) -> None:
         assert own or receipt.precision["references"], "the receipt says how it was computed"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # `trl.experimental` says that it is
 @pytest.mark.parametrize(
     ("kind", "method"),
@@ -94,6 +95,7 @@ def test_another_adapter_of_the_policy_is_its_teacher_or_reference(shop, kind, m
         assert losses[0] == pytest.approx(math.log(2), abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["full"], ["full", "LoRA"]))
 def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
     """GRPO's advantage is zero where all rewards of a group are equal, and so is every gradient."""
@@ -119,6 +121,7 @@ def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
     assert seen[4].endswith("one optimizer step was seen, and it takes 2")
 
 
+@pytest.mark.slow
 def test_a_reference_computes_as_the_policy_does(shop) -> None:
     """In FP8 while the policy trains, in high precision while that is evaluated."""
     with trainers.precision_of("emulated", "full"):

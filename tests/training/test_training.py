@@ -173,6 +173,7 @@ def assert_plain_hugging_face_weights(folder: Path) -> None:
     assert model.state_dict().keys() == base.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_outlives_an_interrupt_and_a_move(tmp_path) -> None:
     """Transformers deletes all but the best of a limit of 1, and takes the last for a moved one."""
     settings = ["train.max_steps=4", "train.save_strategy=steps", "train.save_steps=2"]
@@ -342,6 +343,7 @@ class Unread(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_saves_and_stops(tmp_path) -> None:
     overrides = ["train.max_steps=6", "train.logging_steps=1", "train.eval_strategy=no"]
     console = Console(width=100, file=Unread())
@@ -392,6 +394,7 @@ def test_training_from_a_thread(tmp_path) -> None:
     assert found[0].receipt.status == "proven"
 
 
+@pytest.mark.slow
 def test_the_eval_loss_of_a_run_is_that_of_the_model_it_keeps(tmp_path) -> None:
     """With `load_best_model_at_end` it was that of the last step, whose weights are gone."""
     recipe = load_recipe("tiny_full_bf16", [
@@ -409,6 +412,7 @@ def test_the_eval_loss_of_a_run_is_that_of_the_model_it_keeps(tmp_path) -> None:
     assert report.eval_loss == kept == pytest.approx(best, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_nothing_fails_at_its_end(cli) -> None:
     """Its updates are smaller than the type of its weights can hold."""
     steps = ("train.max_steps=1", "train.warmup_steps=0", "train.save_strategy=no")
