@@ -277,8 +277,8 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig, found: list[R
             "this model is stored in FP8 (load_in_fp8), and frozen='fp8' was not set",
             where=quantized[0][0],
             why="load_in_fp8 is about storage: weights are dequantized before a 16-bit matmul",
-            fix="frozen='fp8' (precision.frozen=fp8) multiplies them as they are stored, under "
-            "adapters; to train all parameters, load the model plain",
+            fix="precision.frozen=fp8 with adapters over it, which multiplies weights as they are "
+            "stored; to train all parameters, load the model plain",
         )
     if where is not None:
         raise StorageNotComputeError(

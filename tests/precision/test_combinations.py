@@ -67,7 +67,7 @@ def wanted(scaling: str, high: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
 def advice(text: str) -> list[dict[str, Any]]:
     """Settings that a refusal names: `backend=te or emulated`, `format=hybrid`, `leave x out`."""
     found: list[dict[str, Any]] = []
-    for names in re.findall(r"backend=([a-z]+(?: or [a-z]+)*)", text):
+    for names in re.findall(r"backend=([a-z]+(?: or [a-z]+\b(?!=))*)", text):
         found += [{"backend": name} for name in names.split(" or ")]
     for key, value in re.findall(r"(format|scaling|compile)=([a-z0-9]+)", text):
         found.append({key: value})
