@@ -34,7 +34,9 @@ CROWDED = 60
 NOISY = {"loss", "grad_norm", "tokens_per_s"}
 """Metrics of single steps, which are smoothed."""
 UNIT = "nats per token"
+"""Unit of a loss."""
 HALF: dict[str, Any] = {"size": "half", "from_zero": True, "least_points": LEAST_POINTS}
+"""Fields of a small plot that stands beside another."""
 CLOCK = ((3, "seconds", 1), (180, "minutes", 60), (math.inf, "hours", 3600))
 """Units of a time axis: up to so many minutes, name, seconds."""
 
@@ -259,7 +261,8 @@ OTHERS = {
     "update_ratio": ("Update relative to weight", "ratio of norms"),
 }
 """Measure of a layer group, without an operand -> title and unit."""
-_HEALTH_KEY = re.compile(r"health/([^/]+)/(?:([xwg])_)?(\w+)$")
+_HEALTH_KEY = re.compile(r"health/[^/]+/\w+$")
+"""`health/<layer group>/<operand>_<measure>`, or without an operand."""
 
 
 def health(s: Source) -> list[Row | Line]:
