@@ -48,6 +48,7 @@ from finetune.units import MIB
 Link = Literal["nvlink", "pcie"]
 Kernel = Literal["flash", "flash3", "efficient", "cudnn"]
 FLOAT32 = 4
+"""Bytes of an element."""
 
 
 @functools.cache  # asked for at each attention
