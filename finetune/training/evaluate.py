@@ -79,7 +79,8 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
 
 def _check_shots(name: str, task: Any, shots: int) -> None:
     """Reject more examples than there are, which lm-eval finds out at the first question."""
-    # 0 in a definition: its prompt has no place for examples. One row is the question itself.
+    # 0 in a definition: its prompt has no place for examples. One row is the question itself, where
+    # examples are of the split that is scored; of another split, lm-eval would take one more.
     bare = task.get_config("num_fewshot") == 0
     most = 0 if bare else len(list(task.fewshot_docs())) - 1
     if shots > most:
