@@ -99,8 +99,8 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
     """The most checkpoints of a run on the disk at one time, and of these the ones that stay.
 
     One more than are kept, since one is deleted when the next is whole; also where all are kept,
-    for that of the first step. Of a run whose number of steps is known only from its rows, one is
-    counted, besides that of the first step: such a run may need more.
+    for that of the first step. Where their number is known only from rows or eval losses
+    (`save_strategy=best`), one is counted besides that: such a run may need more.
     """
     train, kept = config.train, config.checkpoints
     strategy = str(train.get("save_strategy", "steps"))
