@@ -1,4 +1,4 @@
-"""Verbs that look at runs: `benchmark`, `compare`, `diagnose` and `report`."""
+"""Verbs that look at runs and at the machine: benchmark, compare, diagnose, report, doctor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from finetune.errors import ConfigError
 from finetune.hardware.device import rank
 from finetune.logging import busy, output, whole
 
-NOTHING_MEASURED, MOST_STEPS, MOST_ROUNDS = 1, 100_000, 1000
+MOST_STEPS, MOST_ROUNDS = 100_000, 1000
+NOTHING_MEASURED = 1
+"""Exit status of a benchmark without a single measured point."""
 
 
 def benchmark(
@@ -82,6 +84,7 @@ def benchmark(
 # ------------------------------------------------------------------------------------------ compare
 
 EQUIVALENT, NOT_EQUIVALENT = 0, 3
+"""Exit statuses of a comparison; one that is refused has `MISUSE`."""
 
 
 def compare(
@@ -97,9 +100,12 @@ def compare(
         str | None, typer.Option(help="How many paired runs, or which: 42,43,44. [default: 3]")
     ] = None,
     margin: Annotated[
-        float | None, typer.Option(help="Relative gap of losses that counts as none. [0.01]")
+        float | None,
+        typer.Option(help="Relative gap of losses that counts as none. [default: 0.01]"),
     ] = None,
-    confidence: Annotated[float | None, typer.Option(help="Of the intervals. [0.95]")] = None,
+    confidence: Annotated[
+        float | None, typer.Option(help="Of the intervals. [default: 0.95]")
+    ] = None,
     allow: Annotated[
         bool, typer.Option(help="Compare although the two do not train the same.")
     ] = False,
@@ -167,6 +173,7 @@ def compare(
 
 
 def _is_override(word: str) -> bool:
+    """True for `key=value`, `~key` and, of one side, `a.~key`; not for a path that exists."""
     setting = "=" in word or word.startswith("~") or word[2:].startswith("~")
     return setting and not Path(word).exists()  # a folder may be called lr=1e-3
 
@@ -234,6 +241,9 @@ def report(
         print(json.dumps(done.facts(), indent=1))
         return
     print(f"{done.verdict}\nreport: {done.html}")
+
+
+# ------------------------------------------------------------------------------------------- doctor
 
 
 def doctor(as_json: AsJson = False) -> None:

@@ -11,9 +11,17 @@ from finetune.errors import DataError
 
 # --------------------------------------------------------------------- rows that are there twice
 
+BATCH = 4096
+"""Rows read from a table at once."""
+COMPARED = 100_000
+"""Training rows that evaluation rows are looked for in: a second or two."""
+
 
 def shared_rows(train: Any, held_out: Any) -> int:
-    """Number of evaluation rows that are also among the first `COMPARED` training rows."""
+    """Number of evaluation rows that are also among the first `COMPARED` training rows.
+
+    Rows are the same if they agree in the columns that both tables have.
+    """
     columns = sorted({*train.column_names} & {*held_out.column_names})
 
     def hashes(rows: Any) -> Iterator[int]:
@@ -31,13 +39,10 @@ MASKED = -100
 """Label of a token that has no part in the loss (torch's cross-entropy)."""
 UNKNOWN = 2**31
 """Tokens of a vocabulary that is not known."""
-BATCH = 4096
-COMPARED = 100_000
-"""Training rows that evaluation rows are looked for in: a second or two."""
 
 
 def check_columns(rows: Any, source: str) -> None:
-    """Raise `DataError` for columns that are no lists of whole numbers."""
+    """Raise `DataError` if `input_ids` or `labels` are no lists of whole numbers."""
     for name in sorted({"input_ids", "labels"} & set(rows.features or ())):
         feature = rows.features[name]
         kind = getattr(getattr(feature, "feature", None), "dtype", "")
@@ -51,7 +56,7 @@ def check_columns(rows: Any, source: str) -> None:
 
 
 def problem(row: dict[str, Any], vocabulary: int) -> str:
-    """Reason why a row cannot be trained on; empty where it can."""
+    """Reason why a tokenized row cannot be trained on; empty where it can."""
     ids, labels = row["input_ids"], row.get("labels")
     if not ids:
         return "'input_ids' is empty"

@@ -34,13 +34,14 @@ from finetune.estimator.variants import Variant, changed, with_changes
 from finetune.logging import PIPE_WIDTH, plain_table
 from finetune.units import MEMORY, percent, size
 
-# Changes in speed below this fraction count as none.
 FREE = 0.01
-# Changes that free less than this fraction of the allocated memory are not offered.
+"""Changes in speed below this fraction count as none."""
 LEAST = 0.002
+"""Changes that free less than this fraction of the allocated memory are not offered."""
 
 
 def facts_of(advice: Variant) -> dict[str, Any]:
+    """One change in `--json`; `trains` is its rank, the effect on the training."""
     return {
         "change": list(advice.change),
         "frees_bytes": advice.frees,
@@ -73,9 +74,13 @@ def speed_of(advice: Variant) -> str:
 
 @dataclass(frozen=True)
 class Advised:
-    """Advice on a run: single changes by rank and cost, and what makes a fitting run faster.
+    """Advice on a run.
 
-    `together` is the cheapest set found that makes it fit; None if it already fits or none does.
+    Attributes:
+        fit: verdict on the run itself.
+        each: single changes by rank and cost, of one that does not fit.
+        together: the cheapest set found that makes it fit; None if it already fits or none does.
+        faster: changes that make a run faster that fits.
     """
 
     fit: Fit
@@ -157,7 +162,8 @@ class _Advisor:
     def __init__(self, asked: Prediction) -> None:
         self._asked = asked
         self._seen: dict[Made, Variant] = {}
-        self._frees: dict[str, int] = {}  # kind -> most bytes that one of its changes frees alone
+        # kind -> most bytes that one of its changes frees alone; filled by `each`
+        self._frees: dict[str, int] = {}
 
     def _with(self, made: Made) -> Variant:
         if made not in self._seen:
@@ -173,7 +179,10 @@ class _Advisor:
     # ------------------------------------------------------------------------------ single changes
 
     def each(self) -> list[Variant]:
-        """Single changes that free memory; of micro-batch sizes only the largest and smallest."""
+        """Single changes that free memory; of micro-batch sizes only the largest and smallest.
+
+        To be called before `together`, which orders and skips changes by what each frees alone.
+        """
         between = self._offered((), "micro-batch")[1:-1]
         found: list[Variant] = []
         for change in self._offered(()):
@@ -253,13 +262,13 @@ class _Advisor:
         return self._with(self._made(picks))
 
     def _without_waste(self, picks: list[_Pick]) -> list[_Pick]:
-        """Drop unneeded picks that cost speed; replace others by milder ones that suffice."""
-        for pick in sorted(picks, key=self._worth, reverse=True):
+        """Drop unneeded picks, except faster ones; replace others by milder ones that suffice."""
+        for pick in sorted(picks, key=self._cost, reverse=True):
             number = picks.index(pick)
             before, after = picks[:number], picks[number + 1 :]
             # At the edge a run may fit by its first layers, and not as a whole: one pick stays.
             if (before or after) and self._picked([*before, *after]).fit == "fits":
-                if self._worth(pick) > (0, -FREE):
+                if self._cost(pick) > (0, -FREE):
                     picks = [*before, *after]
             elif pick.index:
                 milder = (_Pick(pick.kind, index) for index in range(pick.index + 1))
@@ -268,21 +277,22 @@ class _Advisor:
                 picks = min(fitting, key=lambda s: _price(self._picked(s).slower))
         return picks
 
-    def _worth(self, pick: _Pick) -> tuple[int, float]:
+    def _cost(self, pick: _Pick) -> tuple[int, float]:
         """Cost of a pick: rank, then its slowdown alone."""
         alike = self._offered((), pick.kind)
-        if not alike:  # applies only after another change: takes that one's rank
-            return 1, 0.0
+        if not alike:  # applies only after another change, as a smaller base after adapters
+            return RANKS.index("otherwise"), 0.0
         alone = self._with((alike[min(pick.index, len(alike) - 1)],))
         return RANKS.index(alone.rank), FREE if alone.slower is None else _price(alone.slower)
 
 
 def _price(slower: float | None) -> float:
-    # in steps of 0.001, so that rounding noise does not affect the order
+    """A slowdown to sort by, in steps of 0.001: rounding noise does not affect the order."""
     return math.inf if slower is None else round(slower, 3)
 
 
 def _need(variant: Variant) -> tuple[float, float]:
+    """Memory to sort by: allocated bytes, then what `nvidia-smi` shows."""
     if variant.prediction is None:
         return math.inf, math.inf
     return variant.prediction.footprint.allocated, variant.prediction.footprint.shown

@@ -38,6 +38,7 @@ PRESETS = {
 }
 """Preset and format of compressed-tensors by target."""
 ONE_GEMM = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Last names of layers that servers fuse into one GEMM."""
 
 
 def layers_to_quantize(model: Any) -> tuple[list[str], list[str]]:
@@ -58,8 +59,8 @@ def layers_to_quantize(model: Any) -> tuple[list[str], list[str]]:
     chosen, kept = [], []
     for name, layer in model.named_modules():
         if type(layer) is nn.Linear or layer is head:
-            whole = not any(size % BLOCK for size in layer.weight.shape)
-            can = whole and layer is not head and id(layer) not in unreached
+            is_aligned = not any(size % BLOCK for size in layer.weight.shape)
+            can = is_aligned and layer is not head and id(layer) not in unreached
             (chosen if can else kept).append(name)
     if not chosen:
         raise ConfigError(
@@ -77,10 +78,12 @@ def quantize(
 ) -> None:
     """Replace the weights of a model in BF16 by codes and scales, as they are to be saved.
 
+    The model can be saved afterwards, and no longer be called.
+
     Args:
-        to: `fp8` or `nvfp4`.
+        to: `fp8` or `nvfp4`, a key of `PRESETS`.
         layers: names of the linear layers to quantize; `ignore` are the others.
-        inputs: largest magnitude of each layer's inputs, for `nvfp4`.
+        inputs: largest magnitude of each layer's inputs, for `nvfp4`; empty for `fp8`.
     """
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
@@ -110,8 +113,10 @@ def encode(
     """Codes and scales of a weight [N, K] under a scheme of compressed-tensors, by their name.
 
     Args:
-        largest: float32 scalar, amax of all weights that share a global scale.
-        inputs: largest magnitude of the layer's inputs; None where they are scaled as they come.
+        largest: float32 scalar, amax of all weights that share a global scale; read with `inputs`
+            only.
+        inputs: largest magnitude of the layer's inputs; None where they are scaled as they come,
+            and there is no global scale.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -153,6 +158,7 @@ def input_amax(
     Args:
         model: the stock model, with or without adapter.
         layers: names of linear layers, as in the stock model.
+        batches: arguments of the model's forward.
 
     Raises:
         ConfigError: a layer got no input, or one that is not finite.

@@ -22,7 +22,7 @@ def ends_of(config: Any) -> list[int]:
 
 
 def stop_at(model: Any, ends: Iterable[int]) -> list[int]:
-    """Let answers end at further tokens; those at which they did not end before."""
+    """Let answers end at further tokens, too; return those at which they did not end before."""
     own = ends_of(model.generation_config)
     new = [token for token in ends if token not in own]
     if new:
@@ -31,7 +31,7 @@ def stop_at(model: Any, ends: Iterable[int]) -> list[int]:
 
 
 def save_ends(model: Any, folder: Path | str) -> None:
-    """Write the file beside an adapter, as Transformers does beside whole weights."""
+    """Write the whole file beside an adapter, as Transformers does beside whole weights."""
     model.generation_config.to_json_file(Path(folder) / FILE)
 
 

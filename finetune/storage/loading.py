@@ -61,11 +61,11 @@ from finetune.storage.quantizer import (
     adopt,
 )
 
-# Arguments of `from_pretrained` that are passed on to the loading of the configuration.
 HUB = (
     *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision"),
     *("subfolder", "token", "trust_remote_code"),
 )
+"""Arguments of `from_pretrained` that are passed on to the loading of the configuration."""
 
 
 def load_in_fp8(
@@ -173,8 +173,10 @@ def _load(
 ) -> Any:
     """Load a checkpoint with the layers of `storage` quantized, or those of `published` kept.
 
-    `published` is for FP8 checkpoints: a function from the loaded model to the layers that stay
-    stored, and their granularity (None: unchanged).
+    Args:
+        published: for FP8 checkpoints, `storage` being for others: a function from the loaded model
+            to the layers that stay stored, and their granularity (None: unchanged).
+        given_class: class of Transformers that loads the model; None: the one for text.
     """
     for other in ("quantization_config", "load_in_4bit", "load_in_8bit"):
         if other in kwargs:
@@ -206,7 +208,11 @@ def _load(
 
 
 def _source(name: str | os.PathLike[str], subfolder: str) -> str:
-    """A folder that contains `config.json`, or a hub id."""
+    """A folder that contains `config.json`, or a hub id.
+
+    Raises:
+        ModelNotFoundError: what looks like a path is no such folder.
+    """
     source = str(name)
     path = user_path(source)
     if not (path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1):
@@ -223,7 +229,11 @@ def quantization_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
 
 
 def _conform(model: Any, stored: Mapping[str, Granularity | None]) -> Any:
-    """Requantize or dequantize until exactly these layers are stored (None: scales unchanged)."""
+    """Bring a loaded FP8 checkpoint to what was asked for: exactly these layers stored.
+
+    Args:
+        stored: layer -> granularity of its scales; None: as published.
+    """
     for name, module in list(iter_stored(model)):
         if name not in stored:
             release(module)
@@ -248,7 +258,13 @@ def build_stored(
 ) -> PreTrainedModel:
     """Build a model of random weights in which exactly the named linear layers are stored in FP8.
 
-    Args as of `load_stored`; `config` is the architecture, and `**kwargs` are for `from_config`.
+    Args:
+        config: the architecture.
+        names: as of `load_stored`.
+        granularity: scope of a scale.
+        dtype: type of everything else.
+        device: where layers are allocated, one decoder layer in high precision at a time.
+        **kwargs: for `from_config`.
 
     Returns:
         A frozen model in training mode.
@@ -266,6 +282,7 @@ def build_stored(
         if not tensor.is_meta:
             return tensor.to(device)
         empty = torch.empty_like(tensor, device=device)
+        # What no initialization sets stays NaN, and is found by `_refuse_uninitialized`.
         return empty.fill_(torch.nan) if empty.is_floating_point() else empty
 
     def fill(module: nn.Module, prefix: str, owner: Any) -> None:
@@ -299,6 +316,7 @@ def build_stored(
 
 
 def _refuse_uninitialized(model: nn.Module) -> None:
+    """Raise `PlanError` for tensors that hold the NaN with which `build_stored` allocated them."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     left = [name for name, t in tensors if t.is_floating_point() and bool(t.isnan().any())]
     if left:

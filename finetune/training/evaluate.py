@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 PACKAGED = ASSETS / "tasks"
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+"""Suffix of a file of rows -> builder of `datasets` that reads it."""
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+"""Keys of a task's definition that name its splits."""
 
 
 def load_tasks(eval: EvalConfig) -> list[Any]:
@@ -77,7 +79,8 @@ def load_tasks(eval: EvalConfig) -> list[Any]:
 
 def _check_shots(name: str, task: Any, shots: int) -> None:
     """Reject more examples than there are, which lm-eval finds out at the first question."""
-    # 0 in a definition: its prompt has no place for examples. One row is the question itself.
+    # 0 in a definition: its prompt has no place for examples. One row is the question itself, where
+    # examples are of the split that is scored; of another split, lm-eval would take one more.
     bare = task.get_config("num_fewshot") == 0
     most = 0 if bare else len(list(task.fewshot_docs())) - 1
     if shots > most:
@@ -95,7 +98,10 @@ def _check_shots(name: str, task: Any, shots: int) -> None:
 
 
 def manager_of(names: Iterable[str]) -> TaskManager:
-    """Index of these names: of packaged tasks, of one of lm-eval's folders, or of all."""
+    """Index of packaged tasks and, for other names, of lm-eval's folders of these names, or of all.
+
+    Without names it is the smallest: that of packaged tasks, for tasks that are loaded already.
+    """
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
@@ -129,12 +135,16 @@ def _members(manager: TaskManager, asked: str) -> list[str]:
 
 
 def _read_locally(entry: Any, rows: Path, folder: Path) -> None:
-    """Let the entry of a task read a folder of rows, by a definition in a folder of ours."""
+    """Let the entry of a task read a folder of rows, by a definition written to `folder`.
+
+    All splits are read from files of one suffix, and those without a file are left out. Scored is
+    the test split, or without its file the validation split: published tests often have no answers.
+    """
     stock, task = entry.cfg or {}, entry.name
     splits = {key: str(stock[key]) for key in SPLITS if stock.get(key)}
     wanted = splits.get("test_split") or splits.get("validation_split")
     published = [split for split in (wanted, splits.get("validation_split")) if split]
-    suffix = next(  # published tests often have no answers
+    suffix = next(
         (s for split in published for s in FORMATS if _has_rows(rows / f"{split}{s}")), None
     )
     if suffix is None:
@@ -160,11 +170,19 @@ def _read_locally(entry: Any, rows: Path, folder: Path) -> None:
 
 
 def _has_rows(file: Path) -> bool:
+    """True for a file that is there and not empty."""
     return file.is_file() and file.stat().st_size > 0
 
 
 def _built(manager: TaskManager, name: str, eval: EvalConfig, *, is_local: bool) -> list[Any]:
-    """A task, a group, or the tasks under a tag."""
+    """Load a task, a group, or the tasks under a tag, with their rows.
+
+    Args:
+        is_local: rows were to be read from a folder, whatever fails is an error in them.
+
+    Raises:
+        DataError, DataNotFoundError: rows that are local, or the hub's, cannot be read.
+    """
     from datasets.exceptions import DatasetsError
     from jinja2.exceptions import UndefinedError
 
@@ -208,6 +226,10 @@ def score(
 ) -> dict[str, dict[str, Any]]:
     """Score a whole model, plain or with adapters, on tasks from `load_tasks`.
 
+    Args:
+        config: of the run: its `eval` section, and the type that layers compute in.
+        console: prints a line for each task; default none.
+
     Returns:
         Values by task and metric, with `<metric>_stderr`, `n` rows, and the task's `version`.
     """
@@ -246,6 +268,7 @@ def score(
 
 
 def _row(results: dict[str, Any], name: str) -> dict[str, Any]:
+    """Values of one task; a metric of a filter other than lm-eval's `none` keeps it in its key."""
     row: dict[str, Any] = {}
     for key, value in results["results"][name].items():
         metric, _, kind = key.partition(",")

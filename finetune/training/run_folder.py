@@ -46,8 +46,12 @@ def name_folder(out: Path, recipe: str, label: str) -> Path:
     return out / recipe / "-".join(part for part in (stamp, kind, scaling) if part)
 
 
-def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
-    """Make a run folder, and write what a run begins with; or a `ConfigError`."""
+def start_folder(folder: Path, recipe: Recipe, out: Path) -> None:
+    """Make a run folder, and write what a run begins with: `run.json` and `config.yaml`.
+
+    Raises:
+        ConfigError: it cannot be made; `out` is named there.
+    """
     failure, fix = f"the run folder {str(folder)!r} cannot be made", "choose another with --out"
     with writing(failure, where=f"--out {out}", fix=fix):
         folder.mkdir(parents=True)
@@ -57,7 +61,7 @@ def make_folder(folder: Path, recipe: Recipe, out: Path) -> None:
 
 @contextlib.contextmanager
 def discarded_unless_begun(folder: Path) -> Iterator[None]:
-    """Remove a run folder if Ctrl-C, or what is refused, ends the run before its first step."""
+    """Remove a run folder if Ctrl-C or a refusal ends the run before a metric is logged."""
     try:
         yield
     except (*REFUSED, KeyboardInterrupt):
@@ -94,8 +98,9 @@ def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:
 def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
     """The most checkpoints of a run on the disk at one time, and of these the ones that stay.
 
-    One more than are kept, since one is deleted when the next is whole. Of a run whose number of
-    steps is known only from its rows, two.
+    One more than are kept, since one is deleted when the next is whole; also where all are kept,
+    for that of the first step. Where their number is known only from rows or eval losses
+    (`save_strategy=best`), one is counted besides that: such a run may need more.
     """
     train, kept = config.train, config.checkpoints
     strategy = str(train.get("save_strategy", "steps"))

@@ -19,6 +19,7 @@ from finetune.errors import ConfigError
 LEAST_SHARE = 0.5
 """Of the learning rate that was asked for: a run that stays below is refused."""
 MORE = "a smaller train.per_device_train_batch_size, or more train.num_train_epochs, make more"
+"""Advice of each line on too few steps."""
 FEW = 50
 """Steps below which a run by epochs gets a line: an adapter or a model has hardly moved."""
 
@@ -43,20 +44,22 @@ class Schedule:
 
     @property
     def lowered(self) -> str:
-        """A line where accumulation is lowered."""
+        """A line where accumulation is lowered, else empty."""
         each = self.args.gradient_accumulation_steps
+        if each >= self.given:
+            return ""
         return (
             f"gradient accumulation: {each} instead of {self.given}, since rows are few "
             "(data.min_steps)"
-            if each < self.given
-            else ""
         )
 
     @property
     def few(self) -> str:
-        """A line where epochs over few rows make few steps."""
+        """A line where epochs over few rows make few steps, else empty."""
         by_epochs = self.args.max_steps <= 0 and self.rows is not None
-        return f"{self.steps:,} optimizer steps are few; {MORE}" * (by_epochs and self.steps < FEW)
+        if not by_epochs or self.steps >= FEW:
+            return ""
+        return f"{self.steps:,} optimizer steps are few; {MORE}"
 
     @property
     def line(self) -> str:
@@ -88,14 +91,15 @@ def schedule_of(args: Any, rows: int | None, least: int | None = None) -> Schedu
     Args:
         args: `SFTConfig` of the run.
         rows: rows of an epoch, as they are trained on; None of a stream, which has `max_steps`.
-        least: steps for which accumulation is lowered, down to 1; None: it stays as it is.
+        least: steps for which accumulation is lowered, down to 1 (`data.min_steps`); None: it stays
+            as it is.
 
     Example: 150 packed rows in micro-batches of 4 are 38; accumulated by 4 they are 10 steps, by 1
     they are 38. With `least=50` the accumulation is 1, with `least=12` it is 3 (13 steps).
     """
     given = args.gradient_accumulation_steps
     if least is not None and rows is not None and args.max_steps <= 0:
-        ways = [_with(args, gradient_accumulation_steps=each) for each in range(given, 0, -1)]
+        ways = [_accumulating(args, each) for each in range(given, 0, -1)]
         args = next((way for way in ways if steps_of(way, rows) >= least), ways[-1])
     steps = args.max_steps if rows is None else steps_of(args, rows)
     return Schedule(args, given, rows, steps, peak_of(args, steps))
@@ -112,7 +116,10 @@ def steps_of(args: Any, rows: int) -> int:
 
 
 def peak_of(args: Any, steps: int) -> float:
-    """Largest share of the learning rate in a run of `steps`, by Transformers' own schedule."""
+    """Largest share of the learning rate in a run of `steps`, by Transformers' own schedule.
+
+    A schedule that Transformers refuses is reported where the trainer makes it; here it has 1.
+    """
     import torch
     from transformers import get_scheduler
 
@@ -120,13 +127,16 @@ def peak_of(args: Any, steps: int) -> float:
     warmup, kwargs = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
     try:
         made = get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, kwargs)
-    except REFUSALS:  # said where the trainer makes it
+    except REFUSALS:
         return 1.0
     return reached(made, steps)
 
 
 def reached(scheduler: Any, steps: int) -> float:
-    """Largest factor of a scheduler in its first steps; of one that follows the loss, 1."""
+    """Largest factor of a scheduler in its first steps; of one that follows the loss, 1.
+
+    Of many steps a thousand are looked at, and the last.
+    """
     from torch.optim.lr_scheduler import LambdaLR
 
     if not isinstance(scheduler, LambdaLR):
@@ -135,8 +145,8 @@ def reached(scheduler: Any, steps: int) -> float:
     return max(factor(step) for factor in scheduler.lr_lambdas for step in seen)
 
 
-def _with(args: Any, **values: Any) -> Any:
+def _accumulating(args: Any, each: int) -> Any:
+    """A copy of the trainer's arguments with this accumulation."""
     changed = copy.copy(args)
-    for key, value in values.items():
-        setattr(changed, key, value)
+    changed.gradient_accumulation_steps = each
     return changed

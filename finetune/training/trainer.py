@@ -51,8 +51,8 @@ from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
     check_disk,
     discarded_unless_begun,
-    make_folder,
     name_folder,
+    start_folder,
     write_card,
 )
 from finetune.training.samples import prompts_of
@@ -183,7 +183,7 @@ class _Run:
         self.answers = list[Sample]()
         self.scores: dict[str, dict[str, Any]] = {}
         if self.is_main:
-            make_folder(self.folder, recipe, out)
+            start_folder(self.folder, recipe, out)
         self._introduce(ahead)
         self.console.print(whole(f"run folder: {self.folder}"), crop=False)
         self.console.print(f"data: {self.rows.description}")

@@ -61,7 +61,7 @@ from finetune.training.evidence import environment
 from finetune.training.faults import explained
 from finetune.training.memory_meter import MemoryMeter
 from finetune.training.model import OWN
-from finetune.training.run_folder import make_folder
+from finetune.training.run_folder import start_folder
 from finetune.training.session import Session
 from finetune.training.trainer import make_trainer
 
@@ -236,7 +236,7 @@ def train_stock(how: str, file: str, seed: str, *options: str) -> None:
     recipe, device = load_recipe(file, [seed]), this_device()
     config, shipped = recipe.config, how == "shipped"
     folder = Path(options[options.index("--out") + 1]) / recipe.name / how
-    make_folder(folder, recipe, folder)
+    start_folder(folder, recipe, folder)
     tokenizer, _ = load_tokenizer(config.model)
     rows = load_data(config.data, tokenizer, 0, vocabulary=vocabulary_of(config.model))
     args = sft_config(config, folder, rows.settings, on_cpu=device.kind == "cpu")

@@ -49,8 +49,8 @@ from finetune.training.session import Session, session_of
 from finetune.training.trainer import make_trainer
 
 STEPS, LONG = 3, 8
-"""Profiled steps, and micro-batches per step above which one step is enough."""
-SHORTEST = 32
+"""Steps to profile, and micro-batches per step above which one step is enough."""
+MOST_PACKED = 32
 """Most short rows that one packed row is expected to hold."""
 
 
@@ -137,9 +137,9 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
         drawn = random_rows(config.model, needed, length, seed)
         description = f"{needed} rows of {length:,} random tokens"
         return Rows(drawn, None, description, {}), tokenizer, ["weights are random"]
-    tokenizer, note = load_tokenizer(config.model, config.train.get("chat_template_path"))
+    tokenizer, note = load_tokenizer(config.model, train.get("chat_template_path"))
     rows = load_data(config.data, tokenizer, seed, vocabulary=vocabulary_of(config.model))
-    enough = needed * SHORTEST if train.get("packing") else needed
+    enough = needed * MOST_PACKED if train.get("packing") else needed
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
     used = replace(rows, train=few, eval=None, description=description)
@@ -152,6 +152,15 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
 def _conclude(
     name: str, config: RunConfig, running: Session, observer: Observer, data: str, notes: list[str]
 ) -> Diagnosis:
+    """The diagnosis of what was observed.
+
+    Args:
+        data: description of the rows.
+        notes: on the tokenizer or the weights; empty ones are left out.
+
+    Raises:
+        ProofError: on a GPU whose kernels the profiler did not see.
+    """
     receipt, device, conversion = running.receipt(), running.device, running.conversion
     assert conversion is not None
     ran = {row.name: set(precisions_of(row).values()) for row in receipt.layers}

@@ -34,7 +34,9 @@ CROWDED = 60
 NOISY = {"loss", "grad_norm", "tokens_per_s"}
 """Metrics of single steps, which are smoothed."""
 UNIT = "nats per token"
+"""Unit of a loss."""
 HALF: dict[str, Any] = {"size": "half", "from_zero": True, "least_points": LEAST_POINTS}
+"""Fields of a small plot that stands beside another."""
 CLOCK = ((3, "seconds", 1), (180, "minutes", 60), (math.inf, "hours", 3600))
 """Units of a time axis: up to so many minutes, name, seconds."""
 
@@ -48,7 +50,7 @@ class Curve(NamedTuple):
 
 
 def curve(rows: Iterable[dict[str, Any]], key: str, over: str = "step") -> Curve:
-    """Values logged under `key`, over steps or another key."""
+    """Values logged under `key`, over steps or another key; rows without both are left out."""
     pairs = [
         (row[over], row[key])
         for row in rows
@@ -96,8 +98,8 @@ def treatment(n: int, window: int = 1) -> str:
     if window > 1:
         parts.append(f"smoothed: mean of {window} logged points")
     if n > 2 * BUCKETS:
-        share = math.ceil(n / BUCKETS)
-        parts.append(f"{n:,} points drawn as the lowest and highest of every {share}")
+        each = math.ceil(n / BUCKETS)
+        parts.append(f"{n:,} points drawn as the lowest and highest of every {each}")
     return "; ".join(parts)
 
 
@@ -128,7 +130,7 @@ def plot_of(
 
     Args:
         least_points: None is returned if no curve has as many.
-        more: further fields of the plot.
+        **more: further fields of the plot; `over` is the name of its horizontal axis.
     """
     drawn = [one for one in drawn if len(one.curve.y)]
     longest = max((len(one.curve.y) for one in drawn), default=0)
@@ -158,6 +160,7 @@ def plot_of(
 
 
 def _line(label: str, x: Floats, y: Floats) -> Series:
+    """A thinned line; of a curve without a name, what was appended to it is the label."""
     x, y = envelope(x, y)
     return Series(label.lstrip(", "), x.tolist(), y.tolist())
 
@@ -172,10 +175,13 @@ def metric_plot(
     seconds: int = 1,
     **more: Any,
 ) -> Plot | None:
-    """Logged metrics of runs, `keys` with their names in a legend.
+    """Logged metrics of runs; None if there are too few values.
 
     Args:
+        keys: key of a metric -> its name in the legend; an empty one: the run's.
         seconds: of one unit of time, for a plot over time.
+        **more: as of `plot_of`; with a unit of time as `over`, the metrics are drawn over the
+            logged seconds.
     """
     over, drawn = "step" if more.get("over", "step") == "step" else "seconds", list[Drawn]()
     for s in runs:
@@ -249,11 +255,14 @@ MEASURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "amax": ("Largest magnitude", "", "The amax that scales follow.", {"log": True}),
 }  # fmt: skip
+"""Measure of an operand -> title, unit and note of its row, further fields of its plots."""
 OTHERS = {
     "grad_snr": ("Gradient signal over noise", "ratio"),
     "update_ratio": ("Update relative to weight", "ratio of norms"),
 }
-_HEALTH_KEY = re.compile(r"health/([^/]+)/(?:([xwg])_)?(\w+)$")
+"""Measure of a layer group, without an operand -> title and unit."""
+_HEALTH_KEY = re.compile(r"health/[^/]+/\w+$")
+"""`health/<layer group>/<operand>_<measure>`, or without an operand."""
 
 
 def health(s: Source) -> list[Row | Line]:

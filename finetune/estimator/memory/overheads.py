@@ -48,6 +48,7 @@ from finetune.units import MIB
 Link = Literal["nvlink", "pcie"]
 Kernel = Literal["flash", "flash3", "efficient", "cudnn"]
 FLOAT32 = 4
+"""Bytes of an element."""
 
 
 @functools.cache  # asked for at each attention
@@ -149,6 +150,7 @@ def sdpa_kernel(
     mask, and has no backward for heads above 192 on sm_86 and sm_89.
 
     Args:
+        capability: compute capability of the device.
         torch_version: (major, minor[, patch]).
         masked: an explicit mask is passed (`is_causal` alone is none).
         itemsize: bytes per element of the queries; 4 rules flash and cuDNN out.
@@ -197,7 +199,7 @@ def attention_backward_extra(
     """
     grouped = heads != kv_heads
     expanded = batch * keys * heads * head_dim * itemsize  # one of dk, dv for every query head
-    if kernel == "cudnn":
+    if kernel == "cudnn":  # row sums and dq in float32
         total = batch * heads * queries * (1 + head_dim) * FLOAT32
         return [total + (2 * expanded if grouped else 0)]
     if kernel == "efficient":
@@ -221,7 +223,7 @@ def _efficient_workspace(batch: int, heads: int, queries: int, keys: int, head_d
     """
     rows = columns = 64 if head_dim <= 64 or head_dim > 128 else 128
     tiles = -(-queries // rows) * -(-head_dim // columns)
-    nbytes = tiles * (16 + rows * columns * FLOAT32)
+    nbytes = tiles * (16 + rows * columns * FLOAT32)  # 16: the lock, padded
     if head_dim > 128:
         splits = min(-(-keys // columns), max(1, 200 // (batch * heads)))
         nbytes += 2 * splits * columns * _round(head_dim, rows) * FLOAT32

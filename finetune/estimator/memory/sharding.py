@@ -64,14 +64,12 @@ from finetune.estimator.memory.footprint import (
     on_gpu,
     tensor_footprint,
 )
-from finetune.estimator.memory.overheads import nccl_bytes
+from finetune.estimator.memory.overheads import FLOAT32, nccl_bytes
 from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import KINDS
 from finetune.hardware.gpus import Place
 from finetune.training.compute_types import AUTOCAST
-
-FLOAT32 = 4
 
 
 class Moment(NamedTuple):

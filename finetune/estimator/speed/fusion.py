@@ -49,9 +49,12 @@ INLINED_READS = 4
 
 
 class Launch(NamedTuple):
-    """One kernel: indices of its operators in the trace, and bytes read and written.
+    """One kernel.
 
     Attributes:
+        ops: indices of its operators in the trace.
+        read, written: bytes.
+        pattern: order in which it goes through memory.
         inputs: storages that it reads, made before it.
     """
 
@@ -64,7 +67,10 @@ class Launch(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A kernel that operators of one region may share."""
+    """A kernel that operators of one region may share.
+
+    Places are compared field by field, so the least of those in one region comes first in time.
+    """
 
     region: int
     generation: int
@@ -76,7 +82,8 @@ def launches(
 ) -> Iterator[Launch]:
     """Yield a trace's kernels by first operator.
 
-    `compiled` tells apart the regions (layers) in which operators may fuse; empty: not in any.
+    `compiled` names the compiled layer that an operator is in; an empty name or False: in none, and
+    the operator is a kernel of its own. Without `compiled`, all are.
     """
     starts: dict[int, list[Launch]] = {}
     fused: Sequence[object] = [()] * len(ops)
@@ -115,15 +122,16 @@ class _Fusion:
         self._kinds = [kind_of(op) for op in ops]
         self._makers: list[list[int]] = []  # by operator: what made each operand, -1 if unknown
         self._readers: list[list[int]] = [[] for _ in ops]
+        # Of a compiled layer, and of a kind that fuses.
         self._fused = [
             bool(where) and kind in FUSABLE for where, kind in zip(inside, self._kinds, strict=True)
         ]
-        self._regions = self._trace(inside)
-        self._generations = self._follow()
+        self._regions = self._link(inside)
+        self._generations = self._generation_of_each()
         self.places = self._place()
 
-    def _trace(self, inside: Sequence[str | bool]) -> list[int]:
-        """Region of each operator; makers and readers of values."""
+    def _link(self, inside: Sequence[str | bool]) -> list[int]:
+        """Fill `_makers` and `_readers`, and return the region of each operator."""
         regions, last, now = [0] * len(self._ops), ("", False), dict[int, int]()
         region = 0
         for index, op in enumerate(self._ops):
@@ -139,19 +147,21 @@ class _Fusion:
                 now[x.storage] = index
         return regions
 
-    def _follow(self) -> list[int]:
+    def _generation_of_each(self) -> list[int]:
         """Generation of each operator."""
         generations = list[int]()
         for index in range(len(self._ops)):
-            made = (m for m in self._makers[index] if self._near(m, index))
-            generations.append(max((generations[m] + self._ends(m) for m in made), default=0))
+            made = (m for m in self._makers[index] if self._in_one_region(m, index))
+            after = (generations[m] + self._ends_kernel(m) for m in made)
+            generations.append(max(after, default=0))
         return generations
 
-    def _near(self, maker: int, index: int) -> bool:
-        """True for a known maker in the region of an operator."""
+    def _in_one_region(self, maker: int, index: int) -> bool:
+        """True if the maker of an operand is known, and in the region of the operator."""
         return maker >= 0 and self._regions[maker] == self._regions[index]
 
-    def _ends(self, index: int) -> bool:
+    def _ends_kernel(self, index: int) -> bool:
+        """True if a kernel has to end before another operator can read this one's result."""
         return not self._fused[index] or is_barrier(self._ops[index])
 
     def _place(self) -> list[set[Place]]:
@@ -180,10 +190,10 @@ class _Fusion:
         for index, readers in enumerate(self._readers):
             loads.append(set[int]())
             for operand, maker in self._operands(index):
-                inlines = self._near(maker, index) and not stored[maker]
+                inlines = self._in_one_region(maker, index) and not stored[maker]
                 loads[index] |= loads[maker] if inlines else {operand.storage}
             many = len(readers) > 1 and len(loads[index]) > INLINED_READS
-            leaves = not all(self._fused[r] and self._near(index, r) for r in readers)
+            leaves = not all(self._fused[r] and self._in_one_region(index, r) for r in readers)
             inlined = self._fused[index] and self._kinds[index] != "reduction"
             stored.append(not inlined or many or leaves)
         return stored
@@ -211,7 +221,7 @@ class _Fusion:
 
     def _hands_on(self, maker: int, place: Place) -> bool:
         """True if a kernel computes an operator's result itself, and need not read it."""
-        return maker >= 0 and place in self.places[maker] and not self._ends(maker)
+        return maker >= 0 and place in self.places[maker] and not self._ends_kernel(maker)
 
     def _joined(self, members: list[int], place: Place) -> Launch:
         """Kernel with the bytes that it exchanges with the outside."""

@@ -1,10 +1,13 @@
 """Backend `torchao`: the GEMMs and casts of `torchao.float8.Float8Linear`.
 
 Their configuration is derived from torchao's recipes.
-Two differences from `convert_to_float8_training`:
+Differences from `convert_to_float8_training`:
 
-* A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it.
+* A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it
+  (`OwnMatmul`).
+* GEMMs that stay in high precision take float32 weights beside BF16 gradients (`OwnMatmul`).
 * Under autocast on any device the input is cast to autocast's type (torchao: on CUDA only).
+* Operands are padded only where tokens are no multiple of 16 (`_unpadded`).
 
 Casts are many small kernels in eager mode: without `torch.compile` torchao is slower than BF16.
 Without FP8 hardware, `emulate=True` gives the same numbers slowly.
@@ -54,7 +57,7 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
         cast_config_input_for_grad_weight=cast("wgrad", x),
         cast_config_grad_output_for_grad_weight=cast("wgrad", g),
         round_scales_to_power_of_2=precision.pow2_scales,
-        pad_inner_dim=not emulate,  # where tokens are no multiple of 16: `_unpadded`
+        pad_inner_dim=not emulate,  # taken back where there is nothing to pad: `_unpadded`
         emulate=emulate,
     )
 
@@ -62,8 +65,8 @@ def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfi
 class OwnMatmul(torch.autograd.Function):
     """`y = x Wᵀ` by torchao's casts and GEMMs, where its own function does too much or too little.
 
-    That computes the weight gradient of one that does not train, and cannot multiply float32
-    weights by BF16 gradients in a GEMM that stays high.
+    `matmul_with_hp_or_float8_args` computes the weight gradient of a frozen weight, and cannot
+    multiply float32 weights by BF16 gradients in a GEMM that stays in high precision.
     """
 
     @staticmethod
@@ -105,7 +108,11 @@ def _to_float8(
     axis: int,
     config: Float8LinearConfig,
 ) -> Tensor:
-    """Cast as torchao does, or leave unchanged where this GEMM stays in high precision."""
+    """Cast as torchao does, or leave unchanged where this GEMM stays in high precision.
+
+    A rowwise scale is taken over `axis`, the one that the GEMM contracts; a tensorwise one ignores
+    it.
+    """
     if cast.scaling_type is ScalingType.DISABLED:
         return x
     assert cast.target_dtype is not None  # Float8LinearConfig fills it in
@@ -120,12 +127,12 @@ def _to_float8(
     )
 
 
-TOKENS = 16
-"""Divisor of the inner dimension of `torch._scaled_mm`."""
+INNER_MULTIPLE = 16
+"""`torch._scaled_mm` takes an inner dimension that is a multiple of this."""
 
 
 def _unpadded(mm: LinearMMConfig) -> LinearMMConfig:
-    """The GEMMs of tokens that are a multiple of 16, where there is nothing to pad.
+    """The same GEMMs without padding, for tokens that are a multiple of 16.
 
     torchao (0.18) pads by nothing, too: in eager mode a copy of each operand, and in a graph for
     changing lengths an operator whose result is row-major when traced, and not when it pads nothing
@@ -135,7 +142,12 @@ def _unpadded(mm: LinearMMConfig) -> LinearMMConfig:
 
 
 class TorchaoMixin(Fp8Mixin):
-    """Forward of a linear layer that torchao multiplies."""
+    """Forward of a linear layer that torchao multiplies.
+
+    Attributes:
+        fp8_mm: torchao's GEMMs, which pad the inner dimension.
+        fp8_unpadded_mm: the same without padding.
+    """
 
     fp8_backend: TorchaoBackend
     fp8_config: Float8LinearConfig
@@ -145,7 +157,7 @@ class TorchaoMixin(Fp8Mixin):
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         config = self.fp8_config
         # wgrad contracts tokens: those of a last or packed batch need not be a multiple of 16.
-        aligned = x.shape[:-1].numel() % TOKENS == 0
+        aligned = x.shape[:-1].numel() % INNER_MULTIPLE == 0
         mm = self.fp8_unpadded_mm if aligned else self.fp8_mm
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
         own = not w.requires_grad or self.fp8_backend.precision.gemms_kept_high

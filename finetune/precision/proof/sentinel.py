@@ -48,7 +48,12 @@ Flops = dict[tuple[str, str], int]
 
 @dataclass
 class Held:
-    """A converted layer under watch: its plan, its module, its calls, its rows when watch began."""
+    """A converted layer under watch.
+
+    Attributes:
+        tally: its calls, counted from its conversion on.
+        first: its rows until the watch began: those of the witnessed micro-step.
+    """
 
     layer: LayerPlan
     module: nn.Module
@@ -90,9 +95,9 @@ class Sentinel:
         self._replaced: list[str] = []  # modules with another forward than at first
         self._adapters = self._trained_adapters()
         self._types: dict[str, torch.dtype] = {}
-        self._noted: list[Any] = []
+        self._noted: list[Any] = []  # the structure that was last found in order
         self._is_begun = False
-        self._task = -1
+        self._task = -1  # autograd's id of the backward last looked at; -1: none was running
 
     def begin(self) -> None:
         """Begin to count, after the witnessed micro-step."""
@@ -105,6 +110,7 @@ class Sentinel:
         self._is_begun = True
 
     def _iter_held(self, modules: dict[str, nn.Module]) -> Iterator[Held]:
+        """Layers planned in FP8 that are still converted."""
         for layer in self.conversion.plan.fp8_layers:
             module: Any = modules.get(layer.owner)
             if isinstance(module, Fp8Mixin):
@@ -141,7 +147,8 @@ class Sentinel:
 
     def before_step(self) -> None:
         """Compare, before an optimizer of the model uses the gradients."""
-        # Where each parameter steps inside the backward, once in each.
+        # An optimizer that steps inside the backward comes here once for each parameter: there
+        # the structure is compared, and a step counted, once in each backward.
         task = torch._C._current_graph_task_id()
         if task == -1 or task != self._task:
             self._task = task
@@ -151,6 +158,7 @@ class Sentinel:
         self._check_calls()
 
     def _check_structure(self) -> None:
+        """Look closer at what the model is made of, unless it is as it was last found in order."""
         now = self._as_it_is()
         if now == self._noted:
             return
@@ -176,12 +184,12 @@ class Sentinel:
         gone = sorted(
             name
             for key, (name, m) in self._linears.items()
-            if key not in now and not _rests(name, m)
+            if key not in now and not _is_frozen_adapter(name, m)
         )
         new = sorted(
             name
             for key, (name, m) in now.items()
-            if key not in self._linears and not _rests(name, m)
+            if key not in self._linears and not _is_frozen_adapter(name, m)
         )
         if gone:
             self._leave(
@@ -217,6 +225,7 @@ class Sentinel:
             )
 
     def _check_types(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Raise if a trained parameter has another type than after the witnessed micro-step."""
         cast = [
             (name, self._types[name], p.dtype)
             for name, p in parameters.items()
@@ -237,6 +246,7 @@ class Sentinel:
             )
 
     def _check_classes(self) -> None:
+        """Raise if a converted layer has its plain class again."""
         plain = [h.layer.name for h in self._held if not _is_converted(h.module)]
         if plain:
             self._leave(
@@ -247,6 +257,7 @@ class Sentinel:
             )
 
     def _check_merged(self) -> None:
+        """Raise if an adapter that trains is merged into its base weight."""
         merged = [m for m in self._adapters if m.merged_adapters]
         if merged:
             names = {id(m): name for name, m in self.model.named_modules()}
@@ -259,6 +270,10 @@ class Sentinel:
             )
 
     def _check_calls(self) -> None:
+        """Report layers that ran in high precision or were bypassed; count those that rested.
+
+        Resets `ran` and `high` of each tally for the next step.
+        """
         high: list[str] = []
         around: list[str] = []
         resting: list[str] = []
@@ -273,9 +288,8 @@ class Sentinel:
                 around.append(name)
             else:
                 resting.append(name)
-        if len(resting) < len(
-            self._held
-        ):  # else another optimizer has stepped on the same backward
+        # If all rest, another optimizer has stepped on the same backward.
+        if len(resting) < len(self._held):
             self.rests.update(resting)
         left = high + around
         self.entered.update(left)
@@ -309,7 +323,7 @@ class Sentinel:
             each, tally = 2 * n * k * len(held.layer.gemms), held.tally
             if held.first:
                 weights[held.layer.name] = tally.rows / held.first
-            else:
+            else:  # not called in the witnessed micro-step, so without FLOPs in `flops`
                 more[self.conversion.plan.precision.low] += each * tally.rows
             more["bf16"] += each * tally.high_rows
         if self.conversion.compiled or not any(weights.values()):
@@ -333,8 +347,8 @@ class Sentinel:
         }
 
 
-def _rests(name: str, module: nn.Module) -> bool:
-    """True for a layer of an adapter that does not train: no adapter multiplies in FP8."""
+def _is_frozen_adapter(name: str, module: nn.Module) -> bool:
+    """True for a frozen adapter's layer, which may come and go: adapters never run in FP8."""
     return is_low_rank(name) and not any(p.requires_grad for p in module.parameters())
 
 
