@@ -109,7 +109,7 @@ def compare(
     allow: Annotated[
         bool, typer.Option(help="Compare although the two do not train the same.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(help="Folder of runs. [default: runs]")] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs at once, on a CPU.")] = None,
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,
     as_json: AsJson = False,
@@ -129,7 +129,7 @@ def compare(
     folder = user_path(names[0])
     again = folder.is_dir() and names[0] not in list_recipes()  # of a comparison, as no recipe is
     if again:
-        options = {"--seeds": seeds, "--jobs": jobs, "--force": force}
+        options = {"--seeds": seeds, "--out": out, "--jobs": jobs, "--force": force}
         idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]
         if idle:
             raise ConfigError(
@@ -149,7 +149,7 @@ def compare(
             margin=comparing.MARGIN if margin is None else margin,
             confidence=comparing.CONFIDENCE if confidence is None else confidence,
             allow=allow,
-            out=out,
+            out=out or Path("runs"),
             jobs=jobs,
             force=force,
             console=output(stderr=True),

@@ -87,6 +87,7 @@ class Advised:
     each: tuple[Variant, ...] = ()
     together: Variant | None = None
     faster: tuple[Variant, ...] = ()
+    timed: bool = True
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -99,6 +100,8 @@ class Advised:
     def __rich__(self) -> RenderableType:
         if self.fit == "fits":
             nothing = f"none of the changes looked at makes it {percent(GAIN, 0)} faster"
+            if not self.timed:
+                nothing = "no time is predicted here, so nothing is known to make it faster"
             return _Table("to make it faster", self.faster) if self.faster else Text(nothing)
         parts: list[RenderableType] = [_Table("what to change", self.each)] if self.each else []
         if (found := self.together) is None:
@@ -140,7 +143,8 @@ def advise(asked: Prediction) -> Advised:
     """Predict changes that make a run fit, or make one that fits faster."""
     advisor = _Advisor(asked)
     if asked.fit == "fits":
-        return Advised(asked.fit, faster=tuple(advisor.faster()))
+        timed = asked.pace is not None
+        return Advised(asked.fit, faster=tuple(advisor.faster()), timed=timed)
     each = tuple(advisor.each())
     return Advised(asked.fit, each, advisor.together(each))
 

@@ -18,6 +18,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import REFUSED, CheckpointError, writing
 from finetune.hardware.device import processes, rank
 from finetune.runs.card import model_card
+from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
 from finetune.runs.folder import write_start
 from finetune.runs.last_model import MODEL
 from finetune.runs.receipt import RunReport
@@ -61,12 +62,13 @@ def start_folder(folder: Path, recipe: Recipe, out: Path) -> None:
 
 @contextlib.contextmanager
 def discarded_unless_begun(folder: Path) -> Iterator[None]:
-    """Remove a run folder if Ctrl-C or a refusal ends the run before a metric is logged."""
+    """Remove a run folder if Ctrl-C or a refusal ends the run before it logged or saved a step."""
     try:
         yield
     except (*REFUSED, KeyboardInterrupt):
         metrics = folder / "metrics.jsonl"
-        if rank() == 0 and not (metrics.is_file() and metrics.stat().st_size):
+        logged = metrics.is_file() and metrics.stat().st_size
+        if rank() == 0 and not logged and not checkpoints_in(folder / CHECKPOINTS):
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -441,6 +441,7 @@ def test_a_comparison_from_command_to_verdict(pretend, tmp_path):
     assert json.loads(again)["margin"] == 0.0001
     assert json.loads(again)["verdict"] in ("undecided", "not equivalent")
     assert json.loads(again)["notes"].count(found.notes[0]) == 1
+    assert "--out would change nothing" in pretend(str(folder), "--out", "x", code=2)[1]
     second, _ = pretend("tiny_full_fp8", "--json", code=0)
     assert json.loads(second)["losses"] == stored["losses"]
     assert len(folders(tmp_path)) == 2

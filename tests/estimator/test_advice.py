@@ -175,6 +175,7 @@ def test_without_speeds_there_is_no_advice_on_speed(run, seen):
     assert found.fit == "fits"
     assert found.faster == ()
     assert len(seen) == 1, "the run itself alone"
+    assert "no time is predicted here" in str(found.__rich__())
 
 
 @pytest.mark.long

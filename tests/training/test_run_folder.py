@@ -51,14 +51,15 @@ def test_the_most_checkpoints_at_one_time(overrides, most) -> None:
 
 
 @pytest.mark.parametrize("rows", ["", '{"step": 1}\n'])
-def test_ctrl_c_before_the_first_step_leaves_no_folder(rows, tmp_path) -> None:
-    """`ls --runs` and `last` took the folder for a run that was killed."""
+@pytest.mark.parametrize("saved", ["", "checkpoints/checkpoint-1"])
+def test_ctrl_c_before_the_first_step_leaves_no_folder(rows, saved, tmp_path) -> None:
+    """`ls --runs` and `last` took the folder for a run that was killed; a checkpoint is kept."""
     folder = tmp_path / "run"
-    folder.mkdir()
+    (folder / saved).mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(rows)
     with pytest.raises(KeyboardInterrupt), run_folder.discarded_unless_begun(folder):
         raise KeyboardInterrupt
-    assert folder.is_dir() == bool(rows)
+    assert folder.is_dir() == bool(rows or saved)
 
 
 def test_a_model_is_there_whole_or_not_at_all(tmp_path) -> None:
