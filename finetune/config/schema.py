@@ -1,8 +1,8 @@
 """The configuration of a run: frozen, complete, and plain data.
 
-A `RunConfig` has six sections. Five are ours and are described field by field below; the sixth,
-`train`, is handed unchanged to `trl.SFTConfig`, whose documentation describes it. Nothing here
-imports torch, so that listing and checking recipes stays instant.
+The sections of a `RunConfig` are described field by field here and in `finetune.config.section`,
+but for `train`, which is handed unchanged to `trl.SFTConfig`, whose documentation describes it.
+Nothing here imports torch, so that listing and checking recipes stays instant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`torch.compile` of decoder layers: how torch is set up for it, and what it leaves uncompiled.
 
-Layers are compiled one by one, in place, and share graphs (`07-layers-left-uncompiled.md` of
+Layers are compiled one by one, in place, and share graphs (`06-compiled-layers.md` of
 `docs/notes`). Those that run uncompiled for a while, to be observed, are checkpointed. A layer in
 which somebody has put hooks runs uncompiled as long as they are there (`Hooks`).
 """

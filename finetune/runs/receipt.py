@@ -379,7 +379,7 @@ class RunReport(JupyterMixin):
         peak_memory_gib: peak of allocated memory.
         samples: answers of the trained model.
         tasks: scores on `eval.tasks`, name -> metric -> value.
-        interrupted: True if stopped by Ctrl-C; `checkpoints/` has the last step saved.
+        interrupted: True if stopped by a signal; `checkpoints/` has the last step saved.
     """
 
     folder: Path

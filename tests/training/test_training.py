@@ -98,7 +98,7 @@ def test_every_recipe_trains(name, tmp_path, tiny_gpt2) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["full"])  # LoRA: the next test
+@pytest.mark.parametrize("method", ["full"])
 def test_fp8_ends_within_two_percent_of_bf16(method, tmp_path) -> None:
     """The shipped pair, whole: same seed, same data; the loss falls and the style is learnt."""
     reports = {}

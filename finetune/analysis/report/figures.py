@@ -2,7 +2,7 @@
 
 Series differ in color (`c1` to `c8`) and dash pattern, so that no plot depends on color alone. In
 both themes text has a contrast of at least 4.5 to its background, lines of 3 (WCAG 2.2);
-`tests/analysis/test_report.py` computes it.
+`tests/analysis/test_report_plots.py` computes it.
 
 Matplotlib has no CSS: a plot is drawn in the colors of the light theme, each of which the SVG then
 replaces by its variable (`var(--c1)`), so that one drawing serves light, dark and print. Text stays
