@@ -69,6 +69,7 @@ class Product:
     def _shared(self, x: bool, w: bool, y: bool) -> Labels:
         """Labels that are in exactly these of the three."""
         of = self.of_x, self.of_w, self.of_y
+        # In the order of y; what y has not, K, in that of w, for both operands.
         labels = self.of_y if y else self.of_w
         return tuple(i for i in labels if tuple(i in each for each in of) == (x, w, y))
 
@@ -93,6 +94,7 @@ class Product:
         """True if labels are of the four kinds, and something is contracted."""
         labels = (self.of_x, self.of_w, self.of_y)
         repeated = any(len(set(group)) != len(group) for group in labels)
+        # A label outside of the four kinds is summed in one operand alone.
         known = {*self.batch, *self.contracted, *self.rows, *self.columns}
         return not repeated and bool(self.contracted) and known == set().union(*labels)
 
@@ -108,6 +110,7 @@ class Product:
         x, of_x, w, of_w = self.x, list(self.of_x), self.w, list(self.of_w)
         for label in self.batch:
             i, j = of_x.index(label), of_w.index(label)
+            # Of size 1 in both, a label stays with x: a row, not another output.
             if _repeats(x, i) and w.shape[j] > 1:
                 x = x.select(i, 0)
                 del of_x[i]
@@ -186,13 +189,16 @@ def gathered(p: Product, source: Tensor, index: Tensor, linear: Linear) -> Tenso
     `source` is [E, ...] where `p.w` is [S, ...], of which the batch is the first label; `index` are
     S integers.
     """
-    index = index.remainder(source.shape[0])
+    index = index.remainder(source.shape[0])  # negative ones count from the end
+    # `tolist` is the synchronization with the device.
     ends = torch.bincount(index, minlength=source.shape[0]).cumsum(0).tolist()
     order = index.argsort(stable=True)
     x = _grouped(p.x, p.of_x, p.batch, p.rows, p.contracted)  # [S, M, K]
     w = _grouped(source, p.of_w, p.batch, p.columns, p.contracted)  # [E, N, K]
     rows = x.shape[1]
+    # M rows for each index, so ends of indices become ends of rows.
     y = grouped(x[order].flatten(0, 1), w, [end * rows for end in ends], linear)
+    # `order.argsort()` is the inverse permutation: back to the order of `index`.
     return p.result(y.unflatten(0, (-1, rows))[order.argsort()])  # [S, M, N]
 
 
@@ -203,6 +209,7 @@ def _matmul(a: Tensor, b: Tensor) -> Product | None:
     """`a @ b`, batch dimensions aligned on the right, vectors without m or n."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.dim() or not b.dim():
         return None
+    # Batch labels are numbers, aligned on the right; each operand has the last ones.
     heads = [*range(max(a.dim(), b.dim()) - 2)]
     of_a = (*heads[len(heads) - a.dim() + 2 :], "m", "k") if a.dim() > 1 else ("k",)
     of_b = (*heads[len(heads) - b.dim() + 2 :], "k", "n") if b.dim() > 1 else ("k",)
@@ -235,17 +242,20 @@ def _einsum(equation: Any, a: Any, b: Any = None) -> Product | None:
     if len(terms) != 2:
         return None
     pairs = list(zip(operands, terms, strict=True))
+    # Largest number of dimensions that "..." stands for; 3 is the length of the dots.
     most = max([x.dim() - len(term) + 3 for x, term in pairs if "..." in term], default=0)
 
     def labels(term: str, dim: int) -> Labels:
         before, dots, after = term.partition("...")
         count = dim - len(before) - len(after) if dots else 0
+        # Numbers, which no letter equals; aligned on the right, as broadcasting has it.
         return (*before, *range(most - count, most), *after)
 
     of_a, of_b = (labels(term, x.dim()) for x, term in pairs)
     if arrow:
         of_y = labels(output, len(output.replace("...", "")) + most)
     else:
+        # Without "->" those that occur once, in alphabetical order, as `torch.einsum` defines it.
         once = Counter(c for c in inputs if c.isalpha())
         of_y = (*range(most), *sorted(c for c, count in once.items() if count == 1))
     return Product(operands[0], operands[1], of_a, of_b, of_y)
@@ -297,9 +307,10 @@ def products() -> dict[Any, tuple[Callable[..., Product | None], tuple[str, ...]
 def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
     """The product of a call of one of `products()`, operands in its order; None if not served."""
     reader, names = products()[func]
-    given = dict(zip(names, args, strict=False))
+    given = dict(zip(names, args, strict=False))  # the rest have defaults
     given |= {name: value for name, value in kwargs.items() if value is not None}
     if len(args) > len(names) or not given.keys() <= set(names):
         return None
+    # Names of PyTorch's arguments -> those of the reader's, by position.
     parameters = dict(zip(names, inspect.signature(reader).parameters, strict=False))
     return reader(**{parameters[name]: value for name, value in given.items()})

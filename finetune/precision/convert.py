@@ -72,8 +72,9 @@ class Conversion:
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self.fused: list[nn.Module] = []
         self.compiled: list[nn.Module] = []
+        # `_before`: Dynamo's counters when layers were compiled, of the whole process.
         self._before, self._has_warned = (0, 0, 0), False
-        self._hooked: set[int] = set()
+        self._hooked: set[int] = set()  # ids of layers that ran uncompiled, for hooks inside
         self.head: nn.Module | None = None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
@@ -121,6 +122,7 @@ class Conversion:
         for name, compute in self.plan.overrides.items():
             self._swap(self.model.get_submodule(name), OverrideMixin, fp8_dtype=DTYPES[compute])
         fused = iter_fusable(modules) if self.plan.precision.fused_adapters else ()
+        # All are found before a class changes: the generator looks at classes.
         for name, module in list(fused):
             self._swap(module.base_layer, AdaptedMixin)
             self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
@@ -173,11 +175,12 @@ class Conversion:
     def revert(self) -> None:
         """Restore the plain model; repeated calls have no effect."""
         for module in self._swapped:
+            # The first call for a module undoes all of its swaps; another one changes nothing.
             unswap(module)
         for module, function in self._checkpointed:
             module.__dict__["_gradient_checkpointing_func"] = function
         for module in self.compiled:
-            module._compiled_call_impl = None
+            module._compiled_call_impl = None  # undoes `nn.Module.compile`
         self._swapped, self._checkpointed, self.compiled, self.head = [], [], [], None
         self.fused.clear()
         self.around.clear()
@@ -230,6 +233,7 @@ class Conversion:
                 for engine in self.engines:
                     stack.enter_context(engine.computing(low=computes))
             if self.backend is not None:
+                # A call in backward is a recomputation, part of the step that began already.
                 if steps and not in_backward():
                     if self.backend.wraps_checkpointing:
                         self._wrap_checkpointing()
@@ -257,6 +261,7 @@ class Conversion:
                 continue
             wrapped = self.backend.wrap_checkpoint(function)
             wrapped.finetune_wraps = function  # pyright: ignore[reportFunctionMemberAccess]
+            # An older entry is of a function that Transformers has replaced since.
             self._checkpointed = [(m, f) for m, f in self._checkpointed if m is not module]
             self._checkpointed.append((module, function))
             module.__dict__["_gradient_checkpointing_func"] = wrapped
@@ -314,7 +319,7 @@ def apply(model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False) -> C
     conversion = Conversion(model, plan, backend, frozen)
     try:
         conversion.apply()
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, must not leave half a conversion
         conversion.revert()
         raise
     return conversion
@@ -346,6 +351,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     classes = [type(module) for module in layers]
     try:
         for module, cls in zip(layers, classes, strict=True):
+            # Facts stay in the module's `__dict__`, so setting the class is all that leads back.
             module.__class__ = cls.plain_class
         yield
     finally:

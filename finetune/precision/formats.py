@@ -81,9 +81,12 @@ def round_to(
     """
     if saturate:
         x.clamp_(-fmt.max, fmt.max)
+    # Bits of the exponent alone are the float 2^floor(log2|x|), and 0 for a subnormal of float32.
     exponent = x.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    # Subnormals of the format have the spacing of its smallest normal numbers.
     exponent.clamp_(min=2.0**fmt.min_exponent)
     if noise is None:
+        # 1.5, not 1: the sum with a negative x, too, stays where float32 has the spacing u.
         magic = 1.5 * 2.0 ** (23 - fmt.mantissa)
         return x.add_(exponent, alpha=magic).sub_(exponent, alpha=magic)
     unit = exponent.mul_(2.0**-fmt.mantissa)
@@ -101,7 +104,7 @@ def cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     y = x.float() * scale
     if fmt is not E2M1:
         return y.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    sign = y.signbit()
+    sign = y.signbit()  # before rounding, which drops the sign of zero
     magnitude = round_to(y.nan_to_num(nan=fmt.max).abs_(), fmt)
     # Grid 0 .5 1 1.5 2 3 4 6 -> 0 ... 7
     index = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, 0))
@@ -125,7 +128,9 @@ def decode_bits(bits: Tensor) -> Tensor:
     """
     if bits.device.type != "cpu":
         return bits.view(E4M3.dtype).to(torch.bfloat16)
+    # s eeee mmm: exponent and fraction go where BF16 has them, s s s s s eeee mmm 0000 in 16 bits.
     wide = bits.view(torch.int8).to(torch.int16)  # the sign is extended to where BF16 has it
+    # ~0x7800 clears the copies of the sign. The bias is 127 in BF16 and 7 in E4M3: a factor 2^120.
     return (wide << 4).bitwise_and_(~0x7800).view(torch.bfloat16).mul_(2.0**120)
 
 
@@ -143,6 +148,7 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
         low, high = torch.aminmax(x.detach())  # torch 2.10 has no derivative of it
         return torch.maximum(high, -low).float()
     if x.dtype.itemsize == 2:  # without its sign a float orders as the integer of its bits
+        # 0x7FFF: all but the sign
         bits = x.view(torch.int16).bitwise_and(0x7FFF).amax(dim, keepdim=True)
         return bits.view(x.dtype).float()
     return x.abs().amax(dim, keepdim=True).float()
@@ -178,6 +184,7 @@ def snr_db(x: Tensor, approximation: Tensor) -> float:
 
 def on_grid(values: Tensor, fmt: Format) -> bool:
     """True if every number of a tensor (NaN aside) is one of the format's."""
+    # Cloned below, since `round_to` overwrites it, and `float()` copies no float32 tensor.
     wide = values.float()
     return bool(((round_to(wide.clone(), fmt) == wide) | wide.isnan()).all())
 
@@ -194,9 +201,9 @@ def along(dim: int, size: int) -> tuple[int, int]:
 def split(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """Split a matrix [R, C] into tiles [R/r, r, C/c, c], padded with zeros."""
     rows, columns = tile
-    down, right = -x.shape[0] % rows, -x.shape[1] % columns
+    down, right = -x.shape[0] % rows, -x.shape[1] % columns  # what is missing to whole tiles
     if down or right:
-        x = torch.nn.functional.pad(x, (0, right, 0, down))
+        x = torch.nn.functional.pad(x, (0, right, 0, down))  # (left, right, top, bottom)
     return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
@@ -252,7 +259,9 @@ _library.define("hadamard(Tensor x) -> Tensor")
 
 
 def _hadamard(x: Tensor) -> Tensor:
+    # Autocast would compute a float32 x in BF16.
     with torch.autocast(x.device.type, enabled=False):
+        # [16, 16] @ [M/16, 16, C]
         turned = hadamard_matrix(x.dtype, x.device).t() @ x.unflatten(0, (-1, SIZE))
     return turned.flatten(0, 1)
 

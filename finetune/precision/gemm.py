@@ -91,7 +91,7 @@ def has_bf16_units() -> bool:
     on an EPYC with AVX2).
     """
     found = torch.cpu.get_capabilities()
-    return any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    return any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))  # the last is Arm's
 
 
 # Registered as an operator, so that dispatch modes see it like `aten._scaled_mm` on hardware: the
@@ -120,6 +120,7 @@ def _scaled_mm(
         # Code times block scale is exact in BF16 for powers of two, and for E4M3 times E2M1.
         exact = bf16 if in_bf16 or a_format == b_format == E2M1.name else torch.float32
         if a_block is not None:
+            # Blocks share scales along K as well, so these cannot be left to the end.
             a = times_blocks(a.to(exact), a_block.to(exact), (tiles[0], tiles[1]))
         if b_block is not None:
             b = times_blocks(b.to(exact), b_block.to(exact), (tiles[2], tiles[3]))
@@ -150,5 +151,6 @@ def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
     scales are powers of two, else at most one unit in the last place of BF16 away.
     """
     tiles, formats = [*a.tile, *b.tile], (a.fmt.name, b.fmt.name)
+    # By row the inverse scales are [M, 1] · [1, N] = [M, N]; per tensor, one number.
     operands = a.values, b.values, a.inverse * b.inverse, a.block, b.block
     return EMULATED(*operands, tiles, *formats, a.in_bf16 and b.in_bf16, out_dtype)

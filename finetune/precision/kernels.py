@@ -64,6 +64,7 @@ def transpose_codes(codes: Tensor, after: Tensor | None = None) -> Tensor:
 
 def _cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
     wide = x if fold is None else x.float() * fold
+    # Contiguous, as the shapes for fake tensors (`_empty_rows`) promise it to the compiler.
     return cast_current(wide.contiguous(), E4M3, 1, pow2=pow2, packed=True)
 
 
@@ -73,6 +74,7 @@ def _empty_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Ten
 
 
 def _transpose(codes: Tensor, after: Tensor | None) -> Tensor:
+    # Not `contiguous()`: for N = 1 it is a view, and an operator must not return one of its input.
     return codes.t().clone(memory_format=torch.contiguous_format)
 
 
@@ -90,6 +92,6 @@ for _name, _reference, _empty in (
     ("cast_rows", _cast_rows, _empty_rows),
     ("transpose_codes", _transpose, _empty_transpose),
 ):
-    _library.impl(_name, _reference, "CompositeExplicitAutograd")
+    _library.impl(_name, _reference, "CompositeExplicitAutograd")  # any device not named below
     _library.impl(_name, partial(_launch, _name), "CUDA")
     _library.impl(_name, _empty, "Meta")

@@ -87,6 +87,7 @@ def decoder_blocks(model: nn.Module, names: list[str], where: str) -> tuple[str,
     Raises:
         PlanError: there is none; `where` is the setting that counts them.
     """
+    # A list counts if one of these weights is in its first block, `name.0.`.
     lists = [
         (len(module), name)
         for name, module in model.named_modules()
@@ -176,6 +177,7 @@ def elementwise(modules: dict[str, nn.Module]) -> dict[str, Literal["embed", "no
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
             found[name] = "embed"
+        # By name: RMSNorm is a class of its own in each model of Transformers.
         elif "norm" in type(module).__name__.lower() and not list(module.children()):
             found[name] = "norm"
     return found
@@ -215,6 +217,7 @@ def _read_by_parent(name: str, modules: dict[str, nn.Module]) -> str:
     Transformers 5.23 multiplies by `dt_proj.weight` without them, too. A mixer is known by its
     parameters `A_log` and `D`.
     """
+    # Under PEFT the mixer's child is the wrapper, and the linear layer its `base_layer`.
     parent, _, last = name.removesuffix(".base_layer").rpartition(".")
     if last in MAMBA and {"A_log", "D"} <= modules[parent]._parameters.keys():
         return "Mamba's kernels read its weight past the layer's forward"
@@ -226,6 +229,7 @@ MAMBA = ("out_proj", "x_proj", "dt_proj")
 
 def past_forward_here(record: Record) -> str:
     """`Record.past`, where this machine's kernels would read the weight so; else ""."""
+    # `dt_proj.weight` is read everywhere, the others only by the fused kernels.
     if not record.past or "dt_proj" in record.name.split("."):
         return record.past
     fused = any(importlib.util.find_spec(name) for name in ("mamba_ssm", "kernels"))
@@ -266,6 +270,7 @@ def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) 
     # A classifier is a child of the root; deeper down, a layer of that name is an ordinary one.
     if module in in_head or (len(parts) <= 3 and parts[-1] in HEADS and "layers" not in parts):
         return "head", IN_HEAD
+    # By width as well: a `gate` without one output per expert is part of an MLP.
     if "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
         return "router", "router: rounding would change which expert is chosen"
     return "base", ""
@@ -297,6 +302,7 @@ def head_modules(model: Any) -> set[nn.Module]:
 def _expert_count(model: Any) -> int | None:
     """Experts of a mixture-of-experts model, by its configuration."""
     config = getattr(model, "config", None)
+    # As Qwen, Mixtral and gpt-oss, DeepSeek, and ERNIE call it, in this order.
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next(
         (getattr(config, n) for n in names if isinstance(getattr(config, n, None), int)), None
@@ -315,7 +321,7 @@ def matches(pattern: str, name: str) -> bool:
     if fnmatch.fnmatchcase(name, pattern):
         return True
     parts = name.split(".")
-    width = pattern.count(".") + 1
+    width = pattern.count(".") + 1  # parts of the name that it covers
     return any(
         fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
         for i in range(len(parts) - width + 1)
@@ -386,8 +392,10 @@ def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
     """Names of the module's own parameters that are declared to multiply."""
     cls = type(module)
     for base in cls.__mro__:
+        # A registration goes before an attribute of the same class, so that it can correct one.
         if base in _registered:
             return _registered[base]
+        # `vars`, since an inherited attribute is met later in this loop.
         if ATTRIBUTE in vars(base):
             return tuple(vars(base)[ATTRIBUTE])
     theirs = [base for base in cls.__mro__ if base.__module__.startswith("transformers.")]
@@ -403,6 +411,7 @@ def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
 @functools.cache
 def _is_decorated(cls: type[nn.Module]) -> bool:
     """True for a class that Transformers' `use_experts_implementation` has decorated."""
+    # The decorator's `wraps` copies the name of the module, not the globals of the function.
     forwards = (vars(base).get("forward") for base in cls.__mro__)
     names = (getattr(forward, "__globals__", {}).get("__name__") for forward in forwards)
     return "transformers.integrations.moe" in names
@@ -426,6 +435,7 @@ def _declared(prefix: str, module: nn.Module, local: str) -> Any:
     Raises:
         PlanError: it is no matrix parameter of its module.
     """
+    # A parametrized one is under `parametrizations`, and a property computes its value.
     made = parametrize.is_parametrized(module, local)
     value: Any = getattr(module, local) if made else module._parameters.get(local)
     if value is None or value.dim() < 2:
@@ -448,6 +458,7 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
     prefix, _, local = name.rpartition(".")
     if parametrize.is_parametrized(owner, local):
         return "parametrized: the operand is computed again in each forward"
+    # One ParamWrapper is around another where several parameters of a module are adapted.
     while prefix.rpartition(".")[2] == "base_layer":
         prefix = prefix.rpartition(".")[0]
         wrapper: Any = model.get_submodule(prefix)
@@ -459,7 +470,7 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
 def why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
     """The dimension of a weight [N, K] that an FP8 GEMM cannot take, or ""."""
     multiple = alignment(precision)
-    for label, size in zip("KN", shape[::-1], strict=True):
+    for label, size in zip("KN", shape[::-1], strict=True):  # [N, K] reversed
         if size % multiple:
             return f"{label}={size} is not a multiple of {multiple}"
     return ""

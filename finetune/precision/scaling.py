@@ -66,6 +66,7 @@ def formats_of(precision: PrecisionConfig) -> dict[Operand, Format]:
     """Formats of the operands. `hybrid` has E5M2 gradients: they need range more than digits."""
     if precision.scaling == "nvfp4":
         return dict.fromkeys(OPERANDS, E2M1)
+    # e4m3, e5m2: all three operands; hybrid: x and w in E4M3, g in E5M2.
     both = E5M2 if precision.fp8_format == "e5m2" else E4M3
     return {"x": both, "w": both, "g": E4M3 if precision.fp8_format == "e4m3" else E5M2}
 
@@ -96,6 +97,7 @@ class Rule(ABC):
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """`x · scale` in float32, a new tensor."""
     wide = x.float()
+    # `float()` returns a float32 x itself, which belongs to the caller.
     return wide * scale if wide is x else wide.mul_(scale)
 
 
@@ -178,8 +180,10 @@ class BlockwiseRule(Rule):
         fmt = self.formats[operand]
         tile = (BLOCK, BLOCK) if operand == "w" else along(dim, BLOCK)
         blocks = split(x.float(), tile)
+        # An amax of max / FLOAT_MAX at least: scales up to FLOAT_MAX.
         scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, inverse=1 / FLOAT_MAX)
         values = to_codes(blocks * widen(scale), fmt)
+        # 1 in place of a scale over those of the blocks
         return self.codes(operand, join(values, x), _one(x), scale.reciprocal(), tile)
 
 
@@ -207,7 +211,7 @@ def e8m0_scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     exponent = exponent - (mantissa == 0.5).int()  # a power of two needs no rounding up
     exponent = torch.where(amax == 0, low, torch.where(amax.isinf(), high, exponent))
     exponent = exponent.clamp(low, high)
-    one = torch.where(amax.isnan(), torch.nan, torch.ones_like(amax))
+    one = torch.where(amax.isnan(), torch.nan, torch.ones_like(amax))  # a NaN reaches both scales
     scale = torch.where(exponent == low, one, torch.ldexp(one, -exponent))
     return torch.ldexp(one, exponent), scale
 
@@ -229,6 +233,7 @@ class NvRule(Rule):
         tile = (NV_BLOCK, NV_BLOCK) if operand == "w" else along(dim, NV_BLOCK)
         if self.hadamard and dim == 0 and operand != "w":  # contracts tokens: an operand of wgrad
             x = transform(x)
+        # `x` is the transformed one from here on, its M padded to a multiple of 16.
         blocks = split(x.float(), tile)
         largest = block_amax(blocks)
         inverse, block, scale = nvfp4_scales(largest)
@@ -248,12 +253,13 @@ def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         `scale`, both float32 and of the shape of `amax`, the largest magnitude of each block.
     """
     largest = amax.max()
+    # Scales of blocks, amax · encode / 6, then reach up to the 448 of E4M3.
     encode = torch.full_like(largest, E4M3.max * E2M1.max).div_(largest).clamp_(max=FLOAT_MAX)
-    encode = torch.where(encode == 0, 1.0, encode)
+    encode = torch.where(encode == 0, 1.0, encode)  # an infinite amax: no infinite inverse
     # Not `/ 6`, which rounds differently: the kernels multiply by the reciprocal.
     block = round_to(amax * (encode * (1 / E2M1.max)), E4M3)
     inverse = encode.reciprocal()
-    return inverse, block, (block * inverse).reciprocal().clamp(max=FLOAT_MAX)
+    return inverse, block, (block * inverse).reciprocal().clamp(max=FLOAT_MAX)  # block 0: all zeros
 
 
 class Randomness:
@@ -270,6 +276,7 @@ class Randomness:
             rank = dist.get_rank() if dist.is_initialized() else 0  # independent over processes
             self._generator.manual_seed(torch.initial_seed() + rank)
             if self._state is not None:
+                # A restored state waits for the first number, which tells the device.
                 self._generator.set_state(self._state)
         return torch.rand(
             like.shape, generator=self._generator, device=like.device, dtype=torch.float32
@@ -362,12 +369,14 @@ class DelayedState:
         """
         if self.steps:
             if self.reduce and dist.is_initialized() and dist.get_world_size() > 1:
+                # UNSEEN is below any amax, so one process that saw the operand is enough.
                 dist.all_reduce(self.current, op=dist.ReduceOp.MAX)
-            rolled = self.history.roll(1, 0)
+            rolled = self.history.roll(1, 0)  # the oldest comes to row 0, and is overwritten
             rolled[0] = self.current
-            self.history = torch.where(self.current > 0, rolled, self.history)
+            self.history = torch.where(self.current > 0, rolled, self.history)  # by column
             window = self.history.amax(0) if self.algorithm == "max" else self.history[0]
             usable = (window > 0) & window.isfinite()
+            # Clamped, as a tiny amax would give an infinite scale.
             new = (self.largest / window / 2**self.margin).clamp(max=FLOAT_MAX)
             new = floor_pow2(new) if self.pow2 else new
             self.scale = torch.where(usable, new, self.scale)

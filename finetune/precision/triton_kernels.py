@@ -49,7 +49,7 @@ def cast_rows_kernel(
     length: tl.constexpr, block: tl.constexpr, folds: tl.constexpr, pow2: tl.constexpr,
 ):  # fmt: skip
     """Cast one row of `length` numbers per program, `block` of them at a time."""
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # row * stride may exceed 32 bits
     x += row * stride
     codes += row * length
     lanes = tl.arange(0, block)
@@ -71,6 +71,7 @@ def cast_rows_kernel(
     else:
         for start in range(0, length, block):
             inside = start + lanes < length
+            # The second reading, of which `WHOLE` tells.
             y = _load_row(x, fold, start + lanes, inside, folds)
             tl.store(codes + start + lanes, (y * scale).to(tl.float8e4nv), mask=inside)
 
@@ -78,7 +79,7 @@ def cast_rows_kernel(
 @triton.jit
 def transpose_codes_kernel(codes, out, rows, columns, tall: tl.constexpr, wide: tl.constexpr):
     """Transpose one tile of `tall` x `wide` bytes per program, both sides coalesced."""
-    n = tl.program_id(1).to(tl.int64) * tall + tl.arange(0, tall)
+    n = tl.program_id(1).to(tl.int64) * tall + tl.arange(0, tall)  # codes are [N, K]
     k = tl.program_id(0).to(tl.int64) * wide + tl.arange(0, wide)
     inside = (n[:, None] < rows) & (k[None, :] < columns)
     tile = tl.load(codes + n[:, None] * columns + k[None, :], mask=inside, other=0)
@@ -89,7 +90,7 @@ def row_block(length: int) -> tuple[int, int]:
     """(numbers processed at a time, warps) for rows of this length: at most 32 a thread."""
     whole = max(triton.next_power_of_2(length), 128)
     block = whole if whole <= WHOLE else PIECE
-    return block, max(block // 1024, 1)
+    return block, max(block // 1024, 1)  # 1024: 32 threads of 32 numbers
 
 
 def cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,7 @@ def cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tenso
     rows, length = x.shape
     codes = x.new_empty(x.shape, dtype=E4M3.dtype)
     inverse = x.new_empty((rows, 1), dtype=torch.float32)
-    factors = x if fold is None else fold.contiguous()
+    factors = x if fold is None else fold.contiguous()  # any pointer: not read without `folds`
     block, warps = row_block(length)
     if rows:
         with torch.cuda.device_of(x):

@@ -92,6 +92,7 @@ def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     (n, k), scale = w.shape, None
     slabs, inverses = w.split(slab_rows((n, k), w.device, tile)), list[Tensor]()
     bits = torch.empty(n, k, dtype=torch.uint8, device=w.device)
+    # One scale for all slabs has to be known before the first one is cast.
     if tile == (n, k):
         scale = scale_from_amax(torch.stack([amax(slab) for slab in slabs]).amax(), E4M3)
         inverses.append(scale.reciprocal().reshape(1, 1))
@@ -103,7 +104,7 @@ def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
             codes, inverse = cast_current(slab, E4M3, 1, packed=True)
             inverses.append(inverse)
         else:
-            tiles = split(slab.float(), tile)
+            tiles = split(slab.float(), tile)  # a slab has whole tiles (`slab_rows`)
             own = scale_from_amax(block_amax(tiles), E4M3)
             codes = join(tiles * widen(own), slab).to(E4M3.dtype)
             inverses.append(own.reciprocal())
@@ -115,7 +116,7 @@ def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 def slab_rows(shape: tuple[int, int], device: torch.device, tile: Tile = (1, 1)) -> int:
     """Number of rows of a weight [N, K] processed at a time: whole tiles, or whole rows."""
     n, k = shape
-    whole = 1 if tile == shape else tile[0]
+    whole = 1 if tile == shape else tile[0]  # one scale: rows may be cut anywhere
     slab = SLAB.get(device.type, SLAB_ELSEWHERE)
     return min(max(slab // k // whole, 1) * whole, n)
 
@@ -125,6 +126,7 @@ def dequantize_weight(
 ) -> Tensor:
     """Multiply codes (uint8 [N, K]) by inverse scales (one per tile) in float32, rounded once."""
     values = decode_bits(bits).float()
+    # By row or as a whole, scales broadcast as they are.
     if inverse.shape[1] == 1 and inverse.shape[0] in (1, values.shape[0]):
         return values.mul_(inverse).to(dtype)
     return times_blocks(values, inverse, tile).to(dtype)
@@ -187,8 +189,10 @@ def multiply(
         b = Codes(decode_bits(bits), inverse, E4M3, how.in_bf16)
         return scaled_mm(Codes(*a, E4M3, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
     if how.per_row:
+        # torch._scaled_mm takes [M, 1] and [1, N], contiguous.
         inverse = inverse.expand(1, bits.shape[1]).contiguous()
     column_major = bits
+    # Column-major is qᵀ, the view [K, N] of codes [N, K] that fprop takes; dgrad's q is not.
     if bits.stride(0) != 1:
         row_major = transpose_codes(bits, a[0]) if how.own else bits.t().contiguous()
         column_major = row_major.t()
@@ -228,6 +232,7 @@ def dgrad(g: Tensor, bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
     if inverse.numel() == 1:
         return multiply(cast(g, how), bits, inverse, how, g.dtype)  # [M, N] @ [N, K]
     folded = cast(g, how, inverse.t())
+    # The scales of W are in the codes of g already: 1 in their place.
     return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype)  # [M, N] @ [N, K]
 
 
@@ -245,7 +250,7 @@ class FrozenLinear(torch.autograd.Function):
         how: Arithmetic,
     ) -> Tensor:
         """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x."""
-        ctx.save_for_backward(bits, inverse)
+        ctx.save_for_backward(bits, inverse)  # without wgrad, x is not needed again
         ctx.how = how
         return fprop(x, (values, x_inverse), bits, inverse, how)
 
@@ -273,6 +278,7 @@ class RawCodes(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.__name__
+        # `__iadd__` and its like, and methods with one underscore at the end, as `copy_`.
         writes = name.startswith("__i") or (name.endswith("_") and name[-2] != "_")
         if (writes or name == "__setitem__") and isinstance(args[0], cls):
             raise refuse_merge()
