@@ -373,7 +373,7 @@ class DelayedState:
                 dist.all_reduce(self.current, op=dist.ReduceOp.MAX)
             rolled = self.history.roll(1, 0)  # the oldest comes to row 0, and is overwritten
             rolled[0] = self.current
-            self.history = torch.where(self.current > 0, rolled, self.history)  # by column
+            self.history = torch.where(self.current > 0, rolled, self.history)
             window = self.history.amax(0) if self.algorithm == "max" else self.history[0]
             usable = (window > 0) & window.isfinite()
             # Clamped, as a tiny amax would give an infinite scale.
