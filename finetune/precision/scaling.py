@@ -233,7 +233,7 @@ class NvRule(Rule):
         tile = (NV_BLOCK, NV_BLOCK) if operand == "w" else along(dim, NV_BLOCK)
         if self.hadamard and dim == 0 and operand != "w":  # contracts tokens: an operand of wgrad
             x = transform(x)
-        # `x` is the transformed one from here on, its M padded to a multiple of 16.
+        # A transformed x, to whose M (padded to a multiple of 16) `join` below cuts the codes.
         blocks = split(x.float(), tile)
         largest = block_amax(blocks)
         inverse, block, scale = nvfp4_scales(largest)
