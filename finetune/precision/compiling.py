@@ -70,6 +70,7 @@ def refuse_compiled(
         said, call = "", module._compiled_call_impl
         if isinstance(module, OptimizedModule):
             said = "torch.compile(model)"
+        # `nn.Module.compile` sets `_compiled_call_impl`; `uncompiled_with_hooks` marks ours.
         elif call is not None and not hasattr(call, OURS):
             said = ".compile()"
         elif hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
@@ -81,6 +82,7 @@ def refuse_compiled(
 def is_inside() -> bool:
     """True in a call that `torch.compile` surrounds, as of a model that it has wrapped."""
     # Dynamo cannot trace the second question, and answers the first one without a graph break.
+    # Callback None: Dynamo is off; False: it only runs graphs that it has, and traces none.
     return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
 
 
@@ -108,15 +110,19 @@ def recomputed(
     def contexts() -> tuple[Any, Any]:
         return contextlib.nullcontext(), again()
 
+    # Transformers calls it with the layer's forward, keywords bound, and the positional arguments.
     def function(hooks: Hooks, run: Callable[..., Any], *args: Any) -> Any:
         if hooks.are_there():
             return run(*args)
+        # Only the non-reentrant one takes a `context_fn`.
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
     with contextlib.ExitStack() as undo:
         for layer in layers:
+            # True by default: a class without the attribute cannot be checkpointed.
             if getattr(layer, "gradient_checkpointing", True) or _does_not_repeat(layer):
                 continue
+            # Undone from the last to the first: ours is removed, then what was there comes back.
             before = {k: v for k, v in vars(layer).items() if k in (name, "gradient_checkpointing")}
             undo.callback(vars(layer).update, before)
             undo.callback(vars(layer).pop, name, None)

@@ -307,7 +307,7 @@ def products() -> dict[Any, tuple[Callable[..., Product | None], tuple[str, ...]
 def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
     """The product of a call of one of `products()`, operands in its order; None if not served."""
     reader, names = products()[func]
-    given = dict(zip(names, args, strict=False))  # the rest have defaults
+    given = dict(zip(names, args, strict=False))
     given |= {name: value for name, value in kwargs.items() if value is not None}
     if len(args) > len(names) or not given.keys() <= set(names):
         return None

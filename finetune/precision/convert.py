@@ -351,7 +351,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     classes = [type(module) for module in layers]
     try:
         for module, cls in zip(layers, classes, strict=True):
-            # Facts stay in the module's `__dict__`, so setting the class is all that leads back.
+            # Facts stay in the `__dict__` of a module: to set its class again is enough afterwards.
             module.__class__ = cls.plain_class
         yield
     finally:

@@ -96,7 +96,7 @@ class FrozenExperts(torch.autograd.Function):
         ctx.save_for_backward(bits, inverse)
         ctx.sizes, ctx.how, ctx.owner = route.sizes, how, owner
         y = x.new_empty(x.shape[0], bits.shape[1])
-        with multiplying(owner, bits[0]):
+        with multiplying(owner, bits[0]):  # bits[0]: observers want [N, K]
             for e, rows in _parts(route.sizes):
                 xq = _rows(values, rows), _rows(x_inverse, rows)
                 y[rows] = fprop(x[rows], xq, bits[e], inverse[e], how)  # [M, K] @ [K, N]
@@ -124,7 +124,7 @@ def _parts(sizes: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def _rows(x: Tensor | None, rows: slice) -> Any:
-    return x if x is None or x.numel() == 1 else x[rows]
+    return x if x is None or x.numel() == 1 else x[rows]  # one scale serves all rows
 
 
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -173,6 +173,7 @@ class ExpertsMixin(CodesMixin):
         y = self._project("down_proj", y, route, adapters.get("down_proj", ()))
         y = this.post_expert_norm(y) if self.has_post_expert_norm else y  # pyright: ignore
         y = y * top_k_weights.reshape(-1)[route.order].unsqueeze(-1)
+        # The inverse permutation: sorted rows go back to where routing had them.
         back = torch.empty_like(route.order)
         back[route.order] = torch.arange(len(back), device=back.device)
         y = y[back].view(*top_k_index.shape, -1).sum(dim=1)  # [T, top, H] -> [T, H]
@@ -182,8 +183,10 @@ class ExpertsMixin(CodesMixin):
         expert, order = torch.sort(top_k_index.reshape(-1))
         # By comparison: `histc` and `bincount` have no common type on CPUs and GPUs.
         numbers = torch.arange(self.num_experts, device=expert.device)
+        # right: the number of rows whose expert is at most e
         ends = torch.searchsorted(expert, numbers, right=True).int()
         sizes = group_sizes(ends, len(expert)) if self._arithmetic() else []
+        # Rows as routed go by token, `top` of them for each: row i is of token i // top.
         return Routing(order, order // top_k_index.shape[-1], expert, ends, sizes)
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
@@ -218,6 +221,7 @@ class ExpertsMixin(CodesMixin):
         how = self._arithmetic().get(name)
         values = x_inverse = None
         if how is not None and "fprop" not in how.high:
+            # Cast once per token, before it is repeated for each of its experts.
             values, x_inverse = self._cast(x, how)
             if token is not None:
                 values, x_inverse = _take(values, token), _take(x_inverse, token)
@@ -228,13 +232,13 @@ class ExpertsMixin(CodesMixin):
             y = FrozenExperts.apply(x, values, x_inverse, bits, inverse, route, how, owner)
         else:
             w = getattr(self, name)
-            w = w if self.is_transposed else w.mT
+            w = w if self.is_transposed else w.mT  # [E, K, N]
             # A planned parameter must reach its FP8 product as it is, not as a copy.
             y = grouped_mm(x, w if name in self._planned() else w.to(x.dtype), route.ends)
         for adapter in adapters:
-            y = y + _low_rank(x, adapter, route)
+            y = y + _low_rank(x, adapter, route)  # x, not its cast: never FP8
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
-        return y if bias is None else y + bias[route.expert].to(y.dtype)
+        return y if bias is None else y + bias[route.expert].to(y.dtype)  # bias [E, N]
 
     def _planned(self) -> set[str]:
         """Parameters that multiply in FP8 without being stored so (`ParameterMixin`)."""
@@ -255,6 +259,7 @@ def cast_experts(modules: Iterable[nn.Module]) -> Iterator[Any]:
         own = [module._parameters[name] for name in declared_matmuls(module)]
         wide = any(p is not None and p.dtype is torch.float32 for p in own)
         config: Any = module.config
+        # Eager and `batched_mm` experts multiply by F.linear and bmm, which autocast covers.
         if wide and config._experts_implementation == "grouped_mm":
             yield module
 
@@ -270,6 +275,7 @@ def _low_rank(x: Tensor, adapter: Adapter, route: Routing) -> Tensor:
     """`s · x A_eᵀ B_eᵀ` of rows sorted by expert: [S, K] -> [S, N]."""
     experts, (of_a, of_b) = len(route.ends), adapter.owners
     a = adapter.a.to(x.dtype).reshape(experts, -1, adapter.a.shape[1])  # [E, r, K]
+    # PEFT lays A out with experts outermost, and B with experts innermost.
     b = adapter.b.to(x.dtype).reshape(adapter.b.shape[0], -1, experts)  # [N, r, E]
     b = b.permute(2, 1, 0)  # [E, r, N]
     if odd := -a.shape[1] % 8:  # grouped products want rows of 16 bytes, as t [S, r] has them
@@ -333,6 +339,7 @@ class SplitMixin(Swapped):
         own: tuple[Adapter, ...] = ()
         if not this.disable_adapters and not this.merged:
             own = tuple(self._adapter(n) for n in this.active_adapters if n in this.lora_A)
+        # Wrappers of one module's parameters are nested: each adds its own and passes the rest on.
         given = {**(adapters or {}), self.parameter_name: own}
         return self.base_layer(x, *args, adapters=given, **kwargs)
 
@@ -380,6 +387,7 @@ def quantize_stack(stack: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """Codes [E, N, K] of a stack, and inverse scales [E, N, 1] by row, [E, 1, 1] by matrix."""
     experts, n, k = stack.shape
     if tile == (1, k):
+        # By row it is one weight [E·N, K].
         bits, inverse = quantize_weight(stack.reshape(-1, k), tile)
         return bits.view(experts, n, k), inverse.view(experts, n, 1)
     pairs = [quantize_weight(matrix, tile) for matrix in stack]
@@ -403,6 +411,7 @@ def release_experts(model: nn.Module, dtype: torch.dtype) -> None:
     for module in stacks:
         for name in stored_names(module):
             bits, inverse = module.codes(name), module.get_buffer(scale_of(name))
+            # One expert after another: (1, K) also takes a single scale, [1, 1], which broadcasts.
             pairs, tile = zip(bits, inverse, strict=True), (1, bits.shape[2])
             w = torch.stack([dequantize_weight(q, scale, tile, dtype) for q, scale in pairs])
             w = w.mT.contiguous() if module.is_transposed else w

@@ -148,7 +148,6 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
         low, high = torch.aminmax(x.detach())  # torch 2.10 has no derivative of it
         return torch.maximum(high, -low).float()
     if x.dtype.itemsize == 2:  # without its sign a float orders as the integer of its bits
-        # 0x7FFF: all but the sign
         bits = x.view(torch.int16).bitwise_and(0x7FFF).amax(dim, keepdim=True)
         return bits.view(x.dtype).float()
     return x.abs().amax(dim, keepdim=True).float()

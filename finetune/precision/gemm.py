@@ -120,7 +120,7 @@ def _scaled_mm(
         # Code times block scale is exact in BF16 for powers of two, and for E4M3 times E2M1.
         exact = bf16 if in_bf16 or a_format == b_format == E2M1.name else torch.float32
         if a_block is not None:
-            # Blocks share scales along K as well, so these cannot be left to the end.
+            # These scales differ along K as well, so they cannot be left to the end.
             a = times_blocks(a.to(exact), a_block.to(exact), (tiles[0], tiles[1]))
         if b_block is not None:
             b = times_blocks(b.to(exact), b_block.to(exact), (tiles[2], tiles[3]))

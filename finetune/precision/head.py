@@ -54,6 +54,7 @@ def in_fused_loss(head: Any) -> Iterator[None]:
     Args:
         head: frozen output head, stored and multiplied in FP8, with `HeadMixin`.
     """
+    # Not imported here: if nobody has imported it, nobody calls its loss.
     trl: Any = sys.modules.get("trl.trainer.utils")
     if trl is None:
         yield
@@ -148,15 +149,17 @@ class _Product(NamedTuple):
                 return
             one = self.inverse.numel() == 1
             codes, scale = cast(g, self.how, None if one else self.inverse.t())
+            # One scale per tensor, of 1: with scales by row, torch._scaled_mm gives BF16 only.
             whole, none = self.how._replace(per_row=False), scale.new_ones(())
             inverse = self.inverse if one else none
             y = multiply((codes, none), self.bits, inverse, whole, torch.float32)
-        dx.addcmul_(y, scale)
+        dx.addcmul_(y, scale)  # scale: [M, 1] or one number
 
     def transposed(self, g: Tensor) -> _Product:
         """The same with words innermost, as `torch._scaled_mm` contracts them."""
         if self.how.emulate or "dgrad" in self.how.high:
             return self
+        # [K, S], contiguous; its view `copy.t()` is [S, K], column-major.
         copy = transpose_codes(self.bits, g) if self.how.own else self.bits.t().contiguous()
         return self._replace(bits=copy.t())
 
@@ -199,14 +202,16 @@ class FusedHead(torch.autograd.Function):
         """hidden [M, K], bits [N, K] -> five results [M], those not in `outputs` None."""
         from trl.kernels import chunked_logprob as trl
 
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None, not zeros, tells which gradients the kernel needs
         ctx.facts = facts = how, owner, hidden.dtype
         ctx.settings, ctx.device = settings, hidden.device
         (count, _), (vocabulary, _) = hidden.shape, bits.shape
         high = "fprop" in how.high
         x, x_inverse = (hidden, inverse.new_ones(1)) if high else cast(hidden, how)
         flags = {f"HAS_{name.upper()}": name in outputs for name in trl.OPTIONAL_OUTPUTS}
+        # In the order of TRL's kernel, which updates them in place from tile to tile.
         statistics = torch.zeros(7, count, dtype=torch.float32, device=hidden.device)
+        # m = largest z, Σ e^(z - m), Σ z e^(z - m), Σ e^(2z - 2m), Σ z; then of the label.
         largest, total, x_total, squares, z_total, before, label = statistics
         largest.fill_(float("-inf"))
         before.fill_(float("-inf"))
@@ -221,13 +226,14 @@ class FusedHead(torch.autograd.Function):
                     BLOCK_SIZE=trl._BLOCK_SIZE, **flags, **settings,
                 )  # fmt: skip
                 del z  # before the next one
-        log_z = largest + total.log()
+        log_z = largest + total.log()  # log Σ exp(z)
         log_probs = label - log_z
         entropy = log_z - x_total / total if "entropy" in outputs else None
         spread = squares.log() - 2 * total.log() if "log_sum_sq_probs" in outputs else None
         mean = z_total / vocabulary if "mean_logits" in outputs else None
+        # As `argmax`, which takes the first of equal ones: above all words before the label.
         first = (label >= largest) & (label > before) if "is_top1" in outputs else None
-        saved = log_z if entropy is None else entropy
+        saved = log_z if entropy is None else entropy  # any [M]: not read without its gradient
         ctx.save_for_backward(x, x_inverse, bias, targets, bits, inverse, log_z, saved)
         ctx.mark_non_differentiable(*(y for y in (spread, mean, first) if y is not None))
         return log_probs, entropy, spread, mean, first
@@ -246,6 +252,7 @@ class FusedHead(torch.autograd.Function):
             "HAS_LOGPROB_GRAD": g_probs is not None,
             "HAS_ENTROPY_GRAD": g_entropy is not None,
         }
+        # In place of a gradient that is None any [M]: the flags keep it from being read.
         each = targets, log_z, entropy, *(log_z if g is None else g for g in given)
         kernel: Any = trl._backward_kernel
         for start, slab in _slabs(bits, inverse, bias, *ctx.facts):
@@ -264,4 +271,5 @@ class FusedHead(torch.autograd.Function):
                     db[start : start + WORDS] += z.sum(0, dtype=torch.float32)
                 del z
         db = None if db is None else db.to(bias.dtype)
+        # hidden, bias, then seven without gradients: targets to outputs.
         return dx.to(ctx.facts[-1]), db, *[None] * 7

@@ -321,7 +321,7 @@ def matches(pattern: str, name: str) -> bool:
     if fnmatch.fnmatchcase(name, pattern):
         return True
     parts = name.split(".")
-    width = pattern.count(".") + 1  # parts of the name that it covers
+    width = pattern.count(".") + 1
     return any(
         fnmatch.fnmatchcase(".".join(parts[i : i + width]), pattern)
         for i in range(len(parts) - width + 1)
@@ -470,7 +470,7 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
 def why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
     """The dimension of a weight [N, K] that an FP8 GEMM cannot take, or ""."""
     multiple = alignment(precision)
-    for label, size in zip("KN", shape[::-1], strict=True):  # [N, K] reversed
+    for label, size in zip("KN", shape[::-1], strict=True):
         if size % multiple:
             return f"{label}={size} is not a multiple of {multiple}"
     return ""

@@ -98,7 +98,7 @@ class AdaptedLinear(torch.autograd.Function):
             add = y.addmm if torch.compiler.is_compiling() else y.addmm_
             y = add(t, low_b.t())  # [M, r] @ [r, N]
         saved = (x, None) if kept is None else (kept, x_inverse)
-        saved = saved if ctx.needs_input_grad[6] else (None, None)
+        saved = saved if ctx.needs_input_grad[6] else (None, None)  # 6: a. Only dA needs x
         ctx.save_for_backward(*saved, t, w, w_inverse, a, b)
         ctx.s, ctx.how, ctx.owners = s, how, owners
         return y
@@ -110,7 +110,7 @@ class AdaptedLinear(torch.autograd.Function):
         x, x_inverse, t, w, w_inverse, a, b = ctx.saved_tensors
         low_a, low_b, dtype = a.to(g.dtype), b.to(g.dtype), g.dtype
         of_a, of_b = ctx.owners
-        needs_x, needs_a, needs_b = (ctx.needs_input_grad[i] for i in (0, 6, 7))
+        needs_x, needs_a, needs_b = (ctx.needs_input_grad[i] for i in (0, 6, 7))  # x, a, b
         dx = da = db = None
         u: Any = None
         if needs_x:
@@ -121,6 +121,7 @@ class AdaptedLinear(torch.autograd.Function):
                 u = times(g, low_b, ctx.s, low_b[0])  # [M, N] @ [N, r]
         with multiplying(of_a, a, backward=True):
             if dx is not None:
+                # Before `u` takes the scale of x, which is for dA alone.
                 dx = dx.addmm_(u, low_a)  # [M, r] @ [r, K]
             if needs_a:
                 if x_inverse is not None:  # x̂ = codes · scale: the scale goes into u
@@ -242,6 +243,7 @@ def iter_fusable(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     """Name and module of each of PEFT's LoRA layers whose base `AdaptedLinear` can multiply."""
     peft = sys.modules.get("peft.tuners.lora.layer")
     for name, module in modules.items() if peft is not None else ():
+        # Exactly this class: those over bitsandbytes and other storage have forwards of their own.
         if type(module) is not peft.Linear:  # pyright: ignore[reportOptionalMemberAccess]
             continue
         base: Any = module.base_layer

@@ -112,6 +112,7 @@ class Choices:
             return self._patterns[name]
         part = self.parts[name]
         wanted = self.precision.map.get(part)
+        # FP8 for a part yields to keep, first_n and last_n; another type goes before them.
         return "" if wanted is None or (wanted == "fp8" and self._why_not_fp8(name)) else part
 
     def _why_not_fp8(self, name: str) -> str:
@@ -163,6 +164,7 @@ class Choices:
             )
 
     def _check_kept(self, names: list[str], pattern: str) -> None:
+        # A pattern of `map` goes before `keep`; where all are mapped to FP8, `keep` keeps nothing.
         if all(self.precision.map.get(self._patterns.get(name, "")) == "fp8" for name in names):
             raise PlanError(
                 f"precision.keep pattern {pattern!r} decides over nothing",
@@ -186,6 +188,7 @@ class Choices:
                 f"precision.last_n={(count - 1) // 2}; or precision.compute=bf16 "
                 "~precision.first_n ~precision.last_n",
             )
+        # With the dot at its end `layers.1.` is no prefix of `layers.10.mlp`.
         reasons = {f"{name}.{i}.": f"in a block kept by first_n={first}" for i in range(first)}
         for i in range(count - last, count):
             reasons[f"{name}.{i}."] = f"in a block kept by last_n={last}"
@@ -211,7 +214,7 @@ class OverrideMixin(Swapped):
         kind = x.device.type
         around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         with torch.autocast(kind, enabled=False):
-            linear = isinstance(self, nn.Linear) or self.transposed_weight
+            linear = isinstance(self, nn.Linear) or self.transposed_weight  # or GPT-2's Conv1D
             # A stored layer dequantizes to the type of its input.
             if linear and not isinstance(self, StoredMixin):
                 this: Any = self
@@ -229,4 +232,5 @@ class OverrideMixin(Swapped):
                 args, kwargs = ((x, *args[1:]), kwargs) if args else ((), {**kwargs, name: x})
                 y = self.plain_class.forward(self, *args, **kwargs)
                 y = y.to(dtype)
+        # Float32 and autocast's own type stay; a third one could not meet them afterwards.
         return y.to(around) if dtype not in (torch.float32, around) else y

@@ -78,6 +78,7 @@ class Parameters:
             return None
         there = self._by_storage.get(x.untyped_storage()._cdata, {})
         for name, parameter in there.values():
+            # Several parameters may be flattened into one storage: the offset tells which it is.
             begin = parameter.storage_offset()
             inside = begin <= x.storage_offset() < begin + max(parameter.numel(), 1)
             if inside and x.dtype == parameter.dtype:
@@ -137,6 +138,7 @@ class ParameterMode(TorchFunctionMode):
     def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         y, index = func(*args, **kwargs), taken_matrices(func, args)
         if index is not None and self._parameters.find(args[0]) is not None:
+            # Weakly by the tensor: a copy of matrices is in no storage that is known.
             self._taken[y] = args[0], index
         return y
 
@@ -159,6 +161,7 @@ class ParameterMode(TorchFunctionMode):
                 raise _refused(name, func, "the parameter must be the stack of the groups' weights")
             self._check_aligned(entry, func, (product.w.shape[2], product.w.shape[1]))
             sizes = group_sizes(product.ends, product.x.shape[0])
+            # w: [E, K, N] -> [E, N, K]; sizes are on the host, and so are the ends made of them.
             return grouped(product.x, product.w.mT, list(accumulate(sizes)), linear)
         if taken is None:
             product = product.narrowed()

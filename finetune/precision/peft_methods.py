@@ -59,6 +59,7 @@ def cannot_adapt_codes(what: str, where: str) -> StorageNotComputeError:
 def guard(layer: Any) -> None:
     """Let a layer of PEFT's LoRA refuse adapters that would start from codes; others stay."""
     if hasattr(type(layer), "resolve_lora_variant"):
+        # On the instance: PEFT's layers elsewhere keep the method of their class.
         layer.__dict__["resolve_lora_variant"] = MethodType(resolve_lora_variant, layer)
 
 

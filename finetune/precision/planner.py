@@ -222,6 +222,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
             _check_override(row, own)
             layers.append(storing.row(row, each.owner))
             continue
+        # Experts that are stored are multiplied by our own forward, whatever the backend.
         if not storing.serves(each.owner, frozen=not each.weight.requires_grad):
             served = are_served_experts(each.owner)
             made_anew = "" if served else why_made_anew(model, each.name, each.owner)
@@ -312,6 +313,7 @@ class _Storing:
 
     def __init__(self, modules: list[Any], precision: PrecisionConfig) -> None:
         self.precision = precision
+        # `_parameters`, as `parameters()` would name a shared one once.
         owned = [(id(p), m) for m in modules for p in m._parameters.values() if p is not None]
         times = Counter(key for key, _ in owned)
         # A parameter of several modules, such as a head tied to an embedding. Linear layers alone,
@@ -325,6 +327,7 @@ class _Storing:
             if type(m).__name__ != "ParamWrapper" and (method := other_method(m))
         }
         self._typed = set(ids_giving_types(modules))
+        # By row as x and g are cast then; the other rules go with one scale per tensor.
         self._granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
@@ -373,6 +376,7 @@ def _plan_layer(of: Record, cannot: str, choices: Choices) -> LayerPlan:
     choice = choices.of(name) if name in choices.parts else None
     wanted = choice.compute if choice is not None else precision.compute
     if wanted != "fp8":
+        # What autocast gives it anyway, for which no class has to change.
         usual = "bf16" if precision.compute == "fp8" else precision.compute
         reason = choice.reason if choice is not None else AS_CONFIGURED
         return LayerPlan(name, shape, role, frozen, wanted, reason, override=wanted != usual)
@@ -384,6 +388,7 @@ def _plan_layer(of: Record, cannot: str, choices: Choices) -> LayerPlan:
             why=cannot,
             fix="~precision.map, or bf16 for this layer",
         )
+    # A choice for this very layer overrules the policy: of the head, say.
     high = cannot if reason else of.why_high or cannot
     if high:
         return LayerPlan(name, shape, role, frozen, "bf16", high)

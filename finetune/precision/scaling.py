@@ -233,7 +233,7 @@ class NvRule(Rule):
         tile = (NV_BLOCK, NV_BLOCK) if operand == "w" else along(dim, NV_BLOCK)
         if self.hadamard and dim == 0 and operand != "w":  # contracts tokens: an operand of wgrad
             x = transform(x)
-        # `x` is the transformed one from here on, its M padded to a multiple of 16.
+        # A transformed x, to whose M (padded to a multiple of 16) `join` below cuts the codes.
         blocks = split(x.float(), tile)
         largest = block_amax(blocks)
         inverse, block, scale = nvfp4_scales(largest)
@@ -373,7 +373,7 @@ class DelayedState:
                 dist.all_reduce(self.current, op=dist.ReduceOp.MAX)
             rolled = self.history.roll(1, 0)  # the oldest comes to row 0, and is overwritten
             rolled[0] = self.current
-            self.history = torch.where(self.current > 0, rolled, self.history)  # by column
+            self.history = torch.where(self.current > 0, rolled, self.history)
             window = self.history.amax(0) if self.algorithm == "max" else self.history[0]
             usable = (window > 0) & window.isfinite()
             # Clamped, as a tiny amax would give an infinite scale.

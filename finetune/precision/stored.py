@@ -76,6 +76,7 @@ class CodesMixin(Swapped):
         for name, before in scales.items():
             after = getattr(self, name)
             if after.dtype is not torch.float32:  # model.to(dtype) is not about scales
+                # The float32 scale from before, as one that went through BF16 has lost its digits.
                 setattr(self, name, before.to(after.device))
         return result
 
@@ -90,6 +91,7 @@ class CodesMixin(Swapped):
             if given is not None and given.dtype is E4M3.dtype:
                 state_dict[prefix + name] = given.view(torch.uint8)
             elif given is not None and given.dtype is not torch.uint8:
+                # `rest` is local_metadata, strict, missing_keys, unexpected_keys, error_msgs.
                 errors = rest[-1]
                 errors.append(f"{prefix}{name} holds FP8 codes, and {given.dtype} was given")
                 return
@@ -122,6 +124,7 @@ class StoredMixin(CodesMixin):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
+        # What `fn` makes of a tensor of the model's type: `half()` changes it, `cuda()` does not.
         self.compute_dtype = fn(self.weight_scale.new_empty(0, dtype=self.compute_dtype)).dtype
         return result
 
@@ -166,6 +169,7 @@ class StoredMixin(CodesMixin):
 
     def forward(self, input: Tensor) -> Tensor:
         bits, scale, how = self.bits, self.weight_scale, dequantizing(self.stored_tile)
+        # No cast of x: both GEMMs are in high precision here.
         y = FrozenLinear.apply(as_rows(input), None, None, bits, scale, how)
         return as_output(y, input, self.bias)
 
@@ -181,7 +185,7 @@ def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: tor
     The new weight is `bits`, uint8 [N, K], with a float32 `inverse` scale for each tile; `dtype` is
     the type of the model.
     """
-    bits = bits.t() if is_conv1d(type(module)) else bits
+    bits = bits.t() if is_conv1d(type(module)) else bits  # [K, N] in memory
     module.weight = Fp8Bits(bits.contiguous())
     module.register_buffer("weight_scale", inverse)
     swap(module, StoredMixin, stored_tile=tile, compute_dtype=dtype)
@@ -217,7 +221,7 @@ def requantize(module: StoredMixin, granularity: Granularity) -> None:
     (n, k), old = module.bits.shape, module.stored_tile
     tile = tile_of(granularity, (n, k))
     if old == (n, k) and tile == (1, k):
-        module.weight_scale = module.weight_scale.repeat(n, 1)
+        module.weight_scale = module.weight_scale.repeat(n, 1)  # [1, 1] -> [N, 1]
     elif old != tile:
         module.put_bits(*quantize_weight(module.weight_in(torch.float32), tile))
     module.stored_tile = tile
@@ -227,9 +231,10 @@ def requantize(module: StoredMixin, granularity: Granularity) -> None:
 def release(module: StoredMixin, dtype: torch.dtype | None = None) -> None:
     """Turn a stored layer into a plain one with the dequantized weight, by default in its type."""
     dtype = dtype or module.compute_dtype
-    w = module.weight_in(dtype)
+    w = module.weight_in(dtype)  # before the class goes that reads codes
     w = w.t().contiguous() if module.transposed_weight else w
     plain: Any = module
+    # Below the storage, which `plain_class` includes, as copies keep it.
     unswap(module, to=module.plain_class.swapped_from)
     del plain.weight_scale
     plain.weight = torch.nn.Parameter(w, requires_grad=False)
@@ -243,7 +248,7 @@ def before_sharding(model: nn.Module) -> None:
     """
     for module, scales in iter_scales(model):
         module.__dict__["stored_raw"] = True
-        module._non_persistent_buffers_set.update(scales)
+        module._non_persistent_buffers_set.update(scales)  # state dicts leave these out
         for name, scale in scales.items():
             if scale.is_meta:  # another process has the weights
                 setattr(module, name, torch.empty_like(scale, device="cpu"))

@@ -52,6 +52,7 @@ class Swapped(Module):
         kept = tuple((mixin, facts) for mixin, facts in mixins if mixin.in_copies)
         dropped = {name for mixin, facts in mixins if not mixin.in_copies for name in facts}
         state = {name: value for name, value in self.__dict__.items() if name not in dropped}
+        # The last swap's is the class of the model's author.
         return _empty, (swaps[-1].swapped_from, kept), state
 
 
@@ -78,6 +79,7 @@ def unswap(module: nn.Module, *, to: type[nn.Module] | None = None) -> None:
     for swapped in cls.__mro__[: cls.__mro__.index(to)]:
         for name in vars(swapped).get("swapped_facts", ()):
             module.__dict__.pop(name, None)
+    # Without it, the outermost class is somebody else's, FSDP2's say, and has to stay.
     plain: Any = to if "swapped_from" in vars(cls) else _in_front(cls, to)
     module.__class__ = plain
 
@@ -85,6 +87,7 @@ def unswap(module: nn.Module, *, to: type[nn.Module] | None = None) -> None:
 @functools.cache
 def _in_front(cls: type[nn.Module], to: type[nn.Module]) -> type[nn.Module]:
     """A class of somebody else that was put in front of ours, in front of `to`."""
+    # FSDP2's class has the bases (FSDPModule, class of the module).
     bases = tuple(to if issubclass(base, Swapped) else base for base in cls.__bases__)
     return cls if bases == cls.__bases__ else type(cls.__name__, bases, {**vars(cls)})
 
@@ -108,6 +111,7 @@ def swapped_class(
         members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     made: Any = type(name, (mixin, original), members)
     if mixin.in_copies:
+        # Storage outlives a conversion: undoing the swaps above it leads back to this class.
         made.plain_class = made
     return made
 

@@ -71,7 +71,6 @@ def cast_rows_kernel(
     else:
         for start in range(0, length, block):
             inside = start + lanes < length
-            # The second reading, of which `WHOLE` tells.
             y = _load_row(x, fold, start + lanes, inside, folds)
             tl.store(codes + start + lanes, (y * scale).to(tl.float8e4nv), mask=inside)
 
@@ -79,7 +78,7 @@ def cast_rows_kernel(
 @triton.jit
 def transpose_codes_kernel(codes, out, rows, columns, tall: tl.constexpr, wide: tl.constexpr):
     """Transpose one tile of `tall` x `wide` bytes per program, both sides coalesced."""
-    n = tl.program_id(1).to(tl.int64) * tall + tl.arange(0, tall)  # codes are [N, K]
+    n = tl.program_id(1).to(tl.int64) * tall + tl.arange(0, tall)
     k = tl.program_id(0).to(tl.int64) * wide + tl.arange(0, wide)
     inside = (n[:, None] < rows) & (k[None, :] < columns)
     tile = tl.load(codes + n[:, None] * columns + k[None, :], mask=inside, other=0)
