@@ -37,6 +37,7 @@ WITHOUT_EFFECT = {"compile", "emulation", "eval", "health_every", "on_unsupporte
 def save_scaling(backend: Backend | None, folder: Path, process: int = 0) -> None:
     """Store the current scaling state of a process, if there is any."""
     if backend is not None and (state := backend.state_tensors()):
+        # Cloned: safetensors refuses tensors that share storage.
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / scaling_file(process), {PRECISION: _name(backend)})
@@ -56,6 +57,7 @@ def load_scaling(backend: Backend | None, folder: Path, process: int = 0) -> str
         return f"{folder} has no FP8 scaling state"
     with safe_open(file, framework="pt") as opened:
         saved = (opened.metadata() or {}).get(PRECISION)
+    # None: a file that names no precision is taken as it is.
     if saved not in (None, _name(backend)):
         return f"the FP8 scaling state in {folder} is of another precision"
     backend.load_state_tensors(load_file(file))

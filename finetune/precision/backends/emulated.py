@@ -50,6 +50,7 @@ class EmulatedLinear(torch.autograd.Function):
         low_fprop = "fprop" not in high
         x_again = rule.reuses and "wgrad" not in high and w.requires_grad
         w_again = rule.reuses and "dgrad" not in high
+        # Axis 1 is K of both, the dimension that fprop contracts.
         xq = rule.cast("x", x, 1) if low_fprop or x_again else None
         wq = rule.cast("w", w, 1) if low_fprop or w_again else None
         if low_fprop:
@@ -60,6 +61,7 @@ class EmulatedLinear(torch.autograd.Function):
             y = x.to(dtype) @ w.t().to(dtype)  # [M, K] @ [K, N]
         ctx.rule, ctx.high, ctx.types = rule, high, (x.dtype, w.dtype)
         # For backward: codes that serve every GEMM, with their scale, else the matrix.
+        # Only wgrad needs x: a frozen weight saves none.
         x_saved = (x if w.requires_grad else None, None)
         if x_again and xq is not None:
             x_saved = xq.values, xq.inverse
@@ -78,6 +80,7 @@ class EmulatedLinear(torch.autograd.Function):
             if "dgrad" in high:
                 dx = g @ w.to(g.dtype)  # [M, N] @ [N, K]
             else:
+                # dgrad contracts N: axis 1 of g [M, N], axis 0 of w [N, K].
                 gq = rule.cast("g", g, 1)
                 wq = _again(rule, "w", w, w_inverse)
                 dx = scaled_mm(gq, wq, g.dtype)  # [M, N] @ [N, K]
@@ -87,6 +90,7 @@ class EmulatedLinear(torch.autograd.Function):
                 dw = g.t() @ x.to(g.dtype)  # [N, M] @ [M, K]
             else:
                 if gq is None or not rule.reuses:
+                    # wgrad contracts M: axis 0 of g [M, N] and of x [M, K].
                     gq = rule.cast("g", g, 0)
                 xq = _again(rule, "x", x, x_inverse)
                 dw = scaled_mm(gq.t(), xq, g.dtype)  # [N, M] @ [M, K]
@@ -123,6 +127,7 @@ class Passes:
     def whole_model(self) -> Iterator[None]:
         """Context of a call of the whole model, which is one pass."""
         before, self._inside = self._inside, True
+        # A call nested in the whole model belongs to the pass under way.
         self.number += not before
         try:
             yield
@@ -158,6 +163,7 @@ class EmulatedBackend(Backend):
         rule: Rule
         if self.state is not None:
             rule = DelayedRule(self.state, self._rows)
+            # One row of the shared state for each layer, in the order of conversion.
             self._rows += 1
         else:
             rule = make_rule(self.precision, self.randomness)
@@ -219,12 +225,14 @@ class EmulatedBackend(Backend):
         """True if gradients are rounded stochastically in some GEMM."""
         p = self.precision
         requested = p.scaling == "nvfp4" and p.stochastic_rounding
+        # Only gradients are rounded so, and they are operands of dgrad and wgrad alone.
         return requested and not {"dgrad", "wgrad"} <= self.high
 
     def state_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         if self.state is not None:
             tensors |= {name: getattr(self.state, name) for name in DELAYED_TENSORS}
+            # A tensor, since a safetensors file holds no plain numbers.
             tensors["steps"] = torch.tensor(self.state.steps)
         if self.randomness.state is not None:
             tensors["random"] = self.randomness.state

@@ -30,6 +30,7 @@ class SharedCast:
     """Cast of the last activation, shared by the layers with the same input."""
 
     def __init__(self) -> None:
+        # Weak, so that this cache does not keep an activation alive.
         self._of: weakref.ref[Tensor] | None = None
         self._state: tuple[Any, ...] = ()
         self._cast: Cast | None = None
@@ -39,6 +40,7 @@ class SharedCast:
         """Codes of `x` [..., K] as a matrix [M, K], cast from `dtype`."""
         # An inference tensor has no version, so nothing tells when it was overwritten.
         version = object() if x.is_inference() else x._version
+        # The tile is of the weight alone, so layers with other tiles share a cast.
         state = (version, dtype, how.per_row, how.pow2)
         known = self._of is not None and self._of() is x and self._state == state
         if not known or self._cast is None:
@@ -55,6 +57,7 @@ class SharedCast:
 
     def _forget(self, gone: weakref.ref[Tensor]) -> None:
         if self._of is gone:
+            # A late callback of an earlier activation must not drop the cast of the present one.
             self._of = self._cast = self._bits = None
 
 
@@ -93,11 +96,13 @@ class FrozenBackend(Backend):
     def __init__(self, precision: PrecisionConfig, *, emulate: bool) -> None:
         super().__init__(precision)
         rowwise, pow2 = precision.scaling == "rowwise", bool(precision.power_of_two_scales)
+        # A frozen weight has no wgrad to keep in high precision.
         high = precision.gemms_kept_high - {"wgrad"}
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than
         # casts apart; what it does not compile, or cannot join, runs in kernels of ours.
         own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
         self.how = Arithmetic(
+            # Placeholder: `attributes` puts in the tile of each layer.
             tile=(1, 1),
             per_row=rowwise,
             pow2=pow2,

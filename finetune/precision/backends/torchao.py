@@ -76,6 +76,7 @@ class OwnMatmul(torch.autograd.Function):
         """x [M, K], w_t [K, N] -> [M, N] in the type of `x`."""
         ctx.mm, ctx.config = mm, config
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_t)  # only wgrad needs x
+        # fprop contracts K: the last axis of x [M, K], axis 0 of w_t [K, N].
         xq = _to_float8(x, config.cast_config_input, mm, GemmInputRole.INPUT, -1, config)
         wq = _to_float8(w_t, config.cast_config_weight, mm, GemmInputRole.WEIGHT, 0, config)
         return torch.mm(xq, wq.to(x.dtype))  # [M, K] @ [K, N]
@@ -87,12 +88,14 @@ class OwnMatmul(torch.autograd.Function):
         mm, config, role = ctx.mm, ctx.config, GemmInputRole.GRAD_OUTPUT
         dx = dw_t = None
         if ctx.needs_input_grad[0]:
+            # dgrad contracts N: the last axis of g [M, N] and of w_t [K, N].
             gq = _to_float8(g, config.cast_config_grad_output, mm, role, -1, config)
             cast = config.cast_config_weight_for_grad_input
             wq = _to_float8(w_t, cast, mm, GemmInputRole.WEIGHT, -1, config)
             dx = torch.mm(gq, wq.to(g.dtype).t())  # [M, N] @ [N, K]
         if ctx.needs_input_grad[1]:
             cast = config.cast_config_grad_output_for_grad_weight
+            # wgrad contracts M: axis 0 of g [M, N] and of x [M, K].
             gq = _to_float8(g, cast, mm, role, 0, config)
             cast = config.cast_config_input_for_grad_weight
             xq = _to_float8(x, cast, mm, GemmInputRole.INPUT, 0, config)
@@ -176,6 +179,7 @@ class TorchaoBackend(Backend):
         self.config = ao_config(precision, emulate=emulate)
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        # Built only for its `linear_mm_config`: on meta it takes no memory.
         with torch.device("meta"):
             model = Float8Linear(1, 1, bias=False, config=self.config)
         mm = model.linear_mm_config
