@@ -111,9 +111,11 @@ def _probabilities(
 ) -> Tensor:
     """Probabilities [Hkv, H / Hkv, queries, keys] in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
+    # q [n, H, D] -> [n, Hkv, H / Hkv, D]: query heads of a group share one key head.
     query, key = q[rows].to(wide).unflatten(1, (k.shape[1], -1)), k[seen].to(wide)
     ahead = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     ahead = ahead - torch.arange(seen.start, seen.stop, device=q.device)
+    # ahead [queries, keys]: position of the query minus that of the key.
     hidden = ahead < 0 if window == UNLIMITED else (ahead < 0) | (ahead > window)
     scores = torch.einsum("nhgd,mhd->hgnm", query, key) * scale
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -243,8 +245,10 @@ def varlen_attention_forward(
             "kernel in torch 2.10": query.is_cuda and not runs_on_cuda(),
         }
     )
+    # [B, heads, L, D] -> [B L, heads, D]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Transformers counts the query itself in its window; the kernel does not.
     window = UNLIMITED if sliding_window is None else sliding_window - 1
     boundaries = cu_seq_lens_q.to(torch.int32)
     if query.is_cuda:
@@ -266,6 +270,7 @@ def _on_cuda(
     if "scale" in _TAKES:
         more["scale"] = scale
     else:
+        # The kernel then divides by sqrt(D), so this leaves `scale`.
         q = q * (scale * q.shape[-1] ** 0.5)
     if "enable_gqa" in _TAKES:  # 2.13 refuses grouped heads without it; earlier ones lack it
         more["enable_gqa"] = q.shape[1] != k.shape[1]
@@ -389,6 +394,7 @@ class FixedDocuments:
             ends, longest = batch["cu_seq_lens_q"], int(batch["max_length_q"])
             size = max(self.documents or 0, len(ends) - 1)
             size = size if self.documents else _power_of_two(size)
+            # The last end again: each repetition is an empty document.
             padded = F.pad(ends, (0, size + 1 - len(ends)), value=int(ends[-1]))
             longest = max(longest, self.longest) if self.longest else _power_of_two(longest)
             batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = padded

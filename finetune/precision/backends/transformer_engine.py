@@ -111,6 +111,7 @@ class TransformerEngineMixin(Fp8Mixin):
                 y = engine(rows)  # [M, K] @ [K, N]; its backward is dgrad and wgrad
         finally:
             parameters.update(placeholders)
+        # Padding adds rows of zeros: they change neither dgrad of real rows nor wgrad.
         y = y[: y.shape[0] - missing] if missing else y
         # No view for autograd, as in `gemm.as_output`: what the engine returns is one of its own.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
@@ -140,7 +141,12 @@ class TransformerEngineBackend(Backend):
 
         n, k = layer.shape
         engine = te.Linear(
-            k, n, bias=module.bias is not None, params_dtype=module.weight.dtype, device="meta"
+            # (in_features, out_features): a weight of [N, K].
+            k,
+            n,
+            bias=module.bias is not None,
+            params_dtype=module.weight.dtype,
+            device="meta",
         )
         self._engines.append(engine)
         return {"fp8_engine": engine}
@@ -182,6 +188,7 @@ class TransformerEngineBackend(Backend):
         finally:
             with torch.no_grad():
                 for key, row in rows().items():
+                    # A state made inside the block had no amax before it.
                     row.copy_(before[key]) if key in before else row.zero_()
 
     def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,6 +222,7 @@ class TransformerEngineBackend(Backend):
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
         engine: Any = module.fp8_engine
+        # TE's scaling_fwd has x at 0 and w at 1; scaling_bwd has g at 0.
         wanted, index = "scaling_bwd" if operand == "g" else "scaling_fwd", int(operand == "w")
         states = {direction: state.scale for direction, state in _delayed_states(engine)}
         return states[wanted][index] if wanted in states else None
@@ -236,6 +244,7 @@ class TransformerEngineBackend(Backend):
         if self.precision.scaling != "delayed":
             return
         for index, engine in enumerate(self._engines):
+            # TE makes these tensors at the first forward, which resuming precedes.
             with self._autocast(update=False):
                 engine.init_fp8_metadata(num_gemms=1)
             for direction, state in _delayed_states(engine):

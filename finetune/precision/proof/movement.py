@@ -179,6 +179,7 @@ class Movement:
             return
         rate = _rate(optimizer)
         before, self._rates[id(optimizer)] = self._rates.get(id(optimizer), 0.0), rate
+        # The rate rises in warm-up; the first step that does not raise it is after it.
         if not before >= rate > 0:
             return  # it warms up
         self._early = self._count()
@@ -204,6 +205,7 @@ class Movement:
             key = (matrix if p.dim() > 1 else "vectors", str(p.dtype).removeprefix("torch."))
             counts = groups.setdefault(key, [0, 0.0])
             counts[0] += p.numel()
+            # The share of changed numbers in the sample, scaled up to the whole tensor.
             counts[1] += p.numel() * int((before != now).sum()) / before.numel()
         rows = [
             {"kind": kind, "type": dtype, "numbers": int(every), "changed": math.ceil(changed)}
@@ -285,4 +287,5 @@ def _moments(state: dict[str, Any]) -> Iterator[Any]:
 
 def local_part(value: Tensor) -> Any:
     """This process's part of a tensor."""
+    # DTensor's shard, without the checks and autograd of `to_local`.
     return getattr(value, "_local_tensor", value)
