@@ -20,7 +20,7 @@ from finetune.precision.swap import Swapped, weight_matrix
 
 def in_backward() -> bool:
     """True if autograd is running a backward, so that a forward is a recomputation."""
-    # -1 outside the autograd engine; private, but there is no public function for it.
+    # -1 outside the autograd engine.
     return torch._C._current_graph_task_id() != -1
 
 

@@ -140,13 +140,9 @@ class TransformerEngineBackend(Backend):
         import transformer_engine.pytorch as te
 
         n, k = layer.shape
+        # (in_features, out_features): a weight of [N, K].
         engine = te.Linear(
-            # (in_features, out_features): a weight of [N, K].
-            k,
-            n,
-            bias=module.bias is not None,
-            params_dtype=module.weight.dtype,
-            device="meta",
+            k, n, bias=module.bias is not None, params_dtype=module.weight.dtype, device="meta"
         )
         self._engines.append(engine)
         return {"fp8_engine": engine}

@@ -287,5 +287,5 @@ def _moments(state: dict[str, Any]) -> Iterator[Any]:
 
 def local_part(value: Tensor) -> Any:
     """This process's part of a tensor."""
-    # DTensor's shard, without the checks and autograd of `to_local`.
+    # A DTensor's shard in this process; a plain tensor is its own part.
     return getattr(value, "_local_tensor", value)
