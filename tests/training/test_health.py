@@ -98,6 +98,16 @@ def test_groups() -> None:
     assert group_of("model.layers.0.mlp.gate", linear, "router") == "router"
 
 
+@pytest.mark.parametrize(("scale", "overflow", "underflow"), [(None, 0, 2), (2.0, 1, 1)])
+def test_what_a_cast_loses_is_counted(scale, overflow, underflow) -> None:
+    """E4M3 ends at 448 and 2^-9: the amax of this row is cast as it is, or beyond by its scale."""
+    x = torch.tensor([[448.0, -(2.0**-11), 2.0**-10.5, 2.0**-9, 0.0]])
+    precision = PrecisionConfig(compute="fp8", backend="emulated", scaling="tensorwise")
+    found = inspect_operand(x, "x", precision, None if scale is None else torch.tensor(scale))
+    assert (found.amax, found.elements) == (448.0, 5)
+    assert (found.overflow, found.underflow) == (overflow, underflow)
+
+
 def test_values_are_those_of_the_operands(make_llama) -> None:
     """x, w and g of a layer, taken by hooks of the test, judged one by one."""
     model = make_llama()
