@@ -91,10 +91,10 @@ def quantize(
     preset, form = PRESETS[to]
     scheme: Any = preset_name_to_scheme(preset, ["Linear"])
     scheme.format = form
-    largest = share_amax({name: amax(model.get_submodule(name).weight) for name in layers})
+    largest = share_amax({name: amax(model.get_submodule(name).weight) for name in inputs})
     for name in layers:
         layer = model.get_submodule(name)
-        tensors = encode(layer.weight.detach(), scheme, largest[name], inputs.get(name))
+        tensors = encode(layer.weight.detach(), scheme, largest.get(name), inputs.get(name))
         del layer.weight
         for key, tensor in tensors.items():
             layer.register_buffer(key, tensor.contiguous())
@@ -108,13 +108,12 @@ def quantize(
 
 
 def encode(
-    weight: Tensor, scheme: Any, largest: Tensor, inputs: float | None = None
+    weight: Tensor, scheme: Any, largest: Tensor | None = None, inputs: float | None = None
 ) -> dict[str, Tensor]:
     """Codes and scales of a weight [N, K] under a scheme of compressed-tensors, by their name.
 
     Args:
-        largest: float32 scalar, amax of all weights that share a global scale; read with `inputs`
-            only.
+        largest: float32 scalar, amax of all weights that share a global scale; with `inputs`.
         inputs: largest magnitude of the layer's inputs; None where they are scaled as they come,
             and there is no global scale.
     """
@@ -122,7 +121,7 @@ def encode(
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     wide, tensors = weight.float(), {}
-    if inputs is not None:
+    if inputs is not None and largest is not None:
         tensors["weight_global_scale"] = generate_gparam(-largest, largest)
         reach = torch.tensor(inputs)
         tensors["input_global_scale"] = generate_gparam(-reach, reach)
