@@ -10,12 +10,14 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from finetune import PrecisionConfig, disabled, get_receipt, register_parameter_matmuls, revert
 from finetune.errors import ConversionError, PlanError, ProofError
 from finetune.precision import convert
+from finetune.precision.contractions import group_sizes
 from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import plan
 from tests.conftest import batch
@@ -231,6 +233,15 @@ class Block(nn.Module):
 
 
 IDS = torch.arange(48) % 64
+
+
+@pytest.mark.parametrize("rows", [0, 3, 8, 21])
+def test_a_rehearsal_shares_rows_evenly_among_experts(rows) -> None:
+    """Fake tensors hold no numbers: sizes of groups cannot be read from them."""
+    with FakeTensorMode():
+        sizes = group_sizes(torch.empty(8, dtype=torch.int32), rows)
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_rows_of_parameters() -> None:

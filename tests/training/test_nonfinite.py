@@ -137,8 +137,9 @@ def test_one_number_of_each_gradient_is_read(
 
 
 @pytest.mark.slow
-def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:
-    """Only rows that hold a certain token break: the third of four micro-batches of step 2."""
+@pytest.mark.parametrize(("each", "named"), [(4, "3 of 4"), (2, "1 of 2")])
+def test_micro_batch_is_named(each, named, make_llama, setup_backend, tmp_path) -> None:
+    """Only a row that holds a certain token breaks: the seventh, in steps of 4 or 2 of one row."""
     model = make_llama()
     bad = batch(16)["input_ids"]
 
@@ -148,7 +149,7 @@ def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:
 
     setup_backend("emulated")
     trainer = trainer_of(
-        model, tmp_path, gradient_accumulation_steps=4, per_device_train_batch_size=1,
+        model, tmp_path, gradient_accumulation_steps=each, per_device_train_batch_size=1,
         train_sampling_strategy="sequential",
     )  # fmt: skip
     rows = bad.masked_fill(bad == 7, 8)
@@ -156,8 +157,8 @@ def test_micro_batch_is_named(make_llama, setup_backend, tmp_path) -> None:
     trainer.train_dataset = [{"input_ids": r, "labels": r} for r in rows.tolist()]
     model.get_input_embeddings().register_forward_hook(hook)
     error = stopped(trainer)
-    assert "at step 2" in error.what
-    assert error.where == "the loss: its value, micro-batch 3 of 4"
+    assert f"at step {6 // each + 1}" in error.what
+    assert error.where == f"the loss: its value, micro-batch {named}"
 
 
 @pytest.mark.slow
