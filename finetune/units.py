@@ -6,6 +6,7 @@ them. Where two functions do the same in other words, two places print it in oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 MIB = 2**20
@@ -82,6 +83,24 @@ def percent(
 def count(number: float) -> str:
     """`3,303`."""
     return f"{number:,.0f}"
+
+
+MOST_LOSS = 20.0
+"""Losses above which perplexity is not shown: hundreds of millions of equally likely tokens."""
+
+
+def perplexity(loss: float) -> str:
+    """exp of a loss in nats per token: `24.5`, `4,315`; empty above `MOST_LOSS`, and of a NaN."""
+    if not loss <= MOST_LOSS:
+        return ""
+    value = math.exp(loss)
+    return f"{value:,.2f}" if value < 100 else count(value)
+
+
+def with_perplexity(loss: float) -> str:
+    """`3.2000 (perplexity 24.53)`."""
+    shown = perplexity(loss)
+    return f"{loss:.4f}" + (f" (perplexity {shown})" if shown else "")
 
 
 def shortened(text: str, most: int) -> str:

@@ -7,7 +7,6 @@ Cards, reports and receipts are shared, so a packaged model is named as recipes 
 
 from __future__ import annotations
 
-import math
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from finetune.config.paths import ASSETS
 from finetune.config.schema import BUILTIN, RunConfig
 from finetune.runs.receipt import Receipt
+from finetune.units import with_perplexity
 
 TARGETS = {
     "": "all weights, as trained",
@@ -48,7 +48,7 @@ def model_card(
     template = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    template.filters["exp"] = math.exp
+    template.filters["with_perplexity"] = with_perplexity
     text = (ASSETS / "model_card.md.j2").read_text(encoding="utf-8")
     base, data = config.model.name, config.data.label
     environment = receipt.get("environment", {})

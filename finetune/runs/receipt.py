@@ -24,7 +24,7 @@ from finetune.config.schema import SCALES
 from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
 from finetune.runs.folder import finite, write_whole
-from finetune.units import elapsed, percent, size_of_gib
+from finetune.units import elapsed, percent, size_of_gib, with_perplexity
 
 PEFT_WRAPPERS = ("base_layer", "default")
 """Parts that PEFT adds to the names of layers: the layer it wraps, and its first adapter."""
@@ -447,7 +447,7 @@ class RunReport(JupyterMixin):
             fell = f"{self.first_loss:.3f} -> " if self.first_loss != self.final_loss else ""
             yield f"loss {fell}{self.final_loss:.3f}"
         if self.eval_loss is not None:
-            yield f"eval loss {self.eval_loss:.4f}"
+            yield f"eval loss {with_perplexity(self.eval_loss)}"
 
     def _costs(self) -> Iterator[str]:
         yield elapsed(self.seconds)

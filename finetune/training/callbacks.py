@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 
 from finetune.hardware.device import synchronize
 from finetune.training.compute_types import refuse_vanished_scale
-from finetune.units import elapsed, plural
+from finetune.units import elapsed, plural, with_perplexity
 
 
 class MetricsWriter(TrainerCallback):
@@ -132,7 +132,9 @@ class ProgressBar(TrainerCallback):
             return
         row, step = self.metrics.rows[-1], step_label(state, self.console)
         if "eval_loss" in row:
-            self.console.print(f"{step} | eval loss {row['eval_loss']:.4f}", highlight=False)
+            self.console.print(
+                f"{step} | eval loss {with_perplexity(row['eval_loss'])}", highlight=False
+            )
         if "loss" not in row:
             return
         norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import random
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from finetune.config.schema import EvalConfig
 from finetune.errors import ConfigError
 from finetune.training import samples as sampling
 from finetune.training.samples import answer, undisturbed
+from finetune.units import with_perplexity
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
@@ -149,6 +151,12 @@ def test_samples_are_shown_written_and_reported(run) -> None:
     for step in (0, 2, 3):
         assert f"step {step}/3 | sample | What is the capital of France? | " in screen
     assert max(map(len, (x for x in screen.splitlines() if "| sample |" in x))) < 200
+    loss = report.eval_loss
+    shown = f"eval loss {loss:.4f} (perplexity {math.exp(loss):.2f})"
+    assert f"step 3/3 | {shown}" in screen
+    assert shown in str(report)
+    assert shown == f"eval loss {with_perplexity(loss)}"
+    assert [with_perplexity(x) for x in (8.37, 20.5)] == ["8.3700 (perplexity 4,316)", "20.5000"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,11 +29,9 @@ from finetune.analysis.report.elements import (
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import finite, scores_in
 from finetune.runs.receipt import Receipt, group_layers, metrics_of
-from finetune.units import count, elapsed, percent, size_of_gib
+from finetune.units import count, elapsed, percent, perplexity, size_of_gib
 
 LOW = ("FP8", "FP4")
-MOST_LOSS = 20.0
-"""Losses above which perplexity, exp(loss), is not shown."""
 PEAKS = (
     ("predicted", "predicted_gib", "predicted"),
     ("measured", "measured_gib", "measured"),
@@ -173,10 +170,8 @@ class RunSource(Source):
     def perplexity(self) -> Num | None:
         """Perplexity of the last eval loss."""
         losses = curve(self.run.rows, "eval_loss").y
-        if not len(losses) or losses[-1] > MOST_LOSS:
-            return None
-        value = math.exp(losses[-1])
-        return self.num(f"{value:,.2f}" if value < 100 else count(value), METRICS, "eval_loss")
+        shown = perplexity(losses[-1]) if len(losses) else ""
+        return self.num(shown, METRICS, "eval_loss") if shown else None
 
     @property
     def speed(self) -> Num:
