@@ -26,7 +26,13 @@ from finetune.config.schema import (
 )
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError
-from finetune.config.train_section import convert_train, elsewhere, fields_of, sft_arguments
+from finetune.config.train_section import (
+    convert_train,
+    elsewhere,
+    fields_of,
+    sft_arguments,
+    steps_of_tokens,
+)
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean, speaking
 
@@ -37,16 +43,20 @@ def _of(section: str, *keys: str) -> tuple[str, ...]:
     return tuple(f"{section}.{key}" for key in keys)
 
 
+LENGTHS = ("train.num_train_epochs", "train.max_steps", "data.max_tokens")
+"""Settings of how long a run is: one of them is in force."""
 REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = (
     # What the recipe says of its own model, or of its own rows, does not follow onto others.
     ("model.name", operator.ne, _of("model", "pad_token", "revision")),
     ("data.path", operator.ne, _of("data", "prompts")),
-    ("data.name", operator.ne, _of("data", "prompts")),
+    ("data.name", operator.ne, _of("data", "prompts", "subset", "split", "eval_split")),
     ("data.path", lambda new, _: bool(new), _of("data", "name", "subset", "eval_split")),
     ("data.name", lambda new, _: bool(new), _of("data", "path", "eval_path")),
-    # Transformers lets `max_steps` win over epochs without a word; with -1 it counts epochs.
-    ("train.num_train_epochs", lambda new, _: _is_amount(new), _of("train", "max_steps")),
-    ("train.max_steps", lambda new, _: _is_amount(new), _of("train", "num_train_epochs")),
+    # Transformers lets `max_steps` win over epochs in silence; with -1 it counts epochs.
+    *(
+        (one, lambda new, _: _is_amount(new), tuple(other for other in LENGTHS if other != one))
+        for one in LENGTHS
+    ),
     # A typed accumulation stays as it is, however few the rows.
     ("train.gradient_accumulation_steps", lambda new, _: new is not None, _of("data", "min_steps")),
     ("precision.scaling", lambda new, _: new != "delayed", _of("precision", *DELAYED_ONLY)),
@@ -245,6 +255,8 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     except ValidationError as error:
         raise _first_problem(error, where) from None
     train = convert_train(config.train, where) if check_train else config.train
+    if check_train and (tokens := config.data.max_tokens):
+        train["max_steps"] = steps_of_tokens(train, tokens, where)
     # `runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe.
     ran = any((source.parent / file).is_file() for file in ("receipt.json", "run.json"))
     # It names a folder of runs, which `..` (of `...yaml`) would be outside of.

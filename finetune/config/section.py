@@ -123,7 +123,8 @@ class DataConfig(Section):
     streaming: bool = Field(
         default=False,
         description="read rows while training, without a copy on disk and with flat memory; needs "
-        "`train.max_steps`. Rows start again when all were read; resuming reads skipped rows again",
+        "`train.max_steps` or `max_tokens`. Rows start again when all were read; resuming reads "
+        "skipped rows again",
     )
     shuffle_buffer: PositiveInt = Field(
         default=1000,
@@ -147,6 +148,12 @@ class DataConfig(Section):
     max_rows: PositiveInt | None = Field(
         default=None, description="use only the first rows of each source"
     )
+    max_tokens: PositiveInt | None = Field(
+        default=None,
+        description="tokens to train on, such as `10B`, `500M` or `1e9`: gives `train.max_steps` "
+        "by the batch and the number of GPUs; needs `train.packing_strategy=wrapped`, whose rows "
+        "are full",
+    )
     columns: dict[str, str] = Field(
         default={},
         description="names of columns, as a format has them -> as the rows have them, for instance "
@@ -169,6 +176,18 @@ class DataConfig(Section):
     prompts: tuple[str, ...] = Field(
         default=(), description="questions that the model answers at each evaluation and at the end"
     )
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _amount(cls, value: Any) -> Any:
+        """`10B` and `1e9` as whole numbers; anything else as it is."""
+        text = str(value).strip().lower()
+        unit = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:])
+        try:
+            found = float(text[:-1] if unit else text) * (unit or 1)
+        except ValueError:
+            return value
+        return int(found) if found.is_integer() else value
 
     @field_validator("path", "subset", mode="before")
     @classmethod

@@ -73,7 +73,8 @@ def sft_config(
             "streamed rows need a number of steps",
             where="data.streaming=true, and no train.max_steps",
             why="the length of a stream is not known before its end, nor are epochs of it",
-            fix="train.max_steps=1000, or ~data.streaming",
+            fix="train.max_steps=1000, or data.max_tokens=1B where rows are packed; or "
+            "~data.streaming",
         )
     compute = config.precision.compute
     # Every parameter of a causal language model takes part; looking for idle ones costs time.

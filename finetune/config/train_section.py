@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -40,6 +41,46 @@ def decides_checkpointing(config: RunConfig) -> bool:
 def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
     """The same run with `train.gradient_checkpointing` decided, as TRL knows it."""
     return config.model_copy(update={"train": {**config.train, CHECKPOINTING: on}})
+
+
+def steps_of_tokens(
+    train: Mapping[str, Any], tokens: int, where: Callable[[KeyPath], str] = ".".join
+) -> int:
+    """Optimizer steps of a budget of tokens on the processes of this launch, rounded down.
+
+    A row of `wrapped` packing has `max_length` tokens, but for the last one of each thousand
+    documents. Example: 10e9 tokens in steps of 16 rows x 32 x 1 process x 1,024 are 19,073 steps.
+
+    Raises:
+        ConfigError: rows are of several lengths, less than one step, or `train.max_steps` differs.
+    """
+    at = where(("data", "max_tokens"))
+    length = train.get("max_length", 1024)
+    if not (train.get("packing") and train.get("packing_strategy") == "wrapped" and length):
+        raise ConfigError(
+            "a number of tokens was given for rows of several lengths",
+            where=at,
+            why="how many steps it is shows only when all rows were read",
+            fix="train.packing=true train.packing_strategy=wrapped; or train.max_steps=1000",
+        )
+    rows = train.get("per_device_train_batch_size", 8) * train.get("gradient_accumulation_steps", 1)
+    processes = os.environ.get("WORLD_SIZE", "1")
+    each = int(rows) * int(length) * (int(processes) if processes.isdigit() else 1)
+    steps, given = tokens // each, int(train.get("max_steps") or -1)
+    if not steps:
+        raise ConfigError(
+            f"{tokens:,} tokens are less than one step, which has {each:,}",
+            where=at,
+            fix=f"data.max_tokens={1000 * each}, or a smaller train.gradient_accumulation_steps",
+        )
+    if given not in (-1, steps):
+        raise ConfigError(
+            f"{tokens:,} tokens are {steps:,} steps here, and {given:,} are given",
+            where=f"{at} and {where(('train', 'max_steps'))}",
+            why=f"a step has {each:,} tokens",
+            fix="~train.max_steps, or ~data.max_tokens",
+        )
+    return steps
 
 
 def sft_arguments() -> tuple[str, ...]:

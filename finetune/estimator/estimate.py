@@ -311,7 +311,8 @@ def estimate(
         memory_gib: Memory of one GPU, if only that is known or it differs from the table.
         gpus: Number of GPUs; they shard the model with `train.fsdp`, else replicate it (DDP).
         length: Tokens of the longest row; default: `train.max_length`.
-        tokens: Tokens of the whole run, for its time and cost; default: from `train.max_steps`.
+        tokens: Tokens of the whole run, for its time and cost; default: `data.max_tokens`, or
+            from `train.max_steps`.
         price: Price per GPU and hour; default: that of the table, if set there.
         alternatives: Also predict other scalings, backends, optimizers and storages.
         twin: Also predict the same run in the other precision.
@@ -339,7 +340,7 @@ def estimate(
     prediction = predict(config, place, whole=whole)
     if price is None and place.gpu is not None:
         price = place.gpu.price_usd_per_hour
-    steps = int(config.train.get("max_steps", -1))
+    steps, tokens = int(config.train.get("max_steps", -1)), tokens or config.data.max_tokens
     if tokens is None and steps > 0 and prediction.pace is not None:
         tokens = steps * prediction.pace.tokens * place.count
     other = twin_of(prediction) if twin else None

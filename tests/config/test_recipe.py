@@ -275,6 +275,32 @@ def test_epochs_replace_the_steps_of_a_recipe_and_steps_its_epochs() -> None:
     assert kept["num_train_epochs"] == 1
 
 
+@pytest.mark.parametrize("processes", [1, 8])
+def test_tokens_are_steps_of_full_rows_on_all_processes(processes, load, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    gpt2, tokens = "gpt2_124m_full_fp8", 16 * 8 * 1024 * processes  # of a step
+    for typed in ("10B", "10e9", "1e10", "10000M", "10000000000"):
+        config = load_recipe(gpt2, [f"data.max_tokens={typed}"]).config
+        assert config.train["max_steps"] == 10_000_000_000 // tokens
+        assert config.data.max_tokens == 10_000_000_000
+    (tmp_path / "again.yaml").write_text(dump_yaml(config.model_dump(mode="json")))
+    assert load_recipe(str(tmp_path / "again.yaml")).config == config
+    for other in ("train.max_steps=7", "train.num_train_epochs=2"):
+        changed = load_recipe(str(tmp_path / "again.yaml"), [other]).config
+        assert changed.data.max_tokens is None
+    for overrides, said in (
+        ([f"data.max_tokens={tokens - 1}"], f"less than one step, which has {tokens:,}"),
+        (["data.max_tokens=1B", "train.packing_strategy=bfd"], "rows of several lengths"),
+        (["data.max_tokens=1B", "train.max_steps=7"], "and 7 are given"),
+        (["data.max_tokens=1.5"], "valid integer"),
+        (["data.max_tokens=many"], "valid integer"),
+        (["train.max_tokens=1B"], "no argument 'max_tokens'"),
+    ):
+        with pytest.raises(ConfigError, match=said) as error:
+            load_recipe(gpt2, overrides)
+    assert error.value.fix == "write data.max_tokens=1B"
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
