@@ -274,6 +274,11 @@ class EvalConfig(Section):
         description="tasks of lm-eval that the trained model is scored on (extra `eval`), such as "
         "`hellaswag`; `builtin:harbour_choice` is packaged and needs no hub",
     )
+    tasks_every: PositiveInt | None = Field(
+        default=None,
+        description="optimizer steps between scores on `tasks` while training; left out: the "
+        "trained model alone is scored",
+    )
     data: str | None = Field(
         default=None,
         description="folder with the tasks' rows, `<task>/<split>.jsonl` or `.parquet` in the "
@@ -300,7 +305,7 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _nothing_idle(self) -> EvalConfig:
-        of_tasks = ("data", "limit", "shots", "batch_size", "chat_template")
+        of_tasks = ("tasks_every", "data", "limit", "shots", "batch_size", "chat_template")
         for name in () if self.tasks else self._changed(*of_tasks):
             raise RefusedError(
                 f"{name} is about tasks, and none is named", "tasks=hellaswag", f"~{name}"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ class MetricsWriter(TrainerCallback):
             self._last, self._last_step = now, state.global_step
         row["precision"] = self.precision
         self.write(row, state)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Exclude the time inside the block from that of steps."""
+        began = time.perf_counter()
+        yield
+        self._last += time.perf_counter() - began
 
     def write(self, row: dict[str, Any], state: TrainerState) -> None:
         """Add a row of another kind, with its step."""

@@ -2,6 +2,7 @@
 
     load_tasks   before training: whatever may fail fails there (the library, names, rows, columns)
     score        afterwards, on the model in memory
+    TaskScorer   the same every `eval.tasks_every` steps
 
 Prompt, metric, standard error and version are lm-eval's own, hence comparable. Only the source of
 the rows can be replaced: `eval.data` substitutes local files for the hub's data set, and nothing is
@@ -25,7 +26,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
+from transformers import TrainerCallback, TrainerState
 
 from finetune.config.paths import ASSETS, user_path
 from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
@@ -39,8 +42,10 @@ from finetune.errors import (
 )
 from finetune.hardware.requirements import require
 from finetune.runs.receipt import describe
+from finetune.training.callbacks import MetricsWriter, step_label
 from finetune.training.compute_types import AUTOCAST
-from finetune.training.samples import undisturbed
+from finetune.training.memory_meter import MemoryMeter
+from finetune.training.samples import undisturbed, whole
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -233,7 +238,6 @@ def score(
     Returns:
         Values by task and metric, with `<metric>_stderr`, `n` rows, and the task's `version`.
     """
-    import torch
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -265,6 +269,46 @@ def score(
         for name, row in found.items():
             console.print(f"{name}: {describe(row)}")
     return found
+
+
+class TaskScorer(TrainerCallback):
+    """Scores the model every `eval.tasks_every` steps; follows the callbacks that measure speed.
+
+    The last step is left to `score`, which scores the trained model anyway. Where memory is too
+    short the run continues without.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tasks: list[Any],
+        tokenizer: Any,
+        metrics: MetricsWriter,
+        console: Console,
+        meter: MemoryMeter,
+    ) -> None:
+        self.config, self.tasks, self.tokenizer = config, tasks, tokenizer
+        self.metrics, self.console, self.meter = metrics, console, meter
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        step, every = state.global_step, self.config.eval.tasks_every
+        if not self.tasks or not every or step % every or step >= state.max_steps:
+            return
+        with self.meter.aside(), self.metrics.aside():
+            try:
+                scores = score(whole(model), self.tokenizer, self.tasks, self.config)
+            except torch.OutOfMemoryError:
+                self.tasks = []
+                torch.cuda.empty_cache()
+                line = "! no memory is left to score tasks; training continues without"
+                self.console.print(f"{line} (eval.batch_size=1)", style="yellow")
+                return
+        self.metrics.write({"step": step, "tasks": scores}, state)
+        for name, row in scores.items():
+            line = f"{step_label(state, self.console)} | {name}: {describe(row)}"
+            self.console.print(line, highlight=False)
 
 
 def _row(results: dict[str, Any], name: str) -> dict[str, Any]:

@@ -146,6 +146,11 @@ def answer(
     return samples
 
 
+def whole(model: Any) -> Any:
+    """The model inside of its copies' exchange, if there is one."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def autocast(compute: Compute, device: str) -> torch.autocast:
     """Autocast as in training: BF16 or FP16, none with FP32."""
     dtype = AUTOCAST[compute]
@@ -226,7 +231,7 @@ class SampleWriter(TrainerCallback):
         """Answer all prompts; print, write and keep the answers."""
         if self._why_not or not state.is_world_process_zero:
             return
-        model = model.module if isinstance(model, DistributedDataParallel) else model
+        model = whole(model)
         most, compute = self.config.eval.max_new_tokens, self.config.precision.compute
         try:
             with self.meter.aside():

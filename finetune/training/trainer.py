@@ -43,7 +43,7 @@ from finetune.storage.pretrained import (
     vocabulary_of,
 )
 from finetune.training import low_bit, resume, scope
-from finetune.training.evaluate import load_tasks, score
+from finetune.training.evaluate import TaskScorer, load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, write_failure
 from finetune.training.model import VARLEN, Attention, load_model
@@ -300,6 +300,8 @@ class _Run:
             self._warn(line) if warns else console.print(f"      {line}")
         self.monitor = HealthMonitor(self.trainer, say=self._warn)
         self.trainer.add_callback(self.monitor)
+        shared = (self.tokenizer, self.metrics, console, self.meter)
+        self.trainer.add_callback(TaskScorer(config, self.tasks, *shared))
         self.trainer.remove_callback(PrinterCallback)
         self.trainer.remove_callback(ProgressCallback)
         if session.precision.compute == "fp16":

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import socket
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
+from transformers import TrainerState
 
 from finetune import load_recipe, train
 from finetune.config.schema import EvalConfig, PrecisionConfig
@@ -241,3 +246,43 @@ def test_a_run_with_tasks_reports_them_and_evaluate_scores_the_same(tmp_path, cl
     none = cli("evaluate", str(report.folder))
     assert none.code == 2
     assert "no task is named" in none.err
+
+
+@pytest.mark.long
+def test_scores_at_intervals_leave_training_as_it_is(tmp_path) -> None:
+    """Delayed scaling and dropout would show what an evaluation moves; memory may be short once."""
+    asked = (
+        "train.max_steps=4", "train.eval_strategy=no", "train.warmup_steps=0", "data.max_rows=24",
+        "train.save_strategy=no", "train.logging_steps=1", "eval.samples=false",
+        "precision.scaling=delayed", "train.max_length=64", "train.gradient_accumulation_steps=1",
+    )  # fmt: skip
+    scored = (f"eval.tasks={BUILTIN}", "eval.limit=3", "eval.tasks_every=2")
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    rows = []
+    for name, more in (("plain", ()), ("scored", scored)):
+        recipe = load_recipe("tiny_full_fp8", [*asked, *more])
+        folder = train(recipe, out=tmp_path / name, console=console, save=False).folder
+        rows.append([json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()])
+    plain, found = ([(r["loss"], r["grad_norm"]) for r in log if "loss" in r] for log in rows)
+    assert found == plain
+    assert len(found) == 4
+    assert [row["step"] for row in rows[1] if "tasks" in row] == [2, 4]
+    assert "step 2/4 | harbour_choice: acc " in shown.getvalue()
+
+
+def test_a_short_memory_ends_scores_and_not_the_run(monkeypatch) -> None:
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(evaluate, "score", short)
+    config = load_recipe("tiny_lora_bf16", [f"eval.tasks={BUILTIN}", "eval.tasks_every=2"]).config
+    shown, rows = Console(file=io.StringIO(), width=200), list[object]()
+    metrics = SimpleNamespace(aside=nullcontext, write=lambda row, _: rows.append(row))
+    meter = SimpleNamespace(aside=nullcontext)
+    scorer = evaluate.TaskScorer(config, [object()], None, metrics, shown, meter)  # pyright: ignore
+    for step in (1, 2, 4):
+        state = TrainerState(global_step=step, max_steps=9)
+        scorer.on_step_end(None, state, None, model=torch.nn.Linear(2, 2))
+    assert rows == []
+    assert shown.file.getvalue().count("no memory is left to score tasks") == 1  # pyright: ignore
