@@ -62,6 +62,7 @@ class Gpu(BaseModel):
         l2_mib: level 2 cache, MiB.
         link: usual connection of the GPUs of one machine.
         link_gb_s: rate at which one GPU sends over it, one direction, 10^9 bytes a second.
+        watts: most power that the board draws, where it is known.
         price_usd_per_hour: rent of one GPU, where the user gave it.
         source: origin of the figures.
     """
@@ -80,6 +81,7 @@ class Gpu(BaseModel):
     l2_mib: PositiveFloat
     link: Literal["nvlink", "pcie", "infinity-fabric"]
     link_gb_s: PositiveFloat
+    watts: PositiveFloat | None = None
     price_usd_per_hour: PositiveFloat | None = None
     source: str
 
