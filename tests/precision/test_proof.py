@@ -16,7 +16,7 @@ from finetune.errors import OrderError, PrecisionError, ProofError
 from finetune.precision import convert, planner
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.proof import movement
-from finetune.precision.proof.witness import Witness
+from finetune.precision.proof.witness import ATTENTION, Witness
 from finetune.runs.receipt import changed_numbers
 from finetune.training.references import PRECOMPUTES
 from tests.conftest import batch, prepared, step, train
@@ -346,6 +346,10 @@ def test_witness_counts_three_gemms_a_layer(make_llama, tokens) -> None:
             assert counted[layer.name, gemm] == 1
     n, k = plain.layers[0].shape
     assert witness.seen[plain.layers[0].name, "fprop", "fp32"].flops == 2 * tokens * n * k
+    c = model.config  # fused attention: two matmuls of a head forward, five backward
+    scores = 2 * c.num_hidden_layers * c.num_attention_heads * tokens**2 * c.head_dim
+    attention = {gemm: s.flops for (name, gemm, _), s in witness.seen.items() if name == ATTENTION}
+    assert sorted(attention.values()) == [2 * scores, 5 * scores]
 
 
 def test_other_precisions_are_proven_too(make_llama) -> None:
