@@ -21,9 +21,9 @@ from finetune.config.optimizers import (
     state_bytes,
 )
 from finetune.config.recipe import load_recipe
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MissingExtraError
 from finetune.estimator.gate import bound
-from finetune.hardware.requirements import check_optimizer_here
+from finetune.hardware.requirements import check_here, check_optimizer_here
 from finetune.precision.planner import plan
 from finetune.precision.proof.movement import stored_bytes
 from finetune.runs.receipt import changed_numbers
@@ -34,6 +34,8 @@ from tests.conftest import A100, APPLE, CPU, H100, batch, slow_but
 
 KNOWN = [x for x in OPTIMIZERS.values() if x.moments is not None]
 ON_CPU = [x.name for x in KNOWN if not x.not_on_cpu]
+SHIPPED = ("", "torch", "torchao", "transformers")
+"""Libraries that every installation has."""
 LOW_BIT_ADAMW = ["adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", FP8_ADAMW]
 SMALL = (
     "data.max_rows=48",
@@ -56,6 +58,19 @@ def weights(report: RunReport) -> dict[str, torch.Tensor]:
 
 
 # ---------------------------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize(
+    "optimizer", [x for x in OPTIMIZERS.values() if x.library not in SHIPPED], ids=lambda x: x.name
+)
+def test_a_missing_library_is_named_with_its_command(optimizer, monkeypatch) -> None:
+    """Before a model is loaded, not by the trainer after it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    plain = load_recipe("tiny_full_bf16").config
+    asked = plain.model_copy(update={"train": {"optim": optimizer.name}})
+    with pytest.raises(MissingExtraError, match=optimizer.library) as error:
+        check_here(asked, CPU)
+    assert error.value.fix == optimizer.install != ""
 
 
 def test_the_table_has_every_optimizer_of_transformers_and_ours() -> None:
