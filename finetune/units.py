@@ -80,6 +80,20 @@ def percent(
     return f"{text}{' ' if space else ''}%"
 
 
+_TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def amount(text: str) -> int | None:
+    """A whole number as people type it: `10e9`, `10B`, `500M`, `1_000`, `1,000`; None if none."""
+    number = text.strip().lower().replace(",", "")
+    unit = number[-1:] if number[-1:].isalpha() else ""
+    try:
+        found = float(number.removesuffix(unit)) * _TIMES[unit]
+    except (KeyError, ValueError):
+        return None
+    return int(found) if found.is_integer() else None
+
+
 def count(number: float) -> str:
     """`3,303`."""
     return f"{number:,.0f}"

@@ -13,6 +13,7 @@ from finetune.errors import ConfigError
 from finetune.logging import busy, output
 from finetune.logging import whole as line
 from finetune.runs.checkpoints import launcher_of
+from finetune.units import amount
 
 if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
@@ -31,11 +32,17 @@ def estimate(
     ] = None,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(help="H100, 4090, A100-80GB, ...; left out: this machine.")
+        str | None,
+        typer.Option(
+            help="H100, 4090, A100-80GB, ...; with --tokens several: H100,B200. Left out: here."
+        ),
     ] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of one GPU.")] = None,
     gpus: Annotated[int, typer.Option(help="How many.")] = 1,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of the whole run.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Tokens of the whole run (10e9, 10B): days, cost, energy by precision."),
+    ] = None,
     price: Annotated[float | None, typer.Option(help="Of one GPU and hour.")] = None,
     alternatives: Annotated[
         bool, typer.Option(help="Also look at other scalings, engines, optimizers, storages.")
@@ -65,10 +72,14 @@ def estimate(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
         )
     from finetune.config.recipe import load_recipe
+    from finetune.hardware.gpus import place_of
 
+    budget, (gpu, *others) = _tokens(tokens), _named(gpu, tokens=tokens, price=price)
+    places = [place_of(name, memory_gib=memory, gpus=gpus) for name in (gpu, *others)]
     checked = load_recipe(recipe, overrides or ())
     with busy(output(stderr=True), f"simulating a step of {checked.name}"):
         from finetune.estimator import estimate as estimator
+        from finetune.estimator.days import days_of
 
         if fit is not None:
             result = _searched(fit, checked.config, gpu, memory, gpus)
@@ -78,14 +89,18 @@ def estimate(
                 gpu=gpu,
                 memory_gib=memory,
                 gpus=gpus,
-                tokens=tokens,
+                tokens=budget,
                 price=price,
                 alternatives=alternatives,
                 advice=advice,
                 whole=whole,
             )
+    days = None
+    if budget is not None:
+        with busy(output(stderr=True), "predicting days in each precision"):
+            days = days_of(checked.config, places, budget, price)
     if as_json:
-        print(json.dumps(result.facts(), indent=1))
+        print(json.dumps(result.facts() | ({"days": days.facts()} if days else {}), indent=1))
         return
     console = output()
     if not isinstance(result, estimator.Estimate):
@@ -96,10 +111,42 @@ def estimate(
         gains = [*result.gains()]
     for part in gains:
         console.print(part)
+    if days is not None:
+        console.print("", days, sep="\n")
     place = ["--gpu", gpu] if gpu else []
     place += ["--memory", f"{memory:g}"] if memory else []
     place += ["--gpus", str(gpus)] if gpus > 1 else []
     console.print(line(_next(result, [recipe, *(overrides or ())], place)), crop=False)
+
+
+def _tokens(text: str | None) -> int | None:
+    """The number of tokens that was typed."""
+    found = None if text is None else amount(text)
+    if text is not None and not found:
+        raise ConfigError(
+            f"{text!r} is not a number of tokens",
+            where=f"--tokens {text}",
+            fix="--tokens 10e9, 10B, 500M or 1_000_000",
+        )
+    return found
+
+
+def _named(gpu: str | None, *, tokens: str | None, price: float | None) -> list[str | None]:
+    """The GPUs that were named, between commas; several only where days are compared."""
+    names: list[str | None] = [name.strip() for name in (gpu or "").split(",") if name.strip()]
+    if len(names) > 1 and tokens is None:
+        raise ConfigError(
+            "several GPUs are compared by the days that a number of tokens takes",
+            where=f"--gpu {gpu}",
+            fix=f"--tokens 10e9; or --gpu {names[0]}; --fit gpu looks for the best one",
+        )
+    if len(names) > 1 and price is not None:
+        raise ConfigError(
+            "one price was given for several GPUs",
+            where=f"--gpu {gpu} --price {price:g}",
+            fix="price_usd_per_hour of each in ~/.config/fp8-finetune/gpus.yaml",
+        )
+    return names or [None]
 
 
 def _next(found: Estimate, run: list[str], place: list[str]) -> str:

@@ -214,7 +214,8 @@ class Estimate(JupyterMixin):
             f"step of {count(pace.tokens * self.place.count)} tokens: ",
             (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}), ",
             (f"{count(speed)} tokens/s", "bold"),
-            f" ({_rough(speed * pace.seconds / high)} to {_rough(speed * pace.seconds / low)})",
+            f" ({_rough(speed * pace.seconds / high)} to {_rough(speed * pace.seconds / low)}), "
+            f"{1 / pace.seconds:.2g} steps/s",
         )  # fmt: skip
         waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
         parts = [

@@ -1,0 +1,168 @@
+"""Days, energy and cost of so many tokens in FP32, BF16 and FP8, on one, four and eight GPUs.
+
+Each figure is a prediction of the recipe with nothing changed but its precision. Gradient
+checkpointing that the recipe leaves to `auto` is decided for each, so the memory that FP8 frees
+counts. On N GPUs each takes the recipe's batch: a step has N times the tokens. Energy is the most
+that the boards draw, all the time: an upper bound for the GPUs, without host and cooling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from finetune.config.recipe import with_overrides
+from finetune.config.schema import RunConfig
+from finetune.errors import FinetuneError
+from finetune.estimator.knobs import BF16, COMPILED, FP8, IN_FP8
+from finetune.estimator.memory.footprint import Fit
+from finetune.estimator.predict import predict
+from finetune.estimator.speed.timing import spread
+from finetune.hardware.gpus import Place
+from finetune.hardware.requirements import compiles, resolve_there
+from finetune.logging import plain_table
+from finetune.units import count
+
+COUNTS = (1, 4, 8)
+CHANGES = {
+    "fp32": ("precision.compute=fp32", "model.dtype=float32"),
+    "bf16": (BF16,),
+    "fp8": (FP8,),
+}
+"""Precision -> overrides that put a run into it; FP32 as torch has it by default, without TF32."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the tokens take in one precision at one place.
+
+    Attributes:
+        days: duration; None if it cannot run there, or the speed is unknown.
+        kwh: energy of the GPUs, at most; None where their power is unknown.
+        cost: of all GPUs; None without a price.
+        scatter: standard deviation of ln(predicted / true) of the days.
+        why: why it cannot run there.
+    """
+
+    place: str
+    gpus: int
+    compute: str
+    days: float | None = None
+    kwh: float | None = None
+    cost: float | None = None
+    fit: Fit = "does not fit"
+    scatter: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Days:
+    """What a number of tokens takes; rows of three precisions each, in the order of the places."""
+
+    tokens: int
+    spent: tuple[Spent, ...]
+
+    def facts(self) -> list[dict[str, Any]]:
+        return [asdict(one) for one in self.spent]
+
+    def __rich__(self) -> RenderableType:
+        return Group(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        if all(one.days is None for one in self.spent):
+            why = self.spent[0].why or "the speed of this machine is not known; --gpu H100"
+            yield Text(f"! no days are predicted: {why}", "yellow")
+            return
+        each = [name.upper() for name in CHANGES]
+        shown = {"days": "days", "kwh": "kWh"}
+        shown |= {"cost": "cost"} if any(one.cost for one in self.spent) else {}
+        titles = [f"{unit} {name}" for unit in shown.values() for name in each]
+        titles.insert(len(each), "FP8 saves")
+        heading = f"{count(self.tokens)} tokens"
+        table = plain_table(heading, *titles, right=titles, whole=[heading], gap=1)
+        for start in range(0, len(self.spent), len(CHANGES)):
+            row = self.spent[start : start + len(CHANGES)]
+            cells = [_cell(getattr(one, key), one) for key in shown for one in row]
+            *_, bf16, fp8 = (one.days for one in row)
+            saved = None if bf16 is None or fp8 is None else bf16 - fp8
+            cells.insert(len(each), _cell(saved))
+            table.add_row(row[0].place, *cells)
+        yield table
+        _, low, high = spread(1.0, max(one.scatter for one in self.spent))
+        yield Text(
+            f"predicted: days within {low:.2f} to {high:.2f} of the figure (90%); kWh: power of "
+            "the boards x time, an upper bound; - : cannot run",
+            "dim",
+        )
+        if any(one.days and one.fit == "does not fit" for one in self.spent):
+            yield Text("(in brackets): needs more memory than the GPU has", "dim")
+        for why in dict.fromkeys(
+            f"{one.compute.upper()} on {one.place}: {one.why}" for one in self.spent if one.why
+        ):
+            yield Text(f"! {why}", "yellow")
+
+
+def days_of(
+    config: RunConfig, places: Sequence[Place], tokens: int, price: float | None = None
+) -> Days:
+    """Predict what tokens take in each precision on 1, 4 and 8 GPUs of each place.
+
+    Args:
+        places: also with their own number of GPUs.
+        price: of one GPU and hour; default: that of the table of GPUs, if set there.
+    """
+    return Days(
+        tokens,
+        tuple(
+            _spent(config, replace(place, count=gpus), compute, tokens, price)
+            for place in places
+            for gpus in sorted({*COUNTS, place.count})
+            for compute in CHANGES
+        ),
+    )
+
+
+def _spent(
+    config: RunConfig, place: Place, compute: str, tokens: int, price: float | None
+) -> Spent:
+    empty = Spent(str(place), place.count, compute)
+    try:
+        found = predict(with_overrides(config, _changes(config, place, compute)), place)
+    except FinetuneError as error:
+        return replace(empty, why=error.why or error.what)
+    if found.pace is None or found.tokens_per_s is None:
+        return empty
+    hours, gpu = tokens / found.tokens_per_s / 3600, place.gpu
+    price = price or (gpu and gpu.price_usd_per_hour)
+    return replace(
+        empty,
+        days=hours / 24,
+        kwh=hours * place.count * gpu.watts / 1e3 if gpu and gpu.watts else None,
+        cost=hours * place.count * price if price else None,
+        fit=found.fit,
+        scatter=found.pace.scatter,
+    )
+
+
+def _changes(config: RunConfig, place: Place, compute: str) -> tuple[str, ...]:
+    """Overrides for a precision; where the FP8 of the run is compiled, so are the others."""
+    if config.precision.compute == compute:
+        return ()
+    compiled = False
+    if config.precision.compute == "fp8":
+        with contextlib.suppress(FinetuneError):  # no FP8 there
+            compiled = compiles(resolve_there(config.precision, place).precision, place.device)
+    into = IN_FP8 if compute == "fp8" and config.lora else CHANGES[compute]
+    return (*into, *((COMPILED,) if compiled else ()))
+
+
+def _cell(value: float | None, of: Spent | None = None) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.2g}" if abs(value) < 1 else f"{value:,.{0 if abs(value) >= 100 else 1}f}"
+    return f"({text})" if of is not None and of.fit == "does not fit" else text

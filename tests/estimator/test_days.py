@@ -1,0 +1,64 @@
+"""Days of a number of tokens by precision: the estimator's own figures, divided and multiplied."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.config.recipe import load_recipe
+from finetune.estimator.days import CHANGES, days_of
+from finetune.estimator.estimate import estimate
+from finetune.units import amount
+
+TOKENS = 3_000_000_000
+
+
+@pytest.mark.slow
+def test_days_are_those_of_the_answer_and_energy_is_power_times_time():
+    config = load_recipe("tiny_full_fp8").config
+    answer = estimate(config, gpu="H100", tokens=TOKENS, price=2, advice=False)
+    spent = days_of(config, [answer.place], TOKENS, price=2).facts()
+    found = {(one["gpus"], one["compute"]): one for one in spent}
+    assert len(found) == 3 * len(CHANGES)
+    assert answer.run_seconds
+    assert answer.twin
+    assert answer.twin.pace
+    assert found[1, "fp8"]["days"] == pytest.approx(answer.run_seconds / 86400)
+    assert found[1, "fp8"]["cost"] == pytest.approx(answer.cost)
+    twin = TOKENS / answer.twin.pace.tokens_per_s / 86400
+    assert found[1, "bf16"]["days"] == pytest.approx(twin)
+    for (gpus, compute), one in found.items():
+        hours = one["days"] * 24 * gpus
+        assert (one["kwh"], one["cost"]) == pytest.approx((hours * 0.7, hours * 2))
+        assert one["days"] * gpus >= found[1, compute]["days"] * 0.999  # N times at most
+
+
+@pytest.mark.slow
+def test_a_precision_that_cannot_run_there_is_a_dash_with_its_reason(cli):
+    words = ("estimate", "tiny_full_bf16", "--gpu", "A100-80GB", "--tokens", "3B")
+    done = cli(*words)
+    assert "3,000,000,000 tokens" in done.out
+    assert "! FP8 on 8 x A100-80GB: " in done.out
+    rows = [line.split() for line in done.out.splitlines() if line.startswith("4 x A100-80GB")]
+    assert [cell == "-" for cell in rows[0][3:]] == [False, False, True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tokens", "ten"), "10e9, 10B"),
+        (("--tokens", "0"), "10e9, 10B"),
+        (("--gpu", "H100,4090"), "--tokens 10e9"),
+        (("--gpu", "H100,4090", "--tokens", "1B", "--price", "2"), "price_usd_per_hour"),
+        (("--gpu", "H100,H10000", "--tokens", "1B"), "did you mean"),
+    ],
+)
+def test_a_mistake_is_told_with_what_works(cli, words, said):
+    done = cli("estimate", "tiny_full_fp8", *words)
+    assert done.code == 2
+    assert said in " ".join(done.err.split())
+
+
+def test_amounts_as_people_type_them():
+    texts = ("10e9", "10B", "10 000M", "10_000_000_000", "10,000,000,000", "0.01t")
+    assert [amount(text.replace(" ", "")) for text in texts] == [10**10] * len(texts)
+    assert [amount(text) for text in ("", "B", "1.5", "1x", "nan", "inf", "1BB")] == [None] * 7
