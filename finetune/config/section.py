@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from finetune.config.paths import is_text
+from finetune.units import amount
 
 
 class Section(BaseModel):
@@ -181,13 +182,7 @@ class DataConfig(Section):
     @classmethod
     def _amount(cls, value: Any) -> Any:
         """`10B` and `1e9` as whole numbers; anything else as it is."""
-        text = str(value).strip().lower()
-        unit = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:])
-        try:
-            found = float(text[:-1] if unit else text) * (unit or 1)
-        except ValueError:
-            return value
-        return int(found) if found.is_integer() else value
+        return value if value is None else amount(str(value)) or value
 
     @field_validator("path", "subset", mode="before")
     @classmethod
