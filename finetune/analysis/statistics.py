@@ -32,9 +32,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from statistics import fmean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from finetune.analysis.compare.result import Interval, LossGap, Verdict
+from finetune.analysis.compare.result import Gap, Interval, LossGap, Verdict
 
 MOST_SEEDS = 50
 """Largest number of seeds that is recommended."""
@@ -56,14 +56,6 @@ def student(values: Sequence[float], confidence: float, n: int = 0) -> Interval:
     return mean - half, mean + half
 
 
-def _log_ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [math.log(x / y) for x, y in zip(a, b, strict=True)]
-
-
-def _as_gap(logs: Interval) -> Interval:
-    return math.expm1(logs[0]), math.expm1(logs[1])
-
-
 def loss_gap(
     a: Sequence[float], b: Sequence[float], *, margin: float, confidence: float
 ) -> LossGap:
@@ -72,19 +64,24 @@ def loss_gap(
     `margin` is the relative gap that counts as none, such as 0.01. Each one-sided test errs in at
     most 1 - `confidence` (above 0.5) of the cases.
     """
-    d = _log_ratios(a, b)
-    gap = math.expm1(fmean(d))
+    found = LossGap(a=list(a), b=list(b))
+    return found.model_copy(update=tested(found, margin=margin, confidence=confidence))
+
+
+def tested(found: Gap, *, margin: float, confidence: float) -> dict[str, Any]:
+    """Gap, its two intervals and the verdict, of the paired values that a gap has."""
+    d, gap = found.pairs, found.as_gap
     if len(d) == 1:
-        return LossGap(a=list(a), b=list(b), gap=gap, verdict="undecided")
-    inner = _as_gap(student(d, 2 * confidence - 1))
-    return LossGap(
-        a=list(a),
-        b=list(b),
-        gap=gap,
-        interval=_as_gap(student(d, confidence)),
-        equivalence_interval=inner,
-        verdict=verdict_of(inner, margin),
-    )
+        return {"gap": gap(fmean(d)), "verdict": "undecided"}
+    low, high = student(d, confidence)
+    inner_low, inner_high = student(d, 2 * confidence - 1)
+    inner = gap(inner_low), gap(inner_high)
+    return {
+        "gap": gap(fmean(d)),
+        "interval": (gap(low), gap(high)),
+        "equivalence_interval": inner,
+        "verdict": verdict_of(inner, margin),
+    }
 
 
 def verdict_of(inner: Interval, margin: float) -> Verdict:
@@ -95,7 +92,7 @@ def verdict_of(inner: Interval, margin: float) -> Verdict:
     return "not equivalent" if low > margin or high < -margin else "undecided"
 
 
-def seeds_to_settle(found: LossGap, margin: float, confidence: float) -> int | None:
+def seeds_to_settle(found: Gap, margin: float, confidence: float) -> int | None:
     """Number of seeds that would settle an undecided gap, if more of them spread like these.
 
     With the log ratios 0.012, 0.002 and -0.002 at a margin of 1 %, three seeds give an interval up
@@ -104,13 +101,12 @@ def seeds_to_settle(found: LossGap, margin: float, confidence: float) -> int | N
     Returns:
         None if more than `MOST_SEEDS` would be needed, or with one seed, which has no spread.
     """
-    n = len(found.a)
-    if n == 1:
+    d = found.pairs
+    if len(d) == 1:
         return None
-    d = _log_ratios(found.a, found.b)
-    for more in range(n + 1, MOST_SEEDS + 1):
-        inner = _as_gap(student(d, 2 * confidence - 1, more))
-        if verdict_of(inner, margin) != "undecided":
+    for more in range(len(d) + 1, MOST_SEEDS + 1):
+        low, high = student(d, 2 * confidence - 1, more)
+        if verdict_of((found.as_gap(low), found.as_gap(high)), margin) != "undecided":
             return more
     return None
 

@@ -103,6 +103,10 @@ def compare(
         float | None,
         typer.Option(help="Relative gap of losses that counts as none. [default: 0.01]"),
     ] = None,
+    margins: Annotated[
+        str | None,
+        typer.Option(help="By name: train=2%,eval=3%,hellaswag=1pt; or `usual`, as guides say."),
+    ] = None,
     confidence: Annotated[
         float | None, typer.Option(help="Of the intervals. [default: 0.95]")
     ] = None,
@@ -138,7 +142,9 @@ def compare(
                 why="the runs of this comparison are done; they are judged again",
                 fix="leave it out; or compare the recipes again",
             )
-        found = comparing.judge_again(folder, margin=margin, confidence=confidence, allow=allow)
+        found = comparing.judge_again(
+            folder, margin=margin, margins=margins, confidence=confidence, allow=allow
+        )
     else:
         wanted = seeds or str(comparing.SEEDS)
         found = comparing.compare(
@@ -147,6 +153,7 @@ def compare(
             overrides,
             seeds=int(wanted) if wanted.isdecimal() else wanted.split(","),
             margin=comparing.MARGIN if margin is None else margin,
+            margins=margins,
             confidence=comparing.CONFIDENCE if confidence is None else confidence,
             allow=allow,
             out=out or Path("runs"),

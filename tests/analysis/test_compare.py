@@ -505,6 +505,51 @@ def test_scores_are_of_metrics_that_all_runs_have_on_as_many_rows(pretend, tmp_p
     assert "exact_match" not in out
 
 
+def test_each_metric_is_judged_by_its_own_margin(pretend, tmp_path):
+    """FP8 ends 1.5 % higher in training, 2.5 % at the end, and scores a point more."""
+    pretend("tiny_full_fp8", code=3, GAP="0.015", EVAL_GAP="0.025")
+    (folder,) = folders(tmp_path)
+    old = json.loads((folder / "comparison.json").read_text())
+    del old["margins"]  # as written before there were any
+    (folder / "comparison.json").write_text(json.dumps(old))
+
+    def verdicts(margins: str, code: int, *words: str) -> list[str]:
+        out, _ = pretend(str(folder), "--margins", margins, *words, code=code)
+        found = read_comparison(folder)
+        assert found.verdict in out
+        assert found.tasks is not None
+        scores = [*found.losses.values(), *found.tasks["hellaswag"]]
+        return [str(one.verdict) for one in scores]
+
+    good, bad = "equivalent", "not equivalent"
+    assert verdicts("train=2%,eval=3%", 0) == [good, good, "None"]
+    assert verdicts("train=2%", 3) == [good, bad, "None"]
+    assert verdicts("train=2%,eval=3%,hellaswag=1.1pt", 0) == [good, good, good]
+    assert verdicts("train=2%,eval=3%,tasks=0.9pt", 3) == [good, good, bad]
+    assert verdicts("tasks=1.5pt", 0, "--margin", "0.03") == [good, good, good]
+    found = read_comparison(folder)
+    assert found.within == "3 % (train), 3 % (eval), 1.5 pt (tasks)"
+    assert "hellaswag acc_norm: the gap of +1.00 pt, +1.00 pt to" in found.reasons[2]
+    for text, said in (
+        ("trian=2%", "did you mean 'train'"), ("hellaswg=1pt", "did you mean 'hellaswag'"),
+        ("usul", "did you mean 'usual'"), ("train=2pt", "in %"), ("train=0%", "no margin"),
+        ("mmlu=1pt", "eval.tasks=[mmlu]"), ("train=1%,train=2%", "each once"), ("", "no margin"),
+    ):  # fmt: skip
+        assert said in " ".join(pretend(str(folder), "--margins", text, code=2)[1].split())
+
+
+def test_a_gap_above_ten_percent_has_failed_and_one_above_five_has_a_cause(pretend, tmp_path):
+    for gap, verdict in (("0.12", "not equivalent"), ("0.07", "undecided"), ("0.04", "undecided")):
+        pretend("tiny_full_fp8", "--seeds", "1", "--out", gap, code=3, GAP=gap)
+        (folder,) = (tmp_path / gap).glob("compare/*/*")
+        found = read_comparison(folder)  # a seed alone decides nothing else
+        assert found.verdict == verdict
+        assert ("above 10 % it has failed" in found.reasons[0]) == (gap == "0.12")
+        assert any("above 5 % has a cause" in note for note in found.notes) == (gap != "0.04")
+    pretend(str(folder), "--margins", "train=15%,eval=15%", code=3)
+    assert "straddles" not in read_comparison(folder).reasons[0]
+
+
 @pytest.mark.slow
 def test_a_reference_that_ends_in_no_number_is_refused(pretend, tmp_path):
     out, _ = pretend("tiny_full_fp8", code=2, BROKEN="bf16")
@@ -544,9 +589,9 @@ def test_a_comparison_on_disk_that_is_not_whole_is_an_error(pretend, tmp_path):
     pretend("tiny_full_fp8", code=0)
     (folder,) = folders(tmp_path)
     out, _ = pretend(str(folder), "--margin", "0.02", "--json", code=0)
-    assert "while they trained the margin was 0.01" in out
+    assert "while they trained the margin was 1 %" in out
     out, _ = pretend(str(folder), "--margin", "0.03", "--json", code=0)
-    assert "while they trained the margin was 0.01" in out
+    assert "while they trained the margin was 1 %" in out
     stored = json.loads((folder / "comparison.json").read_text())
     (folder / stored["runs"][0]["a"] / "steps.jsonl").unlink()
     _, err = pretend(str(folder), code=2)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from finetune.analysis.compare.margins import parse_margins
 from finetune.analysis.compare.result import (
     Comparison,
     Difference,
@@ -37,7 +38,7 @@ from finetune.analysis.experiment.jobs import (
     refuse_processes,
     run_jobs,
 )
-from finetune.analysis.experiment.outcome import read_outcome
+from finetune.analysis.experiment.outcome import Outcome, read_outcome
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
@@ -69,6 +70,7 @@ def compare(
     *,
     seeds: int | Sequence[int | str] = SEEDS,
     margin: float = MARGIN,
+    margins: str | None = None,
     confidence: float = CONFIDENCE,
     allow: bool = False,
     out: Path | str = "runs",
@@ -84,6 +86,7 @@ def compare(
         overrides: `section.key=value` for both; prefixed `a.` or `b.` for one of them.
         seeds: number of seeds, counted up from the recipe's own, or a list of seeds.
         margin: relative gap of final losses that counts as none.
+        margins: others by loss and task, `train=2%,eval=3%,hellaswag=1pt` or `usual`.
         confidence: of the intervals; the verdict on a loss errs in at most 1 - confidence of the
             cases.
         allow: compare although training settings differ; the result lists the differences.
@@ -103,6 +106,8 @@ def compare(
     _check_numbers(margin, confidence)
     at_once, threads = places(device, jobs, cores())
     pair = make_pair(a, b, overrides, seeds, device)
+    tasks = [task for side in (pair.a, pair.b) for task in side.recipe.config.eval.tasks]
+    by_name = parse_margins(margins, tasks) if margins is not None else {}
     differences = check_pair(pair, device, allow=allow, force=force)
     names = [side.recipe.name for side in (pair.a, pair.b)]
     folder = new_folder(Path(out) / "compare" / "-vs-".join(names), out)
@@ -124,6 +129,7 @@ def compare(
         seeds=list(pair.seeds),
         runs=[PairOfRuns(seed=s, a=str(where[a, s]), b=str(where[b, s])) for s in pair.seeds],
         margin=margin,
+        margins=by_name,
         confidence=confidence,
         differences=differences,
         allowed=allow,
@@ -131,36 +137,51 @@ def compare(
         verdict="undecided",
         folder=folder,
     )
-    return _judged(found)
+    return _judged(found, _outcomes(found))
 
 
 def judge_again(
-    folder: Path | str, *, margin: float | None, confidence: float | None, allow: bool
+    folder: Path | str,
+    *,
+    margin: float | None,
+    margins: str | None = None,
+    confidence: float | None,
+    allow: bool,
 ) -> Comparison:
-    """Judge the finished runs of a comparison again, with another margin or with `allow`.
+    """Judge the finished runs of a comparison again, with other margins or with `allow`.
 
     Raises:
         ConfigError: no finished comparison in `folder`, or the folder is read-only.
     """
     found = read_comparison(folder)
+    pairs = _outcomes(found)
+    tasks = [task for pair in pairs for side in pair for task in side.tasks]
+    by_name = parse_margins(margins, tasks) if margins is not None else found.margins
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence
     _check_numbers(margin, confidence)
     notes = [note for note in found.notes if note.startswith(_BEFORE)]
-    if margin != found.margin and not any(note.startswith(_AGAIN) for note in notes):
-        notes.append(f"{_AGAIN}; while they trained the margin was {found.margin:g}")
+    changed = (margin, by_name) != (found.margin, found.margins)
+    if changed and not any(note.startswith(_AGAIN) for note in notes):
+        notes.append(f"{_AGAIN}; while they trained the margin was {found.within}")
     changes = {
-        "margin": margin, "confidence": confidence, "allowed": found.allowed or allow,
+        "margin": margin, "margins": by_name, "confidence": confidence,
+        "allowed": found.allowed or allow,
         "differences": [d for d in found.differences if not d.where.startswith(_EXECUTED)],
         "notes": notes, "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
     }  # fmt: skip
-    return _judged(found.model_copy(update=changes))
+    return _judged(found.model_copy(update=changes), pairs)
 
 
-def _judged(found: Comparison) -> Comparison:
+def _outcomes(found: Comparison) -> list[tuple[Outcome, Outcome]]:
     folder = found.folder
     assert folder is not None
-    pairs = [(read_outcome(folder / run.a), read_outcome(folder / run.b)) for run in found.runs]
+    return [(read_outcome(folder / run.a), read_outcome(folder / run.b)) for run in found.runs]
+
+
+def _judged(found: Comparison, pairs: Sequence[tuple[Outcome, Outcome]]) -> Comparison:
+    folder = found.folder
+    assert folder is not None
     result = judge(found, pairs)
     fix = "make room or give leave to write there, and judge the folder again"
     with writing("the comparison cannot be written", where=str(folder.resolve()), fix=fix):

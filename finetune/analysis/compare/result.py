@@ -11,9 +11,10 @@ of the two one-sided tests, is narrower and has to lie inside the margin (`analy
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Group, RenderableType
@@ -21,6 +22,7 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
+from finetune.analysis.compare.margins import TASKS
 from finetune.errors import ConfigError
 from finetune.logging import plain_table
 from finetune.runs.folder import COMPARISON, Run, write_whole
@@ -71,22 +73,59 @@ class Difference(_Part):
     why: str
 
 
-class LossGap(_Part):
-    """Final losses per seed (nats per token), their gap, its intervals and the verdict.
+class Gap(_Part):
+    """A gap between paired values, its intervals and the verdict (`analysis/statistics.py`).
+
+    Attributes:
+        interval: interval of the gap at `confidence`.
+        equivalence_interval: interval of the gap at 1 - 2 (1 - `confidence`).
+        verdict: none for a score without a margin.
+    """
+
+    unit: ClassVar[str]
+
+    gap: float = 0.0
+    interval: Interval | None = None
+    equivalence_interval: Interval | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def pairs(self) -> list[float]:
+        """A value a seed, whose mean is tested."""
+        raise NotImplementedError
+
+    @staticmethod
+    def as_gap(value: float) -> float:
+        """The gap that is shown for a mean of `pairs`."""
+        return value
+
+    @classmethod
+    def shown(cls, value: float, digits: int | None = 2) -> str:
+        """`+0.80 %`, or points of a score; a margin, without digits, has no sign."""
+        text = percent(value, digits, sign=digits is not None, space=True)
+        return text.replace("%", cls.unit)
+
+
+class LossGap(Gap):
+    """Final losses per seed (nats per token); the gap is the geometric mean of a / b, less 1.
 
     Attributes:
         a, b: one loss a seed, in the order of `seeds`.
-        gap: geometric mean of a / b over the seeds, less 1.
-        interval: interval of the gap at `confidence`.
-        equivalence_interval: interval of the gap at 1 - 2 (1 - `confidence`).
     """
+
+    unit = "%"
 
     a: list[float]
     b: list[float]
-    gap: float
-    interval: Interval | None = None
-    equivalence_interval: Interval | None = None
-    verdict: Verdict
+
+    @property
+    def pairs(self) -> list[float]:
+        """ln(a / b) of each seed."""
+        return [math.log(a / b) for a, b in zip(self.a, self.b, strict=True)]
+
+    @staticmethod
+    def as_gap(value: float) -> float:
+        return math.expm1(value)
 
     @property
     def of_seeds(self) -> list[float]:
@@ -111,14 +150,25 @@ class MemoryRatio(_Part):
     b_gib: float
 
 
-class TaskScore(_Part):
-    """One metric of one downstream task, mean over seeds; `*_stderr` as the task reports it."""
+class TaskScore(Gap):
+    """One metric of one downstream task, mean over seeds; `*_stderr` as the task reports it.
+
+    Attributes:
+        differences: a - b of each seed, whose mean is the gap; none in older files.
+    """
+
+    unit = "pt"
 
     metric: str
     a: float
     b: float
     a_stderr: float | None = None
     b_stderr: float | None = None
+    differences: list[float] = Field(default_factory=list)
+
+    @property
+    def pairs(self) -> list[float]:
+        return self.differences
 
 
 class Comparison(JupyterMixin, _Part):
@@ -127,6 +177,7 @@ class Comparison(JupyterMixin, _Part):
     Attributes:
         folder: folder of the comparison; not stored.
         margin: relative gap of losses below which the two count as the same, 0.01 for 1 %.
+        margins: others by loss or task (`compare/margins.py`); none in older files.
         differences: fairness conditions that differ; with `allowed`, the user accepted them.
         notes: settings that were made the same on both sides, and remarks on the figures.
         losses: `train` (mean over the last part of the steps) and `eval` (at the end).
@@ -142,6 +193,7 @@ class Comparison(JupyterMixin, _Part):
     seeds: list[int]
     runs: list[PairOfRuns] = Field(default_factory=list)
     margin: float
+    margins: dict[str, float] = Field(default_factory=dict)
     confidence: float
     differences: list[Difference] = Field(default_factory=list)
     allowed: bool = False
@@ -160,6 +212,19 @@ class Comparison(JupyterMixin, _Part):
         """True if FP8 was emulated: no claim can rest on such speeds."""
         return EMULATED in self.notes
 
+    def margin_of(self, name: str) -> float | None:
+        """Margin of a loss, or of a task; None for a task that is not judged."""
+        return self.margins.get(name, self.margin if name in NAMES else self.margins.get(TASKS))
+
+    @property
+    def within(self) -> str:
+        """`1 %`, or `2 % (train), 3 % (eval), 1 pt (tasks)`."""
+        if not self.margins:
+            return LossGap.shown(self.margin, None)
+        margins = dict.fromkeys(NAMES, self.margin) | self.margins
+        kinds = ((LossGap if name in NAMES else TaskScore, name, x) for name, x in margins.items())
+        return ", ".join(f"{kind.shown(x, None)} ({name})" for kind, name, x in kinds)
+
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
 
@@ -172,7 +237,7 @@ class Comparison(JupyterMixin, _Part):
 
     def headline(self) -> str:
         a, b, n = self.a.label, self.b.label, len(self.seeds)
-        margin, seeds = percent(self.margin, None, space=True), plural(n, "seed")
+        margin, seeds = self.within, plural(n, "seed")
         lines = {
             "equivalent": f"{a} ends where {b} ends, within {margin}, over {seeds}",
             "not equivalent": f"{a} does not end where {b} ends, within {margin}, over {seeds}",
@@ -221,7 +286,7 @@ class Comparison(JupyterMixin, _Part):
                 signed(gap.gap),
                 f"{low_high[0] * 100:+z.2f} to {signed(low_high[1])}" if low_high else "-",
                 percent(self.band[name], 1, space=True) if name in self.band else "-",
-                Text(gap.verdict, style=STYLES[gap.verdict]),
+                _verdict(gap),
             )
         return table
 
@@ -241,14 +306,14 @@ class Comparison(JupyterMixin, _Part):
 
     def _task_table(self) -> list[RenderableType]:
         right = (self.a.label, self.b.label, "difference")
-        table = plain_table("task", *right, right=right)
+        table = plain_table("task", *right, "verdict", right=right)
         for task, scores in (self.tasks or {}).items():
             for s in scores:
                 a, b = (
                     f"{score:.4f}" + (f" ± {error:.4f}" if error is not None else "")
                     for score, error in ((s.a, s.a_stderr), (s.b, s.b_stderr))
                 )
-                table.add_row(f"{task} {s.metric}", a, b, f"{s.a - s.b:+z.4f}")
+                table.add_row(f"{task} {s.metric}", a, b, f"{s.a - s.b:+z.4f}", _verdict(s))
         return [table] if self.tasks else []
 
     def _samples(self) -> list[RenderableType]:
@@ -297,6 +362,10 @@ def signed(share: float) -> str:
 
 def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _verdict(gap: Gap) -> Text:
+    return Text(gap.verdict or "-", style=STYLES.get(gap.verdict or "", ""))
 
 
 def _answers(run: Run) -> dict[str, str]:

@@ -1,8 +1,10 @@
 """The verdict on finished pairs of runs, and the figures it rests on.
 
-The verdict is the worse of those on the final training loss and on the final eval loss. A loss of A
-alone that is not finite is `not equivalent`, without figures. Everything is read from the run
-folders (`experiment.outcome`), so that a comparison can be judged again.
+The verdict is the worst of those on the final training loss, on the final eval loss, and on the
+tasks that have a margin. A gap of losses above `margins.FAILED` is `not equivalent` even where its
+interval decides nothing: that rule is a convention, without an error rate. A loss of A alone that
+is not finite is `not equivalent`, without figures. Everything is read from the run folders
+(`experiment.outcome`), so that a comparison can be judged again.
 """
 
 from __future__ import annotations
@@ -12,27 +14,29 @@ from collections.abc import Sequence
 from statistics import fmean, geometric_mean, median
 
 from finetune.analysis import statistics
+from finetune.analysis.compare.margins import ADVISED, FAILED, TASKS
 from finetune.analysis.compare.result import (
     EMULATED,
     NAMES,
     Comparison,
     Difference,
+    Gap,
     LossGap,
     MemoryRatio,
     SpeedRatio,
     TaskScore,
     Verdict,
-    signed,
 )
 from finetune.analysis.experiment.fairness import executed_differences
 from finetune.analysis.experiment.outcome import Outcome
 from finetune.analysis.statistics import SECTIONS, step_ratios, warm_up_steps
 from finetune.runs.receipt import metrics_of
-from finetune.units import percent
 
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
 Pairs = Sequence[tuple[Outcome, Outcome]]
 """Runs of a and of b by seed."""
+Scores = list[tuple[float, float | None]]
+"""Score of each seed, and its standard error."""
 
 
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
@@ -70,15 +74,33 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     if "eval" not in ends:
         found.notes.append("there are no eval rows: the verdict is about the training loss alone")
     found.notes.append(f"the training loss is the mean of the last {len(a[0].losses)} steps")
-    kept = {"margin": found.margin, "confidence": found.confidence}
-    found.losses = {name: statistics.loss_gap(*sides, **kept) for name, sides in ends.items()}
+    found.losses = {name: _loss_gap(found, name, *sides) for name, sides in ends.items()}
     found.band = {k: statistics.band(g.b) for k, g in found.losses.items() if len(g.b) > 1}
     found.speed, found.memory = _speed(found, pairs), _memory(found, a, b)
     found.tasks = _tasks(found, (a, b)) or None
-    verdicts: list[Verdict] = [gap.verdict for gap in found.losses.values()]
+    scores = {(k, s.metric): s for k, v in (found.tasks or {}).items() for s in v if s.verdict}
+    gaps = {(k, NAMES[k]): gap for k, gap in found.losses.items()} | {
+        (task, f"{task} {metric}"): score for (task, metric), score in scores.items()
+    }
+    missing = found.margins.keys() - {TASKS, *NAMES} - {task for task, _ in scores}
+    verdicts = [gap.verdict for gap in gaps.values()] + ["undecided"] * bool(missing)
     found.verdict = next(v for v in WORSE if v in verdicts)
-    found.reasons = [_reason(found, name, gap) for name, gap in found.losses.items()]
+    found.reasons = [_reason(found, *names, gap) for names, gap in gaps.items()]
+    found.reasons += [f"{task}: no score between 0 and 1 of all runs" for task in sorted(missing)]
+    if any(abs(gap.gap) > ADVISED for gap in found.losses.values()):
+        found.notes.append(
+            f"a gap above {LossGap.shown(ADVISED, None)} has a cause: python -m finetune diagnose "
+            f"{found.a.recipe} shows what each cast clips or rounds to zero; usual cures are "
+            "precision.scaling=rowwise, precision.first_n=1 precision.last_n=1"
+        )
     return found
+
+
+def _loss_gap(found: Comparison, name: str, a: Sequence[float], b: Sequence[float]) -> LossGap:
+    margin = found.margins.get(name, found.margin)
+    gap = statistics.loss_gap(a, b, margin=margin, confidence=found.confidence)
+    failed = abs(gap.gap) > max(FAILED, margin)
+    return gap.model_copy(update={"verdict": "not equivalent"}) if failed else gap
 
 
 def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
@@ -92,21 +114,26 @@ def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
     return found
 
 
-def _reason(found: Comparison, name: str, gap: LossGap) -> str:
-    what, margin = NAMES[name], percent(found.margin, None, space=True)
-    if gap.equivalence_interval is None:
+def _reason(found: Comparison, name: str, what: str, gap: Gap) -> str:
+    allowed, signed, label = found.margin_of(name) or 0.0, gap.shown, found.a.label
+    margin, way = gap.shown(allowed, None), "higher" if gap.gap > 0 else "lower"
+    inner = gap.equivalence_interval
+    decided = inner is not None and statistics.verdict_of(inner, allowed) == gap.verdict
+    if gap.verdict == "not equivalent" and not decided:
+        most = gap.shown(FAILED, None)
+        return f"{what}: {label} ends {way} by {signed(gap.gap)}; above {most} it has failed"
+    if inner is None:
         return (
             f"{what}: {signed(gap.gap)} with one seed, which has no spread to judge by; two seeds "
             "give an interval, three or more a useful one"
         )
-    low, high = gap.equivalence_interval
+    low, high = inner
     at = f"{signed(low)} to {signed(high)} (two one-sided tests at {1 - found.confidence:.2g})"
     if gap.verdict == "equivalent":
         return f"{what}: the gap of {signed(gap.gap)}, {at}, lies within {margin}"
     if gap.verdict == "not equivalent":
-        way = "higher" if gap.gap > 0 else "lower"
-        return f"{what}: {found.a.label} ends {way} by more than {margin}: {signed(gap.gap)}, {at}"
-    more = statistics.seeds_to_settle(gap, found.margin, found.confidence)
+        return f"{what}: {label} ends {way} by more than {margin}: {signed(gap.gap)}, {at}"
+    more = statistics.seeds_to_settle(gap, allowed, found.confidence)
     seeds = (
         f"about {more} seeds would settle it"
         if more
@@ -172,24 +199,35 @@ def _tasks(found: Comparison, sides: Sequence[Sequence[Outcome]]) -> dict[str, l
             counts = " and ".join(map(str, sorted(rows, key=str)))
             found.notes.append(f"no scores of {task}: the runs were scored on {counts} rows")
             continue
-        a, b = (_means(side, task) for side in sides)
-        scored[task] = [
-            TaskScore(metric=m, a=a[m][0], b=b[m][0], a_stderr=a[m][1], b_stderr=b[m][1])
-            for m in a
-            if m in b
-        ]
+        a, b = (_scores(side, task) for side in sides)
+        scored[task] = [_score(found, task, m, a[m], b[m]) for m in a if m in b]
     return scored
 
 
-def _means(side: Sequence[Outcome], task: str) -> dict[str, tuple[float, float | None]]:
-    """Metric of all runs of a side -> mean score, mean standard error where each has one."""
-    found: dict[str, list[tuple[float, float | None]]] = {}
+def _score(found: Comparison, task: str, metric: str, a: Scores, b: Scores) -> TaskScore:
+    """Means over seeds, and the verdict where the task has a margin and scores are shares."""
+    (of_a, a_errors), (of_b, b_errors) = (zip(*side, strict=True) for side in (a, b))
+    pairs = [x - y for x, y in zip(of_a, of_b, strict=True)]
+    score = TaskScore(
+        metric=metric,
+        a=fmean(of_a),
+        b=fmean(of_b),
+        a_stderr=None if None in a_errors else fmean(a_errors),
+        b_stderr=None if None in b_errors else fmean(b_errors),
+        gap=fmean(pairs),
+        differences=pairs,
+    )
+    margin = found.margin_of(task)
+    if margin is None or not 0 <= min(*of_a, *of_b) <= max(*of_a, *of_b) <= 1:
+        return score
+    kept = {"margin": margin, "confidence": found.confidence}
+    return score.model_copy(update=statistics.tested(score, **kept))
+
+
+def _scores(side: Sequence[Outcome], task: str) -> dict[str, Scores]:
+    """Metric of all runs of a side -> score and standard error, if it has one, of each."""
+    found: dict[str, Scores] = {}
     for run in side:
         for metric, value, error in metrics_of(run.tasks[task]):
             found.setdefault(metric, []).append((value, error))
-    means: dict[str, tuple[float, float | None]] = {}
-    for metric, scores in found.items():
-        values, errors = zip(*scores, strict=True)
-        if len(values) == len(side):
-            means[metric] = fmean(values), None if None in errors else fmean(errors)
-    return means
+    return {metric: scores for metric, scores in found.items() if len(scores) == len(side)}

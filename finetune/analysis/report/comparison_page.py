@@ -129,7 +129,7 @@ def comparison_page(found: Comparison, source: Source) -> Page:
     return Page(
         title=Line((f"{versus}: ", *first.title)) if first else Line((versus,)),
         setting=first.setting if first else Line(),
-        verdict=c.num("verdict", headline.format(margin=percent(found.margin, None))),
+        verdict=c.num("verdict", headline.format(margin=_text(found.within))),
         tone=tone,
         template="comparison.j2",
         parts=parts,
@@ -178,7 +178,7 @@ def _gaps(c: Sides) -> tuple[list[Row], Table]:
         sources=(c.num("losses", FILE),),
         size="wide",
         gaps={LOSSES[key][0]: gap for key, gap in gaps.items()},
-        margin=c.found.margin,
+        margins=[c.found.margin_of(key) or 0.0 for key in gaps],
     )
     return row_of(forest), table
 
@@ -194,7 +194,7 @@ def _trajectories(c: Sides) -> list[Row]:
     """Losses of both sides, beside the gap of the seeds that both have."""
     rows: list[Row] = []
     both = set.intersection(*({s.label for s in members} for members in c.sides))
-    margin, quotient = c.found.margin, " / ".join(c.labels)
+    quotient = " / ".join(c.labels)
     for key, (title, column) in LOSSES.items():
         every = [_seeds(members, column) for members in c.sides]
         # a run folder may be gone
@@ -209,6 +209,7 @@ def _trajectories(c: Sides) -> list[Row]:
             for s in members
         ]
         gap_title = f"{title}: gap over steps", f"{quotient} − 1"
+        margin = c.found.margin_of(key) or 0.0
         lines = ((margin, "margin"), (-margin, ""))
         rows += row_of(
             _plot(dict(zip(c.labels, every, strict=True)), links, column, title, UNIT, log=True),
@@ -316,8 +317,10 @@ def _tasks(c: Sides) -> Table:
                 for side, value, error in pairs
             }
             cells = (c.num(f"tasks.{task}.{side}", text) for side, text in texts.items())
-            rows.append((task, score.metric, *cells))
-    return Table(("task", "metric", *c.labels), rows, (2, 3))
+            gap = c.num(f"tasks.{task}", score.shown(score.a - score.b))
+            verdict = c.num(f"tasks.{task}.verdict", score.verdict) if score.verdict else MISSING
+            rows.append((task, score.metric, *cells, gap, verdict))
+    return Table(("task", "metric", *c.labels, "difference", "verdict"), rows, (2, 3, 4))
 
 
 def _runs(c: Sides) -> Table:

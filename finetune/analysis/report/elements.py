@@ -184,10 +184,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class Forest(Plot):
-    """Gaps of losses by title with their intervals, against the margin of equivalence."""
+    """Gaps of losses by title with their intervals, against the margin of equivalence of each."""
 
     gaps: dict[str, LossGap] = field(default_factory=dict)
-    margin: float = 0.0
+    margins: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -182,11 +182,12 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
 def _forest(axes: Axes, plot: Forest) -> None:
     """One row per gap, with its intervals and the gaps of single seeds."""
     points = [v for r in plot.gaps.values() for v in (*(r.interval or ()), *r.of_seeds, r.gap)]
-    reach = max(plot.margin * 1.3, *(1.08 * abs(v) for v in points))
+    reach = max(max(plot.margins) * 1.3, *(1.08 * abs(v) for v in points))
     ink, muted = LIGHT["ink"], LIGHT["muted"]
-    axes.axvspan(-plot.margin, plot.margin, color=LIGHT["accent"], alpha=0.09, linewidth=0)
     axes.axvline(0, color=muted, linewidth=0.9)
-    for number, row in enumerate(plot.gaps.values()):
+    for number, (row, margin) in enumerate(zip(plot.gaps.values(), plot.margins, strict=True)):
+        inside = {"color": LIGHT["accent"], "alpha": 0.09, "linewidth": 0}
+        axes.fill_between([-margin, margin], -number - 0.5, -number + 0.5, **inside)
         for pair, width in ((row.interval, 1.6), (row.equivalence_interval, 5)):
             if pair:
                 axes.hlines(-number, *pair, color=ink, linewidth=width)
