@@ -33,6 +33,7 @@ VERBS = {
         "run": ("train", "Train a recipe (the verb may be left out)."),
         "resume": ("train", "Resume a run from its newest complete checkpoint."),
         "checkpoints": ("runs", "List a run's checkpoints: step, loss, size, complete or damaged."),
+        "watch": ("watch", "Follow a run from another terminal: loss, speed, health, time left."),
         "ls": ("recipes", "List the recipes, or with --runs the runs."),
         "cp": ("recipes", "Copy a recipe to edit it."),
         "cat": ("recipes", "Print a recipe, with --resolved complete."),
@@ -61,7 +62,7 @@ VERBS = {
 }
 """Heading of the help -> verb -> file in this folder with a function of the verb's name, and its
 line of the help: the first of the function's docstring."""
-NO_LIBRARIES = {"checkpoints", "ls", "cp", "cat", "schema", "doctor"}
+NO_LIBRARIES = {"checkpoints", "watch", "ls", "cp", "cat", "schema", "doctor"}
 """Verbs that need no torch, and the one that shows all versions."""
 MODULES = {verb: module for verbs in VERBS.values() for verb, (module, _) in verbs.items()}
 

@@ -224,10 +224,14 @@ class Run:
         """True if the receipt proves what ran."""
         return self.receipt.get("status") == "proven"
 
+    def logged(self, key: str) -> Any:
+        """The last value that was logged under `key`; None if none was."""
+        return next((row[key] for row in reversed(self.tail) if row.get(key) is not None), None)
+
     @property
     def precision(self) -> str:
         """`FP8 te/delayed`, `BF16`: as the rows of metrics say it."""
-        if label := _last(self.tail, "precision"):
+        if label := self.logged("precision"):
             return str(label)
         ran = self.receipt.get("precision") or {}
         if ran.get("ran") in ("fp8", "fp4"):
@@ -248,7 +252,7 @@ class Run:
     @cached_property
     def last_step(self) -> int:
         """The last step that was logged."""
-        return int(_last(self.tail, "step") or 0)
+        return int(self.logged("step") or 0)
 
     @cached_property
     def planned_steps(self) -> int | None:
@@ -281,9 +285,9 @@ class Run:
             "fallback": (self.receipt.get("precision") or {}).get("fallback") or "",
             "step": self.last_step,
             "steps": self.planned_steps,
-            "loss": finite(report.get("final_loss") or _last(self.tail, "loss")),
-            "eval_loss": finite(report.get("eval_loss") or _last(self.tail, "eval_loss")),
-            "tokens_per_s": finite(report.get("tokens_per_s") or _last(self.tail, "tokens_per_s")),
+            "loss": finite(report.get("final_loss") or self.logged("loss")),
+            "eval_loss": finite(report.get("eval_loss") or self.logged("eval_loss")),
+            "tokens_per_s": finite(report.get("tokens_per_s") or self.logged("tokens_per_s")),
             "memory_gib": finite(memory or report.get("peak_memory_gib")),
         }
 
@@ -365,7 +369,3 @@ def _rows_of(text: str) -> Iterable[dict[str, Any]]:
             continue  # half a line: it is being written, or its writer was killed
         if isinstance(row, dict) and finite(row.get("step")) is not None:
             yield row
-
-
-def _last(rows: list[dict[str, Any]], key: str) -> Any:
-    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)

@@ -20,8 +20,10 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from finetune.hardware.device import synchronize
+from finetune.runs.progress import log_line
 from finetune.training.compute_types import refuse_vanished_scale
-from finetune.units import elapsed, plural, with_perplexity
+from finetune.training.memory_meter import peak_memory_gib
+from finetune.units import plural
 
 
 class MetricsWriter(TrainerCallback):
@@ -29,13 +31,11 @@ class MetricsWriter(TrainerCallback):
 
     Attributes:
         rows: written rows, newest last.
-        step_seconds: seconds per step since the log or evaluation before the last log.
     """
 
     def __init__(self, path: Path, precision: str) -> None:
         self.path, self.precision = path, precision
         self.rows: list[dict[str, Any]] = []
-        self.step_seconds = float("nan")
         self._started = self._last = time.perf_counter()
         self._last_tokens, self._last_step = 0.0, 0
 
@@ -52,8 +52,9 @@ class MetricsWriter(TrainerCallback):
                 row["tokens_per_s"] = round((tokens - self._last_tokens) / seconds)
                 self._last_tokens = tokens
             if steps := state.global_step - self._last_step:
-                self.step_seconds = seconds / steps
+                row["step_seconds"] = round(seconds / steps, 6)
             self._last, self._last_step = now, state.global_step
+            row["peak_memory_gib"] = round(peak_memory_gib(), 4)
         row["precision"] = self.precision
         self.write(row, state)
 
@@ -138,26 +139,14 @@ class ProgressBar(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not self.metrics.rows:
             return
-        row, step = self.metrics.rows[-1], step_label(state, self.console)
-        if "eval_loss" in row:
-            self.console.print(
-                f"{step} | eval loss {with_perplexity(row['eval_loss'])}", highlight=False
-            )
-        if "loss" not in row:
-            return
-        norm, rate = row.get("grad_norm", float("nan")), row.get("learning_rate", 0.0)
-        per_step = self.metrics.step_seconds
-        parts = [f"epoch {row.get('epoch', 0.0):.2f}", f"loss {row['loss']:.4f}"]
-        parts += [f"grad_norm {norm:.3f}", f"lr {rate:.2e}", f"{per_step:.2f} s/step"]
-        speed = f"{row.get('tokens_per_s', 0):,} tok/s"
-        if self._bar is not None:  # it shows the time left, too
-            self._bar.update(self._task, facts=speed)
-        else:
-            parts += [speed, f"{elapsed(per_step * (state.max_steps - state.global_step))} left"]
-        parts.append(self.metrics.precision)
-        # In a pipe nothing wraps: without the search for words to wrap between it is half the time.
-        pipe = not self.console.is_terminal
-        self.console.print(" | ".join([step, *parts]), highlight=False, soft_wrap=pipe)
+        row, left = self.metrics.rows[-1], state.max_steps - state.global_step
+        if self._bar is not None and "loss" in row:  # it shows the time left, too
+            self._bar.update(self._task, facts=f"{row.get('tokens_per_s', 0):,} tok/s")
+            left = None
+        if line := log_line(row, step_label(state, self.console), left):
+            # In a pipe nothing wraps: without the search for words to wrap between it is half the
+            # time.
+            self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def close(self) -> None:
         """Restore the terminal, also after an error."""

@@ -55,7 +55,7 @@ print(json.dumps(found))
 
 def test_looking_around_imports_no_torch(tmp_path):
     quick = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["estimate", "--help"]]
-    quick += [["cat", "tiny_lora_fp8"], ["cp", "tiny_lora_fp8", str(tmp_path)]]
+    quick += [["cat", "tiny_lora_fp8"], ["cp", "tiny_lora_fp8", str(tmp_path)], ["watch"]]
     done = json.loads(process("-c", IMPORTS, json.dumps(quick)).stdout)
     assert [done[" ".join(words)] for words in quick] == [[]] * len(quick)
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from finetune.analysis.report.elements import METRICS, Line, Num, Plot, Row, Series, Source
 from finetune.analysis.report.figures import style
 from finetune.runs.folder import finite
+from finetune.runs.progress import OPERANDS
 
 Floats = NDArray[np.float64]
 BUCKETS = 150
@@ -237,7 +238,6 @@ def speed_plots(runs: Sequence[Source]) -> list[Row]:
 
 # ------------------------------------------------------------------------------------------ health
 
-OPERANDS = {"x": "activations", "w": "weights", "g": "gradients"}
 MEASURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "snr_db": (
         "Signal over quantization noise",

@@ -31,6 +31,7 @@ from finetune.data.repeats import refuse_no_batch, refuse_uneven, repeats_line
 from finetune.errors import in_words
 from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
+from finetune.runs.progress import OPERANDS
 from finetune.training import session
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
@@ -174,11 +175,10 @@ class HealthMonitor(TrainerCallback):
             self._warn_of(sums)
 
     def _warn_of(self, groups: GroupSums) -> None:
-        names = {"x": "activations", "w": "weights", "g": "gradients"}
         for (group, operand), sums in sorted(groups.items()):
             share = sums.overflow / sums.elements if sums.elements else 0.0
             worst, layer = sums.worst
-            what = f"{names[operand]} of {group}"
+            what = f"{OPERANDS[operand]} of {group}"
             if share > OVERFLOW_WARNING:
                 lags = self._precision.scaling == "delayed"
                 fix = "precision.margin, or a scaling without history" if lags else "precision.map"
