@@ -29,8 +29,13 @@ def benchmark(
         typer.Option(metavar="RECIPE", help="Another to compare it with; may be given again."),
     ] = None,
     grid: Annotated[
-        str | None, typer.Option(help='Micro-batches and lengths: "batch=1,2,4 length=512,2048".')
+        str | None,
+        typer.Option(help='Micro-batches, lengths, GPUs: "batch=1,2 length=512,2048 gpus=1,2".'),
     ] = None,
+    scaling: Annotated[
+        Literal["weak", "strong"],
+        typer.Option(help="On several GPUs, keep the rows of each, or those of a step."),
+    ] = "weak",
     steps: Annotated[int, typer.Option(max=MOST_STEPS, help="Timed steps of each round.")] = 10,
     rounds: Annotated[
         int | None,
@@ -58,6 +63,7 @@ def benchmark(
         vs=vs or (),
         overrides=overrides or (),
         grid=grid,
+        scaling=scaling,
         steps=steps,
         rounds=rounds,
         out=out,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
@@ -207,6 +208,22 @@ def seconds_between(begin: Any, end: Any) -> float:
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000
 
 
+def exchange_of(model: Any) -> tuple[int, dict[str, float]]:
+    """What DDP measured of the last backward that it sampled: the number of that, and seconds.
+
+    `exchange` is from the first bucket of gradients that is sent to the last that is summed,
+    `waited` the part of it after backward has computed all: waiting for slower processes, too.
+    Reading a sample waits for its backward, as DDP (torch 2.13) itself does in the next forward.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.logger is None:
+        return 0, {}
+    model.logger.set_runtime_stats_and_log()
+    found: dict[str, Any] = model._get_ddp_logging_data()
+    span, hidden = (found.get(f"backward_{k}_time") or 0 for k in ("comm", "compute_comm_overlap"))
+    times = {"exchange": span, "waited": span - hidden}
+    return found.get("iteration", 0), {key: round(ns / 1e9, 6) for key, ns in times.items()}
+
+
 class StepTimer(TrainerCallback):
     """Times every optimizer step, and writes `steps.jsonl` if it has a path.
 
@@ -218,16 +235,22 @@ class StepTimer(TrainerCallback):
     On a GPU a host clock would time kernel launches. Events are recorded on the stream instead, and
     read at the trainer's next log, which has already synchronized, so timing adds no wait.
 
+    Several processes with a copy of the model each (DDP) have `exchange` and `waited` in the steps
+    that DDP samples, the first ten and every hundredth: see `exchange_of`.
+
     Attributes:
         rows: (step, seconds, tokens) of each finished step, in order.
+        trainer: the trainer, whose wrapped model says what its processes exchange.
     """
 
     def __init__(self, device: str, path: Path | None = None) -> None:
         self.device, self.path = device, path
+        self.trainer: Any = None
+        self._exchanged = 0
         self.rows: list[dict[str, Any]] = []
         self._begin: Any = None
         self._tokens: list[Tensor | int] = []
-        self._finished: list[tuple[int, Any, Any, list[Tensor | int]]] = []
+        self._finished: list[tuple[dict[str, Any], Any, Any, list[Tensor | int]]] = []
         self._undo = contextlib.ExitStack()
 
     def on_train_begin(
@@ -254,8 +277,10 @@ class StepTimer(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._begin is not None:
             end = mark(self.device)
-            self._finished.append((state.global_step, self._begin, end, self._tokens))
-            self._begin = None
+            iteration, times = exchange_of(getattr(self.trainer, "model_wrapped", None))
+            row = {"step": state.global_step} | (times if iteration > self._exchanged else {})
+            self._finished.append((row, self._begin, end, self._tokens))
+            self._begin, self._exchanged = None, iteration
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in (logs or {}):  # the trainer has read the loss of the steps so far
@@ -280,9 +305,9 @@ class StepTimer(TrainerCallback):
             totals = totals.cuda() if dist.get_backend() == "nccl" else totals
             dist.all_reduce(totals)
         new: list[dict[str, Any]] = []
-        for (step, begin, end, _), tokens in zip(finished, totals.tolist(), strict=True):
+        for (row, begin, end, _), tokens in zip(finished, totals.tolist(), strict=True):
             seconds = round(seconds_between(begin, end), 6)
-            new.append({"step": step, "seconds": seconds, "tokens": tokens})
+            new.append(row | {"seconds": seconds, "tokens": tokens})
         self.rows += new
         if self.path is not None and state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:

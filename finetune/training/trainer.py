@@ -285,6 +285,7 @@ class _Run:
         refuse_broken_weights(without_adapters(self.trainer.model), config.model.name)
         self._fit_to_rows()
         self.keeper.take_over(self.trainer)
+        self.timer.trainer = self.trainer
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is None:
             found = self.ledgers["train"]

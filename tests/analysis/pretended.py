@@ -57,14 +57,17 @@ def receipt(precision: str) -> dict[str, Any]:
     }
 
 
-def pretend(recipe: Path, seed: int, out: Path, how: Mapping[str, str], measured: bool) -> None:
+def pretend(
+    recipe: Path, seed: int, out: Path, how: Mapping[str, str], measured: bool, gpus: int = 1
+) -> None:
     """Write the run folder.
 
     Args:
         how: `GAP` and `EVAL_GAP`, relative gaps of FP8's losses; `EVAL`, its eval loss of seed 43;
             `BROKEN`, the precision whose loss of seed 43 is NaN; `RECEIPTS`, by precision; `TOKENS`
-            more in each step.
+            more in each step; `WAITED` seconds of each on several processes.
         measured: steps of the tokens that the recipe asks for, as a benchmark has them.
+        gpus: processes of which each has that many.
     """
     folder = out / recipe.stem / "20260101-000000-abcd"
     folder.mkdir(parents=True)
@@ -74,7 +77,7 @@ def pretend(recipe: Path, seed: int, out: Path, how: Mapping[str, str], measured
     fp8 = precision == "fp8"
     noise, shared = random.Random(f"{seed}{fp8}"), random.Random(seed)
     gap = float(how.get("GAP", "0")) if fp8 else 0
-    tokens = int(how.get("TOKENS", "0")) + train.get("gradient_accumulation_steps", 1) * (
+    tokens = int(how.get("TOKENS", "0")) + train.get("gradient_accumulation_steps", 1) * gpus * (
         train["per_device_train_batch_size"] * train["max_length"]
     )
     rows: list[dict[str, Any]] = []
@@ -90,6 +93,8 @@ def pretend(recipe: Path, seed: int, out: Path, how: Mapping[str, str], measured
                 "tokens": tokens if measured else shared.randint(90, 99),
             }
         )
+        if gpus > 1:
+            steps[-1] |= {"exchange": 0.03, "waited": float(how.get("WAITED", "0.02"))}
     gap = float(how.get("EVAL_GAP", gap)) if fp8 else 0
     rows.append({"step": 30, "eval_loss": (1 + gap) * 0.8 * math.exp(noise.gauss(0, 0.002))})
     scores = {"acc_norm": 0.3 + fp8 / 100, "acc_norm_stderr": 0.02}

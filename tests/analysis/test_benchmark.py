@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -67,19 +69,20 @@ class Pretended:
         monkeypatch.setattr(benchmark, "run_jobs", self.run)
         monkeypatch.setattr(benchmark, "predict", lambda *_: prediction(0.1))
 
-    def run(self, jobs) -> None:
+    def run(self, jobs, threads=None) -> None:
         (job,) = jobs
         if len(self.jobs) == self.stop_after:
             raise KeyboardInterrupt
         self.jobs.append(job)
         if not self.fits(job):
             raise RunFailedError("the run is out of memory", why="tried to allocate 2 GiB")
-        pretend(job.file, job.seed, job.out, os.environ, measured=job.measured)
+        self.threads = threads
+        pretend(job.file, job.seed, job.out, os.environ, job.measured, job.gpus)
 
 
 def prediction(gib: float, device=CPU) -> SimpleNamespace:
     memory = SimpleNamespace(allocated=gib * GIB, outside=0, reserved=gib * GIB)
-    place, pace = SimpleNamespace(device=device), SimpleNamespace(seconds=0.08)
+    place, pace = SimpleNamespace(device=device), SimpleNamespace(seconds=0.08, traffic=None)
     return SimpleNamespace(footprint=memory, pace=pace, place=place)
 
 
@@ -91,18 +94,20 @@ def runs(monkeypatch) -> Pretended:
 # -------------------------------------------------------------------------------------------- grid
 
 
-@given(batch=SIZES, length=SIZES, spaces=st.integers(1, 3), turned=st.booleans())
-def test_a_grid_is_read_as_it_was_written(batch, length, spaces, turned) -> None:
-    words = [f"{k}={','.join(map(str, v))}" for k, v in (("batch", batch), ("length", length))]
+@given(batch=SIZES, length=SIZES, gpus=SIZES, spaces=st.integers(1, 3), turned=st.booleans())
+def test_a_grid_is_read_as_it_was_written(batch, length, gpus, spaces, turned) -> None:
+    axes = {"batch": batch, "length": length, "gpus": gpus}
+    words = [f"{key}={','.join(map(str, values))}" for key, values in axes.items()]
     text = (" " * spaces).join(reversed(words) if turned else words)
     found = points_of(text, load_recipe(FP8, check_train=False).config)
-    assert set(found) == {(b, n) for b in batch for n in length}
-    assert [p.tokens for p in found] == sorted(p.tokens for p in found)
+    assert set(found) == {*itertools.product(batch, length, gpus)}
+    sizes = [(p.gpus, p.tokens) for p in found]
+    assert sizes == sorted(sizes)
     for i, later in enumerate(found):  # what contains another comes after it
         assert not any(p.contains(later) and p != later for p in found[:i])
 
 
-@given(text=st.text(alphabet="abchlngt=,0123456789 -.²", max_size=24))
+@given(text=st.text(alphabet="abchlngtpus=,0123456789 -.²", max_size=24))
 def test_any_text_is_a_grid_or_an_error(text) -> None:
     with contextlib.suppress(ConfigError):
         found = points_of(text, load_recipe(FP8, check_train=False).config)
@@ -124,9 +129,9 @@ def test_a_misspelt_grid(text, said) -> None:
 
 def test_what_a_grid_leaves_out_is_the_recipes_own() -> None:
     config = load_recipe(FP8, check_train=False).config
-    assert points_of("batch=2", config) == [(2, 128)]
-    assert points_of("length=64", config) == [(8, 64)]
-    assert points_of(None, config.model_copy(update={"train": {}})) == [(8, 1024)]  # TRL's
+    assert points_of("batch=2", config) == [(2, 128, 1)]
+    assert points_of("length=64", config) == [(8, 64, 1)]
+    assert points_of(None, config.model_copy(update={"train": {}})) == [(8, 1024, 1)]  # TRL's
 
 
 # ----------------------------------------------------------------------------------------- a point
@@ -172,7 +177,7 @@ def test_a_model_of_the_hub_needs_its_shape_here() -> None:
 def test_a_point_is_an_ordinary_run_that_saves_no_model(more, monkeypatch) -> None:
     """As a process does it, here: proven, of as many tokens as were asked for, as predicted."""
 
-    def run(planned) -> None:
+    def run(planned, threads) -> None:
         (job,) = planned
         recipe = load_recipe(str(job.file), [f"train.seed={job.seed}"])
         quiet = Console(quiet=True)
@@ -263,6 +268,110 @@ def test_recipes_alternate_and_points_go_by_size(runs) -> None:
     assert over.predicted_speed == 1.0
     assert (row.gib_over_predicted, row.tokens_per_s) == pytest.approx((1.0, 16 / 0.1))
     assert found.differences == []
+
+
+# ------------------------------------------------------------------------------------ several GPUs
+
+
+@pytest.fixture
+def four_cores(monkeypatch) -> None:
+    monkeypatch.setattr(benchmark, "cores", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens", "efficiency"), [("weak", [64, 128, 256], 1), ("strong", [64] * 3, None)]
+)
+def test_efficiency_is_that_of_tokens_per_second(scaling, tokens, efficiency, runs, four_cores):
+    """Every step takes 100 ms, on however many: with the rows of each, or of all of them."""
+    found = finetune.benchmark(
+        BF16, grid="batch=1 length=16 gpus=4,1,2", scaling=scaling,
+        overrides=["train.gradient_accumulation_steps=4"],
+    )  # fmt: skip
+    assert [(job.gpus, runs.threads) for job in runs.jobs] == [(n, 1) for n in (1, 2, 4)]
+    assert [row.tokens for row in found.rows] == tokens
+    one, two, four = map(found.efficiency, found.rows)
+    assert (one, two, four) == pytest.approx((1, efficiency or 1 / 2, efficiency or 1 / 4))
+    assert found.efficiency(found.rows[2], "predicted_seconds") == pytest.approx(four)
+    written = json.loads(found.to_json())
+    lines = list(csv.DictReader(io.StringIO(found.to_csv())))
+    for row, line, gpus in zip(written["rows"], lines, (1, 2, 4), strict=True):
+        assert (row["gpus"], line["gpus"]) == (gpus, str(gpus))
+        assert float(line["efficiency"]) == row["efficiency"]
+        assert (line["waited"], row["exchange"]) == (("", []) if gpus == 1 else ("0.02", [0.03]))
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(found)
+    shown = console.export_text()
+    assert f"{four:.0%} (predicted {four:.0%})" in " ".join(shown.split())
+    assert "20 (20%)" in shown
+    assert f"{scaling} scaling: " in shown
+
+
+def test_memory_of_several_processes_of_a_cpu_is_of_one_machine(runs, four_cores, monkeypatch):
+    monkeypatch.setattr(benchmark, "available_gib", lambda _: 0.3)  # 0.1 GiB is predicted of each
+    found = finetune.benchmark(BF16, grid="batch=1 length=16 gpus=1,2,4")
+    assert [row.state for row in found.rows] == ["proven", "proven", "skipped"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "scaling", "said", "fix"),
+    [
+        ("gpus=1,8", "weak", "8 processes, and 4 cores", f"estimate {BF16} --gpus 8 --gpu H100"),
+        ("gpus=1,4", "strong", "6 does not divide among 4", "accumulation_steps=8, or --scaling"),
+        ("batch=1", "strong", "changes nothing on one GPU", "gpus=1,2"),
+        ("gpu=2", "weak", "did you mean 'gpus'", "length=512"),
+    ],
+)
+def test_gpus_that_cannot_share_a_step(grid, scaling, said, fix, four_cores) -> None:
+    overrides = ["train.gradient_accumulation_steps=6"]
+    with pytest.raises(ConfigError, match=said) as caught:
+        finetune.benchmark(BF16, grid=grid, scaling=scaling, overrides=overrides)
+    assert fix in caught.value.fix
+
+
+def test_processes_of_torchrun_end_with_it(tmp_path) -> None:
+    """They are in sessions of their own, so that a signal to its session does not reach them."""
+    import psutil
+
+    job = Job(jobs.Variant("a", load_recipe(BF16)), 42, tmp_path / "a.yaml", measured=True)
+    job.process = subprocess.Popen(["sh", "-c", "setsid sleep 60 & wait"])
+    agent = psutil.Process(job.process.pid)
+    while not (children := agent.children()):
+        pass
+    job.stop()
+    job.process.wait(timeout=10)
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("fail", "the loss is NaN: it overflowed"),
+        ("crash", "a run ended with code 1: its last words: SystemError: boom"),
+        ("killed", "a run was out of memory: the system killed it (signal 9)"),
+    ],
+)
+def test_how_one_of_several_processes_ended_is_told(how, said, four_cores, runs, monkeypatch):
+    monkeypatch.setattr(benchmark, "run_jobs", jobs.run_jobs)
+    monkeypatch.setattr(jobs, "RUN", (pretend.__code__.co_filename,))
+    monkeypatch.setenv("PRETEND", how)
+    (row,) = finetune.benchmark(BF16, grid="batch=1 length=16 gpus=2").rows
+    assert row.error.startswith(said), row.error
+
+
+@pytest.mark.long
+def test_two_processes_are_measured_and_say_what_they_wait_for(monkeypatch) -> None:
+    monkeypatch.setattr(benchmark, "cores", lambda: 2)
+    found = finetune.benchmark(
+        FP8, grid="batch=2 length=32 gpus=1,2", steps=5, scaling="strong",
+        overrides=["train.gradient_accumulation_steps=2"],
+    )  # fmt: skip
+    one, two = found.rows
+    for row in found.rows:
+        assert (row.error, row.proven, row.tokens, len(row.seconds)) == ("", "proven", 128, 5)
+        assert row.gib_over_predicted == pytest.approx(1, abs=0.02)
+    assert one.waited == []
+    assert two.step_seconds > two.exchange[0] >= two.waited[0] > 0
 
 
 @pytest.mark.parametrize("all_points", [False, True])

@@ -13,7 +13,7 @@ from tests.analysis.pretended import pretend
 from tests.benchmarks.ladder import LADDERS, climb, main, steps_of, train_stock
 
 
-def run_here(jobs) -> None:
+def run_here(jobs, threads=None) -> None:
     """Steps of finetune pretend; those of other libraries train, as their own process would."""
     (job,) = jobs
     if not job.variant.program:

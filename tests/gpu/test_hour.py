@@ -248,7 +248,9 @@ def in_this_process(monkeypatch):
 
 def run_points_with(monkeypatch, run) -> None:
     """Run a benchmark's jobs by `run(job)` instead of in a process each."""
-    monkeypatch.setattr("finetune.analysis.benchmark.benchmark.run_jobs", lambda jobs: run(*jobs))
+    monkeypatch.setattr(
+        "finetune.analysis.benchmark.benchmark.run_jobs", lambda jobs, **_: run(*jobs)
+    )
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from finetune.analysis.benchmark.grid import Point, at_point, points_of, tokens_of
 from finetune.analysis.benchmark.result import OUT_OF_MEMORY, Benchmark, Row
@@ -31,7 +32,7 @@ from finetune.config.schema import RunConfig
 from finetune.data.dataset import random_rows
 from finetune.errors import ConfigError, FinetuneError, RunFailedError
 from finetune.estimator.predict import predict
-from finetune.hardware.device import Device, available_gib, this_device
+from finetune.hardware.device import Device, available_gib, cores, this_device
 from finetune.hardware.gpus import place_here
 from finetune.runs.folder import command_line, new_folder
 from finetune.units import size_of_gib
@@ -52,6 +53,7 @@ def benchmark(
     vs: Sequence[Recipe | str] = (),
     overrides: Sequence[str] = (),
     grid: str | None = None,
+    scaling: Literal["weak", "strong"] = "weak",
     steps: int = STEPS,
     rounds: int | None = None,
     out: Path | str = "runs/benchmark",
@@ -66,7 +68,8 @@ def benchmark(
     Args:
         vs: other recipes, measured at the same points.
         overrides: `section.key=value`, for all recipes that are given by name.
-        grid: micro-batches and lengths; default: the first recipe's own.
+        grid: micro-batches, lengths and GPUs; default: the first recipe's own, on one GPU.
+        scaling: what stays on several GPUs: `weak` the rows of each, `strong` the rows of a step.
         steps: timed steps of each round.
         rounds: processes for each point and recipe; default 3 where recipes are compared (an
             interval needs two), else 1.
@@ -88,12 +91,13 @@ def benchmark(
     ]
     measuring = Measuring(
         *(variants, points_of(grid, configs[0]), device, steps),
+        strong=scaling == "strong",
         rounds=rounds if rounds is not None else ROUNDS if vs else 1,
         force=force,
         all_points=all_points,
         say=say,
     )
-    result = Benchmark(references=labels[:1] if vs else [], alike="; ".join(notes))
+    result = Benchmark(scaling=scaling, references=labels[:1] if vs else [], alike="; ".join(notes))
     result.differences = differences(variants, measuring.points[0], on_cpu=device.kind == "cpu")
     return measuring.measure(result, new_folder(Path(out) / "-vs-".join(labels), out))
 
@@ -113,8 +117,8 @@ class Measuring:
     """Measures variants at points, and writes the rows after each run.
 
     Raises:
-        ConfigError: `steps` or `rounds` below 1, a point at which a recipe cannot be measured, or
-            one of several processes.
+        ConfigError: `steps` or `rounds` below 1, a point at which a recipe cannot be measured, more
+            GPUs than are here, or one of several processes.
     """
 
     variants: Sequence[Variant]
@@ -122,6 +126,7 @@ class Measuring:
     device: Device
     steps: int
     rounds: int
+    strong: bool = False
     force: bool = False
     all_points: bool = False
     say: Say | None = None
@@ -129,13 +134,38 @@ class Measuring:
     """Labels of variants that the estimator does not model."""
 
     def __post_init__(self) -> None:
-        refuse_processes("benchmark")
+        refuse_processes("benchmark", '; for several GPUs: --grid "gpus=1,2"')
+        self._check_gpus()
         for name, value in (("steps", self.steps), ("rounds", self.rounds)):
             if value < 1:
                 raise ConfigError(f"--{name} {value}", where=f"--{name}", fix=f"--{name} 1 or more")
         for variant in self.variants:
             for point in self.points:
-                at_point(variant.recipe.config, point, self.steps)
+                at_point(variant.recipe.config, point, self.steps, strong=self.strong)
+
+    def _check_gpus(self) -> None:
+        most, on_cpu = self.most, self.device.kind == "cpu"
+        here, what = (cores(), "cores") if on_cpu else (self.device.count, "GPUs")
+        name = self.variants[0].recipe.name
+        if most > here:
+            raise ConfigError(
+                f"{most} processes, and {here} {what} are here",
+                where=f"--grid gpus={most}",
+                why="two processes on one would wait for each other",
+                fix=f"gpus={here} or less; others are predicted: "
+                f"python -m finetune estimate {name} --gpus {most}{' --gpu H100' * on_cpu}",
+            )
+        if self.strong and most == 1:
+            raise ConfigError(
+                "--scaling strong changes nothing on one GPU",
+                where="--scaling",
+                fix='--grid "gpus=1,2", or leave it out',
+            )
+
+    @property
+    def most(self) -> int:
+        """Processes of the grid's largest point."""
+        return max(point.gpus for point in self.points)
 
     def measure(self, result: Benchmark, folder: Path) -> Benchmark:
         """Measure all variants at all points; after Ctrl-C the rows until then are kept."""
@@ -150,42 +180,42 @@ class Measuring:
         return result
 
     def _measure_point(self, point: Point) -> None:
-        place = self.folder / f"{point.batch}x{point.length}"
+        place = self.folder / "x".join(map(str, point if self.most > 1 else point[:2]))
         rows, tried = dict[str, Row](), list[Variant]()
         for number, variant in enumerate(self.variants):
-            config = at_point(variant.recipe.config, point, self.steps, place / f"rows-{number}")
+            rows_at = place / f"rows-{number}"
+            config = at_point(variant.recipe.config, point, self.steps, rows_at, strong=self.strong)
             row = rows[variant.label] = Row(
-                label=variant.label, batch=point.batch, length=point.length,
-                tokens=tokens_of(config),
-            )  # fmt: skip
+                label=variant.label, **point._asdict(), tokens=tokens_of(config) * point.gpus
+            )
             row.error = self._unfit(row, config)
             if row.error:
                 self.result.rows.append(row)
                 continue
             steps = config.train["max_steps"]
             random = random_rows(config.model, steps * row.tokens // point.length, point.length, 0)
-            random.save_to_disk(str(place / f"rows-{number}"))
+            random.save_to_disk(str(rows_at))
             tried.append(replace(variant, recipe=replace(variant.recipe, config=config)))
         seeds = range(FIRST_SEED, FIRST_SEED + self.rounds)
-        for job in plan_jobs(tried, seeds, place, force=True, measured=True):
+        for job in plan_jobs(tried, seeds, place, force=True, measured=True, gpus=point.gpus):
             if not rows[job.variant.label].error:
                 self._measure_run(job, rows[job.variant.label])
 
     def _unfit(self, row: Row, config: RunConfig) -> str:
         """Predict memory and time of a point; the reason why it is not tried, or nothing."""
-        at = Point(row.batch, row.length)
         full = [r for r in self.result.rows if r.label == row.label and r.out_of_memory]
-        if not self.all_points and any(at.contains(Point(r.batch, r.length)) for r in full):
+        if not self.all_points and any(_at(row).contains(_at(r)) for r in full):
             return TOO_LARGE
         if row.label in self.unpredicted:
             row.prediction = "other libraries' own conversion is not modelled"
             return ""
         try:
-            needed = row.predict(predict(config, place_here(self.device)))
+            needed = row.predict(predict(config, place_here(self.device, row.gpus)))
         except FinetuneError as error:
             row.prediction = f"not predicted: {error.what}"
             return ""
         on_gpu = self.device.kind == "cuda"
+        needed *= 1 if on_gpu else row.gpus  # which share the memory of a CPU
         there = self.device.memory_gib if on_gpu else available_gib(self.device)
         if self.force or needed <= there * (FAR if on_gpu else 1):
             return ""
@@ -196,7 +226,7 @@ class Measuring:
 
     def _measure_run(self, job: Job, row: Row) -> None:
         try:
-            run_jobs([job])
+            run_jobs([job], threads=cores() // self.most if self.most > 1 else None)
             outcome = read_outcome(job.run.folder)
             row.add(outcome)
             self.result.environment = outcome.receipt["environment"]
@@ -207,7 +237,11 @@ class Measuring:
             self.result.rows.append(row)
         self.result.save(self.folder)
         if self.say is not None:
-            at = f"{row.label}, {row.batch} x {row.length}"
+            at = f"{row.label}, {row.at}"
             at += f", round {job.seed - FIRST_SEED + 1} of {self.rounds}" if self.rounds > 1 else ""
             rate = row.error or f"{row.tokens_per_s:,.0f} tokens/s, {row.proven}"
             self.say(f"{at}: {rate}")
+
+
+def _at(row: Row) -> Point:
+    return Point(row.batch, row.length, row.gpus)

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -41,10 +42,14 @@ class Row(BaseModel):
     """One point of one recipe.
 
     Attributes:
-        batch, length, tokens: rows of a micro-batch; tokens of a row, of an optimizer step.
+        batch, length, tokens: rows of a micro-batch; tokens of a row, of an optimizer step of all
+            processes.
+        gpus: processes that trained together.
         precision, backend, scaling, compile: as executed, from the receipt.
         proven: status of the receipts, that of the first round which is not proven if one is not.
         rounds: seconds of each timed step, a list for each round (run).
+        exchange, waited: median seconds of a round in which gradients were on their way, and in
+            which a step did nothing else (`StepTimer`).
         allocated_gib, reserved_gib: highest peaks of the rounds.
         memory: method of measuring them.
         prediction: reason for a missing prediction.
@@ -55,6 +60,7 @@ class Row(BaseModel):
     label: str
     batch: int
     length: int
+    gpus: int = 1
     tokens: int
     precision: str = ""
     backend: str = ""
@@ -63,12 +69,15 @@ class Row(BaseModel):
     proven: str = ""
     fp8_share: float | None = None
     rounds: list[list[float]] = []
+    exchange: list[float] = []
+    waited: list[float] = []
     allocated_gib: float | None = None
     reserved_gib: float | None = None
     memory: str = ""
     predicted_gib: float | None = None
     predicted_reserved_gib: float | None = None
     predicted_seconds: float | None = None
+    predicted_waited: float | None = None
     prediction: str = ""
     error: str = ""
     out_of_memory: bool = False
@@ -76,7 +85,8 @@ class Row(BaseModel):
 
     @property
     def at(self) -> str:
-        return f"{self.batch} x {self.length}"
+        several = f", gpus={self.gpus}" if self.gpus > 1 else ""
+        return f"{self.batch} x {self.length}{several}"
 
     @property
     def seconds(self) -> list[float]:
@@ -86,7 +96,7 @@ class Row(BaseModel):
     @property
     def step_seconds(self) -> float | None:
         """Median seconds of a step."""
-        return statistics.median(self.seconds) if self.seconds else None
+        return _median(self.seconds)
 
     @computed_field
     @property
@@ -139,6 +149,7 @@ class Row(BaseModel):
         self.predicted_gib = memory.allocated / GIB
         self.predicted_reserved_gib = memory.reserved / GIB if device.kind == "cuda" else None
         self.predicted_seconds = None if pace is None else pace.seconds
+        self.predicted_waited = pace.traffic.added if pace and pace.traffic else None
         if pace is None:
             self.prediction = f"the speed of {device.name} is not known"
         return (memory.allocated + memory.outside) / GIB
@@ -160,6 +171,13 @@ class Row(BaseModel):
         self.allocated_gib = _most(self.allocated_gib, memory["measured_gib"])
         self.reserved_gib = _most(self.reserved_gib, memory.get("reserved_gib"))
         self.rounds = [*self.rounds, [step.seconds for step in run.steps[WARM_UP:]]]
+        sampled = [step for step in run.run.steps[WARM_UP:] if "waited" in step]
+        for name, medians in (("exchange", self.exchange), ("waited", self.waited)):
+            medians += [statistics.median(step[name] for step in sampled)] if sampled else []
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _most(*peaks: float | None) -> float | None:
@@ -185,6 +203,7 @@ class Benchmark(JupyterMixin, BaseModel):
         references: labels of the rows that others are compared with, at the same point.
         differences: conditions besides precision in which recipes differ from the first.
         alike: settings that were made the same on all sides, for a fair comparison.
+        scaling: what several GPUs keep: `weak` the rows of each, `strong` the rows of a step.
         environment: versions, device, seed, as in the receipt.
         folder: folder of `benchmark.json` and `benchmark.csv`; None if nothing was written.
     """
@@ -193,6 +212,7 @@ class Benchmark(JupyterMixin, BaseModel):
     references: list[str] = []
     differences: list[str] = []
     alike: str = ""
+    scaling: Literal["weak", "strong"] = "weak"
     environment: dict[str, Any] = {}
     command: list[str] = []
     started: str = ""
@@ -213,11 +233,23 @@ class Benchmark(JupyterMixin, BaseModel):
                     found[other.label] = Against(speed_ratio(logs), predicted, memory)
         return found
 
+    def efficiency(self, row: Row, seconds: str = "step_seconds") -> float | None:
+        """tokens/s over those of one GPU times the GPUs; None where these were not measured.
+
+        Args:
+            seconds: `predicted_seconds` for the efficiency that is predicted.
+        """
+        at = (row.label, row.batch, row.length, 1)
+        one = next((r for r in self.rows if (r.label, r.batch, r.length, r.gpus) == at), None)
+        speeds = [r.tokens / s if r and (s := getattr(r, seconds)) else 0.0 for r in (row, one)]
+        return speeds[0] / (row.gpus * speeds[1]) if all(speeds) else None
+
     # -------------------------------------------------------------------------------------- files
 
     def to_json(self) -> str:
         data = self.model_dump(mode="json")
         for row, written in zip(self.rows, data["rows"], strict=True):
+            written["efficiency"] = self.efficiency(row)
             written["against"] = {
                 name: {
                     "speed": one.speed.value,
@@ -244,6 +276,9 @@ class Benchmark(JupyterMixin, BaseModel):
         return row.model_dump() | {
             "rounds": len(row.rounds),
             "steps": len(row.seconds),
+            "exchange": _median(row.exchange),
+            "waited": _median(row.waited),
+            "efficiency": self.efficiency(row),
             "speed": first and first.speed.value,
             "speed_low": low,
             "speed_high": high,
@@ -261,17 +296,18 @@ class Benchmark(JupyterMixin, BaseModel):
     def __rich__(self) -> RenderableType:
         against = [title for name in self.references for title in (f"over {name}", "memory")]
         head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "peak", "predicted"]
-        head += [*against, "precision", "proven"]
-        right = ("tokens/s", "peak", "predicted", "memory")
+        several = any(row.gpus > 1 for row in self.rows)
+        head += [*["efficiency", "waits"] * several, *against, "precision", "proven"]
+        right = ("tokens/s", "peak", "predicted", "efficiency", "waits", "memory")
         table = plain_table(*head, right=right, whole=("", "precision", "proven"), fold=head)
         for row in self.rows:
-            cells = self._cells_of(row)
+            cells = self._cells_of(row, several)
             table.add_row(*cells, style=None if row.state == "proven" else "yellow")
         if len({row.at for row in self.rows}) < 2:
             del table.columns[1]
         return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))
 
-    def _cells_of(self, row: Row) -> list[str]:
+    def _cells_of(self, row: Row, several: bool) -> list[str]:
         low, high = row.step_seconds_q1, row.step_seconds_q3
         within = f" ({_ms(low)} to {_ms(high)})" if low and high else ""
         ratios, found = list[str](), self.against(row)
@@ -284,8 +320,17 @@ class Benchmark(JupyterMixin, BaseModel):
             _ms(row.step_seconds) + within if row.step_seconds else "-",
             count(row.tokens_per_s) if row.tokens_per_s else "-",
             *("-" if x is None else size_of_gib(x) for x in (row.allocated_gib, row.predicted_gib)),
+            *(self._scaling_of(row) if several else ()),
             *(*ratios, row.precision or "-", row.state),
         ]
+
+    def _scaling_of(self, row: Row) -> Iterator[str]:
+        """Efficiency, and what a step waits for communication, in ms and as its share."""
+        reached, expected = self.efficiency(row), self.efficiency(row, "predicted_seconds")
+        predicted = f" (predicted {expected:.0%})" if expected and row.gpus > 1 else ""
+        yield f"{reached:.0%}{predicted}" if reached else "-"
+        waited, took = _median(row.waited), row.step_seconds
+        yield f"{_ms(waited)} ({waited / took:.0%})" if waited is not None and took else "-"
 
     def notes(self) -> list[str]:
         lines = list[str]()
@@ -296,6 +341,9 @@ class Benchmark(JupyterMixin, BaseModel):
                 if one.predicted_speed:
                     expected = f"predicted {one.predicted_speed:.2f}x"
                     lines.append(f"{who}: {one.speed} over {name}, {expected}")
+        if any(row.gpus > 1 for row in self.rows):
+            kept = {"weak": "each GPU has the rows of one", "strong": "a step keeps its rows"}
+            lines.append(f"{self.scaling} scaling: {kept[self.scaling]}")
         if self.references and max((len(row.rounds) for row in self.rows), default=0) == 1:
             lines.append("one round has no interval: --rounds 3 measures one")
         lines += [f"not a pair that differs in precision only: {line}" for line in self.differences]

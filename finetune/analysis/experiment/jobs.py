@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
@@ -44,6 +45,8 @@ from finetune.units import elapsed
 
 POLL = 0.2  # seconds
 RUN = ("-m", "finetune", "run")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+"""`torchrun`, as this interpreter starts it."""
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a run that was told to end, and saved."""
 
@@ -70,6 +73,7 @@ class Job:
         file: the complete recipe.
         force: train even if memory seems too small.
         measured: only its speed and memory matter: it asks no hub and saves no model.
+        gpus: processes that train together, each on a GPU of its own, or on a share of the cores.
     """
 
     variant: Variant
@@ -77,6 +81,7 @@ class Job:
     file: Path
     force: bool = False
     measured: bool = False
+    gpus: int = 1
     process: subprocess.Popen[bytes] = field(init=False, repr=False)
 
     @property
@@ -118,19 +123,27 @@ class Job:
             environment["HF_HUB_OFFLINE"] = "1"
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
+        launcher = (*LAUNCHER, str(self.gpus)) if self.gpus > 1 else ()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *(self.variant.program or RUN), *words],
+                [sys.executable, *launcher, *(self.variant.program or RUN), *words],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
                 start_new_session=True,  # Ctrl-C reaches it through `stop` alone, so once
             )  # fmt: skip
 
     def stop(self) -> None:
         if self.process.poll() is None and self.measured:
-            self.process.kill()
+            self.kill()
         elif self.process.poll() is None:
             # A shell starts background jobs (`&`) with SIGINT ignored.
             self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it, and first its processes, which `torchrun` starts in sessions of their own."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+        self.process.kill()
 
     def check_end(self) -> None:
         """Raise if the ended process did not succeed."""
@@ -151,20 +164,20 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys([*first, *filter(None, paths)]))
 
 
-def refuse_processes(verb: str) -> None:
+def refuse_processes(verb: str, several: str = "") -> None:
     """Raise `ConfigError` in one of several processes: an experiment starts its runs itself."""
     if processes() > 1:
         raise ConfigError(
             f"{verb} was started as several processes",
             where=f"WORLD_SIZE={processes()}",
-            why="it starts the runs itself, each as one process",
-            fix="call it without torchrun or accelerate launch",
+            why="it starts the runs itself",
+            fix=f"call it without torchrun or accelerate launch{several}",
         )
 
 
 def plan_jobs(
     variants: Sequence[Variant], seeds: Sequence[int], folder: Path, *, force: bool = False,
-    measured: bool = False,
+    measured: bool = False, gpus: int = 1,
 ) -> list[Job]:  # fmt: skip
     """List the runs in ABBA order, and write the recipes into `folder`.
 
@@ -177,7 +190,7 @@ def plan_jobs(
         file.write_text(variant.recipe.to_yaml(), encoding="utf-8")
         sides.append((variant, file))
     return [
-        Job(variant, seed, file, force, measured)
+        Job(variant, seed, file, force, measured, gpus)
         for turn, seed in enumerate(seeds)
         for variant, file in (sides if turn % 2 == 0 else reversed(sides))
     ]
@@ -257,7 +270,7 @@ def _stop(running: Sequence[Job]) -> None:
         try:
             job.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            job.process.kill()
+            job.kill()
             job.process.wait()
 
 
@@ -274,9 +287,14 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+_TORCHRUN = re.compile(r"^.* failed \(exitcode: (-?\d+)\)", re.MULTILINE)
+"""Where `torchrun` (torch 2.13) begins to say, below what they said, how its processes ended."""
+
+
 def _failure(job: Job) -> RunFailedError:
     """Build an error from the last `error:` in a run log, with its `where:`, `why:`, `fix:`."""
-    lines = [x for x in job.log.read_text("utf-8", errors="replace").splitlines() if x.strip()]
+    text, *told = _TORCHRUN.split(job.log.read_text("utf-8", errors="replace"), maxsplit=1)
+    lines = [line for line in text.splitlines() if line.strip()]
     said, where, read = dict[str, str](), f"{job.name}: {job.log}", f"read its output: {job.log}"
     for line in lines:
         if found := re.match(r"(error|  where|  why|  fix): *(.*)", line):
@@ -287,7 +305,7 @@ def _failure(job: Job) -> RunFailedError:
         return RunFailedError(
             said["error"], where=where, why=said.get("why", ""), fix=said.get("fix", read)
         )
-    code = job.process.returncode
+    code = int(told[0]) if told else job.process.returncode
     if code == -signal.SIGKILL:
         return RunFailedError(
             "a run was out of memory: the system killed it (signal 9)",
