@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import traceback
+from keyword import iskeyword
 from typing import Annotated, Any
 
 import typer
@@ -37,6 +38,7 @@ VERBS = {
         "ls": ("recipes", "List the recipes, or with --runs the runs."),
         "cp": ("recipes", "Copy a recipe to edit it."),
         "cat": ("recipes", "Print a recipe, with --resolved complete."),
+        "import": ("runs", "Take over another trainer's weights (`latest.pt`) as a model folder."),
         "schema": ("recipes", "Print the JSON schema of recipes, for editors."),
     },
     "Plan": {
@@ -72,7 +74,7 @@ def command_of(verb: str) -> Any:
     """The command of a verb, whose module is imported now."""
     module = importlib.import_module(f"finetune.cli.{MODULES[verb]}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(verb)(getattr(module, verb))
+    app.command(verb)(getattr(module, f"{verb}_" if iskeyword(verb) else verb))
     return typer.main.get_command(app)
 
 

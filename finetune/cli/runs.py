@@ -1,4 +1,4 @@
-"""Verbs about run folders: `ls --runs`, `checkpoints` (without torch) and `export`."""
+"""Verbs about run folders: `ls --runs`, `checkpoints` (without torch), `export`; and `import`."""
 
 from __future__ import annotations
 
@@ -197,3 +197,35 @@ def serving(done: Any) -> str:
     base = shlex.quote(adapter["base_model_name_or_path"])
     named = f"--lora-modules {shlex.quote(done.folder.name)}={folder}"
     return f"vllm serve {base} --enable-lora --max-lora-rank {most} {named}"
+
+
+# ----------------------------------------------------------------------------------------- import
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What torch.save wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="Model folder to make.")],
+    model: Annotated[
+        str,
+        typer.Option("--as", metavar="MODEL", help="Architecture: hub id, folder or builtin:NAME."),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Take over another trainer's weights (`latest.pt`) as a model folder."""
+    from finetune.cli.recipes import rows
+    from finetune.storage.torch_checkpoint import import_checkpoint
+
+    done = import_checkpoint(file, model, folder)
+    if as_json:
+        print(json.dumps(done, indent=1))
+        return
+    console = output()
+    console.print(whole(f"model folder: {folder}"), crop=False)
+    console.print(f"{done['parameters']:,} parameters, in the layout of {done['layout']}")
+    for note in done["notes"]:
+        console.print(f"! {note}", style="yellow")
+    short = model.rpartition("/")[2]
+    fitting = [r["recipe"] for r in rows() if (r["model"], r["method"]) == (short, "full")]
+    recipe, place = max(fitting, default="RECIPE"), shlex.quote(str(folder))
+    line = f"next: python -m finetune {recipe} model.name={place} model.weights=pretrained"
+    console.print(whole(line), crop=False)

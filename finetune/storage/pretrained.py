@@ -96,10 +96,8 @@ def no_model_in(name: str, path: Path, where: str) -> ModelNotFoundError:
             f"{name!r} is a file, and a model is a folder",
             where=where,
             why="weights alone say nothing of the architecture and the tokenizer",
-            fix="make one in Python: model = AutoModelForCausalLM.from_config(AutoConfig."
-            "from_pretrained(BASE)); model.load_state_dict(torch.load(FILE, weights_only=True)); "
-            "model.save_pretrained('my-model'); AutoTokenizer.from_pretrained(BASE)"
-            ".save_pretrained('my-model'); then model.name=my-model",
+            fix=f"python -m finetune import {shlex.quote(name)} --as BASE my-model, BASE a model "
+            "of its architecture; then model.name=my-model model.weights=pretrained",
         )
     return ModelNotFoundError(
         f"there is no model in {name!r}",

@@ -84,7 +84,7 @@ def no_padding() -> str:
         (lambda: binary(bytes(range(256)) * 9), "r.csv is no text", "another kind"),
         (pipe, "'rows.jsonl' is no regular file", "cat rows.jsonl > saved.jsonl"),
         (lambda: "data.path=/dev/null", "'/dev/null' is no regular file", "cat /dev/null"),
-        (state_dict, "'latest.pt' is a file, and a model is a folder", "model.load_state_dict"),
+        (state_dict, "'latest.pt' is a file, and a model is a folder", "import latest.pt --as"),
         (other_shape, "has another shape than config.json says", ", 96] by config.json"),
         (not_a_number, "a weight of the model is not finite", "model.layers.1.mlp.up_proj.weight"),
         (no_padding, "the tokenizer has no padding token", "model.pad_token="),
