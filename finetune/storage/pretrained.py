@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.paths import ASSETS, TINY_LLAMA, shipped_shape, user_path
+from finetune.config.paths import ASSETS, TINY_LLAMA, shipped_shape, shipped_shapes, user_path
 from finetune.config.schema import BUILTIN, ModelConfig
 from finetune.errors import (
     ConfigError,
@@ -23,6 +23,7 @@ from finetune.errors import (
     ModelNotFoundError,
     did_you_mean,
     first_line,
+    nearest,
     some,
 )
 
@@ -99,8 +100,10 @@ def no_model_in(name: str, path: Path, where: str) -> ModelNotFoundError:
             fix=f"python -m finetune import {shlex.quote(name)} --as BASE my-model, BASE a model "
             "of its architecture; then model.name=my-model model.weights=pretrained",
         )
+    by_last_part = {shape.rpartition("/")[2].lower(): shape for shape in shipped_shapes()}
+    meant = by_last_part.get(nearest(name.lower(), by_last_part) or "")
     return ModelNotFoundError(
-        f"there is no model in {name!r}",
+        f"there is no model in {name!r}" + (f"; did you mean {meant!r}?" if meant else ""),
         where=where,
         why="a model folder holds config.json" if path.is_dir() else "no such folder",
         fix="give a folder with config.json and safetensors, or a hub id such as "
