@@ -3,13 +3,13 @@
 Every point is a rehearsal of the model's first layers (`predict_fast`). "Fits" includes the margin.
 Functions raise the `FinetuneError` with which the run itself would fail.
 
-*Largest n.* Memory grows monotonically with n, and both the largest n that fits and n + 1 are
-predicted. Memory is nearly a polynomial (activations linear in tokens, the mask of packed rows
-quadratic), so few points are needed:
+*Largest n.* Memory grows with n, and both the largest n that fits and n + 1 are predicted. It is
+nearly a line (activations linear in tokens; the mask of packed rows bends it), so few points are
+needed; where a line leads nowhere, the interval is halved:
 
     24 GiB, start at 4 rows: 8 GiB, fits; one point gives no slope, so double. 8 rows: 12 GiB, fits.
-    The line through both reaches 24 GiB at 20 rows: 25 GiB, since a mask bends it. The parabola
-    through the three gives 19: fits. 19 and 20 are neighbors: done after 4 points.
+    The line through both reaches 24 GiB at 20 rows: 25 GiB, since a mask bends it. The line from 8
+    to 20 gives 19: fits. 19 and 20 are neighbors: done after 4 points.
 
 *GPUs.* A rehearsal depends on neither memory size nor speed: one serves all GPUs of a compute
 capability, another any number of GPUs. The best GPU is found by exhaustion, the fewest by doubling.
@@ -35,7 +35,7 @@ from finetune.config.train_section import decides_checkpointing, with_checkpoint
 from finetune.errors import FinetuneError
 from finetune.estimator.caveats import ONE_MACHINE
 from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting
-from finetune.estimator.memory.footprint import Fit, Footprint
+from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
 from finetune.logging import plain_table
@@ -47,8 +47,8 @@ MOST_TOKENS = 2**20
 MOST_GPUS = 64
 # Step between candidate row lengths; 16 for models with short contexts.
 LENGTHS = 128
-# Points after which the search bisects instead of trusting the polynomial.
-BISECT_AFTER = 5
+# Points after which the search bisects instead of trusting a line.
+BISECT_AFTER = 8
 _VERDICTS: tuple[Fit, ...] = ("fits", "tight", "does not fit")
 
 
@@ -97,26 +97,21 @@ class Found:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest micro-batch, the longest rows, and the longest single row per micro-batch."""
+    """The largest micro-batch, and the longest rows of the run's micro-batch."""
 
     rows: Found
     length: Found
-    length_of_one: Found
 
     def facts(self) -> dict[str, Any]:
         return {name: found.facts() for name, found in vars(self).items()}
 
     def __rich__(self) -> RenderableType:
-        alone = () if self.length_of_one == self.length else (self.length_of_one,)
-        return Group(Text("the largest that fits"), self.rows, self.length, *alone)
+        return Group(Text("the largest that fits"), self.rows, self.length)
 
 
 def largest(config: RunConfig, place: Place) -> Largest:
     """Find the largest micro-batch and the longest rows that fit."""
-    rows, _ = rows_of(config)
-    length = largest_length(config, place)
-    alone = length if rows == 1 else largest_length(config, place, rows=1)
-    return Largest(largest_rows(config, place), length, alone)
+    return Largest(largest_rows(config, place), largest_length(config, place))
 
 
 def largest_rows(config: RunConfig, place: Place) -> Found:
@@ -127,23 +122,18 @@ def largest_rows(config: RunConfig, place: Place) -> Found:
     return _largest("train.per_device_train_batch_size", config, place, rows, 1, most)
 
 
-def largest_length(config: RunConfig, place: Place, rows: int | None = None) -> Found:
+def largest_length(config: RunConfig, place: Place) -> Found:
     """Find the longest rows that fit, in steps of 128 (16 for a context below 2048).
-
-    `rows` overrides the rows per micro-batch.
 
     Raises:
         FinetuneError: the run itself would fail with it.
     """
-    others = () if rows is None else (f"train.per_device_train_batch_size={rows}",)
-    config = with_overrides(config, others) if others else config
     check_sizes(config)
     asked, most = int(setting(config, "max_length")), MOST_TOKENS // rows_of(config)[0]
     shape = load_shape(config.model).get_text_config(decoder=True)
     most = min(most, getattr(shape, "max_position_embeddings", None) or most)
     step = LENGTHS if most >= 16 * LENGTHS else 16
-    found = _largest("train.max_length", config, place, asked, min(step, most), max(asked, most))
-    return replace(found, change=(*found.change, *others))
+    return _largest("train.max_length", config, place, asked, min(step, most), max(asked, most))
 
 
 def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, most: int) -> Found:
@@ -173,7 +163,7 @@ def search(
         n, 0 if none fits; n + 1, None if that is above `most`; all that was predicted.
     """
     seen: dict[int, Prediction] = {}
-    low, high, n, stuck = 0, most + 1, min(start, most), 0
+    low, high, n = 0, most + 1, min(start, most)
     while True:
         seen[n] = predict(n)
         if seen[n].footprint.fit(memory) == "fits":
@@ -182,37 +172,19 @@ def search(
             high = n
         if high - low <= 1:
             return low, high if high <= most else None, seen
-        n = _guess({n: found.footprint for n, found in seen.items()}, memory, low, high)
-        if n <= low or n >= high:  # guess outside (low, high): gallop from that end
-            n = low + 2**stuck if n <= low else high - 2**stuck
-            stuck += 1
-        n = min(max(n, low + 1), high - 1)
+        needs = {n: found.footprint.needed for n, found in seen.items()}
+        n = min(max(_guess(needs, memory, low, high), low + 1), high - 1)
 
 
-def _guess(seen: dict[int, Footprint], memory: int, low: int, high: int) -> int:
-    """Predict the n at which the need reaches `memory`.
-
-    Allocated bytes follow a polynomial through the nearest points; the rest (fragments, margin) is
-    taken from the nearest point.
-    """
-    if len(seen) == 1:
-        return 2 * low if low else high // 2
-    if len(seen) > BISECT_AFTER and high in seen:
-        return (low + high) // 2
-    needs = {n: found.shown + found.margin for n, found in seen.items()}
-    nearest = sorted(needs, key=lambda n: (abs(needs[n] - memory), n))[:3]
-    room = memory - needs[nearest[0]] + seen[nearest[0]].allocated
-    (a, ya), (b, yb), *rest = [(n, seen[n].allocated - room) for n in nearest]
-    slope = (yb - ya) / (b - a)
-    if rest:
-        c, yc = rest[0]
-        bend = ((yc - yb) / (c - b) - slope) / (c - a)
-        # Newton's form, y(n) = ya + slope (n - a) + bend (n - a) (n - b): its upper root.
-        p = slope - bend * (a + b)
-        under = p * p - 4 * bend * (ya - slope * a + bend * a * b)
-        if bend > 0 and under >= 0:
-            return math.floor((-p + math.sqrt(under)) / (2 * bend))
-    return math.floor(a - ya / slope) if slope > 0 else 2 * max(low, 1)
+def _guess(needs: dict[int, int], memory: int, low: int, high: int) -> int:
+    """The n at which a line through the two needs nearest to the memory reaches it."""
+    halfway = (low + high) // 2 if high in needs else 2 * low
+    if not 1 < len(needs) <= BISECT_AFTER:
+        return halfway
+    a, b = sorted(needs, key=lambda n: (abs(needs[n] - memory), n))[:2]
+    slope = (needs[b] - needs[a]) / (b - a)
+    n = math.floor(a + (memory - needs[a]) / slope) if slope > 0 else halfway
+    return n if low <= n <= high else halfway
 
 
 # ------------------------------------------------------------------------------------------ GPUs

@@ -89,11 +89,16 @@ class Footprint:
         """Bytes kept free for errors of the estimate."""
         return max(int(MARGIN_SHARE * self.shown), MARGIN_BYTES)
 
+    @property
+    def needed(self) -> int:
+        """Bytes with which a run works reliably."""
+        return self.shown + self.margin
+
     def fit(self, memory: int) -> Fit:
         """Verdict for a device with `memory` bytes."""
         if self.allocated + self.outside > memory:
             return "does not fit"
-        return "fits" if self.shown + self.margin <= memory else "tight"
+        return "fits" if self.needed <= memory else "tight"
 
 
 def tensor_footprint(trace: Trace) -> Footprint:
