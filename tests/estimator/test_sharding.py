@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.estimator.memory.sharding import Fsdp2, Moment, Peak
 from finetune.estimator.speed.timing import Ring, copied_traffic, ring_of, sharded_traffic
-from finetune.estimator.trace.fsdp_groups import Group, accelerate_groups
+from finetune.estimator.trace.fsdp_groups import Group, model_groups
 from finetune.hardware.gpus import named_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +59,8 @@ def highest(model: Fsdp2, moments: Sequence[Moment], **kwargs: Any) -> Peak:
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_hold_what_is_predicted(steps: dict[str, Any], case: str) -> None:
     alone = steps["alone"][case]
-    first, *middle, last = (Group(str(i), *sizes) for i, sizes in enumerate(alone["groups"]))
-    tied = case.startswith("tied")
-    groups = (
-        accelerate_groups(first, [*middle, last], Group("norm"), tied=True)
-        if tied
-        else accelerate_groups(first, middle, last, tied=False)
-    )
+    kept = 0 if case.startswith("tied") else len(alone["groups"]) - 1
+    groups = tuple(Group(*x, reshard=i != kept) for i, x in enumerate(alone["groups"]))
     model = Fsdp2(groups, gpus=2, reduce=4)
     trainable = sum(group.trainable for group in groups)
     peak = highest(
@@ -84,7 +81,7 @@ def test_two_processes_hold_what_is_predicted(steps: dict[str, Any], case: str) 
 
 def test_forward_and_backward_of_three_layers_by_hand() -> None:
     # Weights of 10 a group in the dtype of computing, gradients as large, 20 in float32.
-    model = Fsdp2(tuple(Group(str(i), trainable=5) for i in range(3)), gpus=5)
+    model = Fsdp2((Group(trainable=5),) * 3, gpus=5)
     assert model.weight_bytes() == 12
     assert model.gathered_bytes(2) == 10
 
@@ -105,27 +102,37 @@ def test_forward_and_backward_of_three_layers_by_hand() -> None:
 
 
 def test_optimizer_divides_its_temporaries() -> None:
-    model = Fsdp2((Group("a", frozen=40, trainable=10),), gpus=4)
+    model = Fsdp2((Group(frozen=40, trainable=10),), gpus=4)
     steps = [Moment("backward", 0, 0, 20), Moment("optimizer", 0, 4000)]
     peaks = model.find_peaks([Moment("forward", 0, 0), *steps], optimizer_bytes=80)
     assert peaks[-1] == Peak(shards=10 + 10 + 20 + 10, gathered=0, whole=0, other=1000)
 
 
 def test_frozen_groups_send_nothing() -> None:
-    frozen = Fsdp2(tuple(Group(str(i), frozen=10) for i in range(2)), gpus=5)
+    frozen = Fsdp2((Group(frozen=10),) * 2, gpus=5)
     steps = [Moment("forward", 0, 0), Moment("forward", 1, 0), Moment("backward", 1, 0)]
     assert highest(frozen, steps).total == 4 + 20
 
 
-def test_groups_of_accelerate() -> None:
-    embedding, layer, head = Group("embed", trainable=3), Group("layer"), Group("head", frozen=2)
-    untied = accelerate_groups(embedding, [layer], head, tied=False)
-    assert [(g.name, g.reshard) for g in untied] == [
-        ("embed", True), ("layer", True), ("head", False),
-    ]  # fmt: skip
-    first, second = accelerate_groups(embedding, [layer], head, tied=True)
-    assert (first.trainable, first.frozen, first.reshard) == (3, 2, False)
-    assert second == layer
+@pytest.mark.parametrize("tied", [False, True])
+def test_groups_are_those_of_accelerate(tied: bool) -> None:
+    """Embedding, layers, norm with head; tied, the head's weight is in the embedding's group."""
+    shape = LlamaConfig(vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
+                        num_attention_heads=2, tie_word_embeddings=tied)  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shape)
+    model.lm_head.weight.requires_grad_(tied)
+    found = model_groups(model)
+    vocabulary, layer = 100 * 8, 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
+    middle = [Group(0, layer, stored=0)] * 2
+    kept = vocabulary + 8 if tied else 8
+    last = Group(
+        0 if tied else 4 * vocabulary, kept, reshard=False, stored=0 if tied else 4 * vocabulary
+    )
+    expected = [last, *middle] if tied else [Group(0, vocabulary, stored=0), *middle, last]
+    assert list(found.groups) == expected
+    assert found.modules["model.norm"] == found.modules["lm_head"] == (0 if tied else 3)
+    assert found.trainable_bytes == 4 * sum(group.trainable for group in found.groups)
 
 
 def test_a_ring_sends_all_parts_but_one() -> None:
@@ -139,7 +146,7 @@ def test_a_ring_sends_all_parts_but_one() -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_what_fsdp2_sends(reshard: bool) -> None:
     """4 groups of 1 GB on two GPUs at 1 GB/s, gathered twice or once, and reduced once."""
-    model = Fsdp2((Group("layer", trainable=500_000_000, reshard=reshard),) * 4, gpus=2)
+    model = Fsdp2((Group(trainable=500_000_000, reshard=reshard),) * 4, gpus=2)
     sent = sharded_traffic(model, Ring(2, 1), (0.0, 0.0))
     gathers = 4 if reshard else 2
     assert sent.added == pytest.approx(gathers + 2, rel=1e-3)  # nothing hides it

@@ -20,8 +20,8 @@ tied, the head is in group 0, and it visits forward 0, 1, 2, 0, loss, backward 0
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,7 +46,6 @@ class Group:
         stored: bytes of its frozen parameters as stored, if not `frozen`.
     """
 
-    name: str
     frozen: int = 0
     trainable: int = 0
     reshard: bool = True
@@ -129,20 +128,21 @@ def model_groups(
             names[name] = len(decoder_layers)
         elif module is embedding:
             names[name] = 0
-    tail = len(decoder_layers) + 1
+    tail = 0 if tied else len(decoder_layers) + 1  # the norm and the head, or all that is tied
     first_layer = next((name for name, index in names.items() if index == 1), "")
     decoder, head_name = first_layer.rpartition(".")[0].rpartition(".")[0], ""
     for name, module in model.named_modules():
         direct = name.rpartition(".")[0] == decoder
         if module is head or (direct and "Norm" in type(module).__name__):
-            names[name] = 0 if tied else tail
+            names[name] = tail
             head_name = name if module is head else head_name
     # A parameter belongs to the first group that contains it, or else to the tail's.
     owner: dict[int, int] = {}
     for index, module in enumerate([embedding, *decoder_layers]):
         for parameter in module.parameters() if module is not None else ():
             owner.setdefault(id(parameter), index)
-    frozen, trainable, frozen_stored = ([0] * (tail + 1) for _ in range(3))
+    count = max(tail, len(decoder_layers)) + 1
+    frozen, trainable, frozen_stored = ([0] * count for _ in range(3))
     trainable_bytes = 0
     for name, parameter in model.named_parameters():
         index = owner.get(id(parameter), tail)
@@ -154,29 +154,11 @@ def model_groups(
             frozen[index] += nbytes
             itemsize = (stored or {}).get(name) if parameter.dtype.is_floating_point else None
             frozen_stored[index] += nbytes if itemsize is None else parameter.numel() * itemsize
-    labels = ["embedding", *(f"layer {i}" for i in range(len(decoder_layers))), "head"]
-    first, *middle, last = (
-        Group(label, frozen[i], trainable[i], stored=frozen_stored[i])
-        for i, label in enumerate(labels)
+    groups = tuple(
+        Group(frozen[i], trainable[i], reshard=i != tail, stored=frozen_stored[i])
+        for i in range(count)
     )
-    groups = accelerate_groups(first, middle, last, tied=tied)
     return ModelGroups(groups, names, head_name, trainable_bytes)
-
-
-def accelerate_groups(
-    embedding: Group, layers: Sequence[Group], head: Group, *, tied: bool
-) -> tuple[Group, ...]:
-    """Groups as Accelerate 1.15 makes them, from those of the model's parts.
-
-    `head` is the final norm and the output embedding; with tied embeddings, which are one
-    parameter, the norm alone. Group 0 then has embedding, norm and head, and is visited twice in
-    forward and in backward.
-    """
-    if not tied:
-        return (embedding, *layers, replace(head, reshard=False))
-    frozen, trainable = embedding.frozen + head.frozen, embedding.trainable + head.trainable
-    stored = embedding.frozen_stored + head.frozen_stored
-    return (Group(embedding.name, frozen, trainable, reshard=False, stored=stored), *layers)
 
 
 class VisitRecorder:

@@ -52,7 +52,7 @@ def _waited(case: Case, seconds: float) -> float:
     each = shape.parameters / shape.layers
     # Trained weights are counted as frozen ones of so many bits, and as gradients of BF16.
     trained = round(each) if setting.method == "full" else 0
-    group = Group("layer", frozen=round(each * bits / 8) - 2 * trained, trainable=trained)
+    group = Group(frozen=round(each * bits / 8) - 2 * trained, trainable=trained)
     model = Fsdp2((group,) * shape.layers, case.gpus)
     computed = seconds / 3, seconds * 2 / 3
     return sharded_traffic(model, ring_of(case.gpu, case.gpus), computed).added
