@@ -224,6 +224,12 @@ class Estimate(JupyterMixin):
             if pace.share(name) >= 0.01
         ]
         yield Text("breakdown: " + ", ".join(parts), "dim")
+        if (traffic := pace.traffic) is not None:
+            alone = f"{1 - traffic.added / pace.seconds:.0%} of the speed without it"
+            yield Text(
+                f"communication: each GPU sends {traffic.nbytes / 1e9:.3g} GB a step in "
+                f"{duration(traffic.seconds)}, of which it waits {duration(traffic.added)}: {alone}"
+            )
         if self.tokens is not None and self.run_seconds is not None:
             cost = f", costs {self.cost:.2f}" if self.cost is not None else ""
             took = duration(self.run_seconds)
@@ -283,6 +289,12 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
             "tokens_per_s_and_device": pace.tokens_per_s,
             "mfu": pace.mfu,
             "parts": pace.classes,
+            "communication": pace.traffic
+            and {
+                "bytes": pace.traffic.nbytes,
+                "seconds": pace.traffic.seconds,
+                "waited": pace.traffic.added,
+            },
             "bound": pace.bound,
         },
     }

@@ -16,9 +16,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from torch import nn
 
 import finetune
 from finetune import load_recipe
@@ -37,6 +40,7 @@ from finetune.errors import (
     RehearsalError,
     RunFailedError,
 )
+from finetune.training.callbacks import exchange_of
 from finetune.units import GIB
 from tests.analysis.pretended import pretend, receipt
 from tests.conftest import CPU, H100
@@ -326,6 +330,21 @@ def test_gpus_that_cannot_share_a_step(grid, scaling, said, fix, four_cores) -> 
     with pytest.raises(ConfigError, match=said) as caught:
         finetune.benchmark(BF16, grid=grid, scaling=scaling, overrides=overrides)
     assert fix in caught.value.fix
+
+
+def test_ddp_says_what_the_backwards_that_it_samples_exchange(tmp_path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        assert exchange_of(model.module) == (0, {})
+        for step in range(1, 13):
+            model(torch.ones(2, 8)).sum().backward()
+            iteration, times = exchange_of(model)
+            assert iteration == min(step, 10)
+            assert times["exchange"] >= times["waited"] >= 0
+            assert times["exchange"] > 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_processes_of_torchrun_end_with_it(tmp_path) -> None:

@@ -149,7 +149,9 @@ def test_words_and_json_tell_of_several(config: RunConfig) -> None:
     words, facts = shown.get(), json.loads(result.to_json())
     assert "8 x H100" in words
     assert "gathered for a moment" in words
-    assert "communication" in words
+    assert "communication: each GPU sends" in words
+    sent = facts["time"]["communication"]
+    assert sent["waited"] == facts["time"]["parts"]["communication"] <= sent["seconds"]
     assert facts["devices"] == 8
     assert facts["memory"]["phases"]["backward"]["gathered"] > 0
     assert facts["time"]["parts"]["communication"] > 0

@@ -150,11 +150,15 @@ def test_what_fsdp2_sends(reshard: bool) -> None:
     sent = sharded_traffic(model, Ring(2, 1), (0.0, 0.0))
     gathers = 4 if reshard else 2
     assert sent.added == pytest.approx(gathers + 2, rel=1e-3)  # nothing hides it
-    assert sent._replace(batches=3).added == pytest.approx(3 * gathers + 2, rel=1e-3)
+    three = sharded_traffic(model, Ring(2, 1), (0.0, 0.0), 3)
+    assert three.added == pytest.approx(3 * gathers + 2, rel=1e-3)
+    assert three.nbytes == (3 * gathers + 2) * 10**9
+    assert three.seconds == pytest.approx(three.nbytes / 1e9, rel=1e-3)
 
 
 def test_half_of_what_is_hidden_shows() -> None:
     sent = copied_traffic(2**30, Ring(2, 1), (5.0, 0.0))
     assert sent.added == pytest.approx(2**30 / 1e9, rel=1e-2)  # forward hides no gradients
     assert sent._replace(computed_backward=10.0).added == pytest.approx(sent.added / 2)
+    assert sent.nbytes == 2**30
     assert copied_traffic(0, Ring(2, 1), (1.0, 1.0)).added == 0

@@ -220,8 +220,11 @@ class Ring(NamedTuple):
         """
         if not nbytes:
             return 0.0
-        share = (self.gpus - 1) / self.gpus
-        return collectives * LATENCY_S + nbytes * share / (self.gb_s * 1e9)
+        return collectives * LATENCY_S + self.sent(nbytes) / (self.gb_s * 1e9)
+
+    def sent(self, nbytes: float) -> float:
+        """Bytes that each GPU sends for that."""
+        return nbytes * (self.gpus - 1) / self.gpus
 
 
 def ring_of(gpu: Gpu, gpus: int) -> Ring:
@@ -237,6 +240,7 @@ class Traffic(NamedTuple):
         reduced: sent in backward of a step's last micro-batch, to sum gradients.
         computed_forward, computed_backward: computation of a micro-batch.
         batches: micro-batches of a step.
+        nbytes: bytes that a GPU sends in a step.
     """
 
     forward: float
@@ -245,6 +249,12 @@ class Traffic(NamedTuple):
     computed_forward: float
     computed_backward: float
     batches: float = 1
+    nbytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all that it sends in a step."""
+        return self.batches * (self.forward + self.backward) + self.reduced
 
     @property
     def added(self) -> float:
@@ -268,14 +278,17 @@ def sharded_traffic(
 ) -> Traffic:
     """FSDP2 gathers each group in forward, and again in backward if it was freed between."""
 
-    def gathers(groups: list[int]) -> float:
-        return ring.seconds(sum(map(model.gathered_bytes, groups)), len(groups))
+    def gathered(groups: list[int]) -> int:
+        return sum(map(model.gathered_bytes, groups))
 
     every = list(range(len(model.groups)))
     freed = [i for i in every if model.groups[i].reshard]
     trained = [group.trainable for group in model.groups if group.trainable]
-    reduced = ring.seconds(sum(trained) * model.reduce, len(trained))
-    return Traffic(gathers(every), gathers(freed), reduced, *computed, batches)
+    summed = sum(trained) * model.reduce
+    forward, backward = (ring.seconds(gathered(groups), len(groups)) for groups in (every, freed))
+    reduced = ring.seconds(summed, len(trained))
+    nbytes = ring.sent(batches * (gathered(every) + gathered(freed)) + summed)
+    return Traffic(forward, backward, reduced, *computed, batches, nbytes)
 
 
 def copied_traffic(
@@ -283,4 +296,5 @@ def copied_traffic(
 ) -> Traffic:
     """DDP reduces and scatters all gradients, and gathers the sums, in buckets."""
     buckets = math.ceil(gradients / BUCKET_BYTES)
-    return Traffic(0.0, 0.0, ring.seconds(2 * gradients, buckets), *computed, batches)
+    reduced, nbytes = ring.seconds(2 * gradients, buckets), ring.sent(2 * gradients)
+    return Traffic(0.0, 0.0, reduced, *computed, batches, nbytes)
