@@ -54,33 +54,25 @@ def steps_of_tokens(
     Raises:
         ConfigError: rows are of several lengths, less than one step, or `train.max_steps` differs.
     """
-    at = where(("data", "max_tokens"))
     length = train.get("max_length", 1024)
-    if not (train.get("packing") and train.get("packing_strategy") == "wrapped" and length):
-        raise ConfigError(
-            "a number of tokens was given for rows of several lengths",
-            where=at,
-            why="how many steps it is shows only when all rows were read",
-            fix="train.packing=true train.packing_strategy=wrapped; or train.max_steps=1000",
-        )
     rows = train.get("per_device_train_batch_size", 8) * train.get("gradient_accumulation_steps", 1)
     processes = os.environ.get("WORLD_SIZE", "1")
-    each = int(rows) * int(length) * (int(processes) if processes.isdigit() else 1)
+    each = int(rows) * int(length or 1) * (int(processes) if processes.isdigit() else 1)
     steps, given = tokens // each, int(train.get("max_steps") or -1)
-    if not steps:
-        raise ConfigError(
-            f"{tokens:,} tokens are less than one step, which has {each:,}",
-            where=at,
-            fix=f"data.max_tokens={1000 * each}, or a smaller train.gradient_accumulation_steps",
-        )
-    if given not in (-1, steps):
-        raise ConfigError(
-            f"{tokens:,} tokens are {steps:,} steps here, and {given:,} are given",
-            where=f"{at} and {where(('train', 'max_steps'))}",
-            why=f"a step has {each:,} tokens",
-            fix="~train.max_steps, or ~data.max_tokens",
-        )
-    return steps
+    why = f"a step has {each:,} tokens here: {tokens:,} are {steps:,} steps"
+    if not (train.get("packing") and train.get("packing_strategy") == "wrapped" and length):
+        what = "a number of tokens was given for rows of several lengths"
+        why = "how many steps it is shows only when all rows were read"
+        fix = "train.packing=true train.packing_strategy=wrapped; or train.max_steps=1000"
+    elif not steps:
+        what = f"{tokens:,} tokens are less than one step"
+        fix = f"data.max_tokens={1000 * each}, or a smaller train.gradient_accumulation_steps"
+    elif given not in (-1, steps):
+        what = f"train.max_steps={given} and data.max_tokens={tokens} contradict each other"
+        fix = "~train.max_steps, or ~data.max_tokens"
+    else:
+        return steps
+    raise ConfigError(what, where=where(("data", "max_tokens")), why=why, fix=fix)
 
 
 def sft_arguments() -> tuple[str, ...]:

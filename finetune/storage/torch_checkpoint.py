@@ -37,12 +37,15 @@ from finetune.storage.pretrained import auto_class, load_shape, load_tokenizer, 
 
 STATES = ("model", "model_state_dict", "state_dict", "module")
 """Where trainers put the weights in a file that holds more."""
-WRAPPERS = re.compile(r"^(module\.)+|(?<![^.])_orig_mod\.")
+WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
 """What DDP and `torch.compile` put before names."""
 IDLE = re.compile(r"\.attn\.(masked_)?bias$|(^|\.)(freqs|lm_gate|_extra_state)$")
 """Masks, tables and state of FP8 that models make themselves; a gate that BDH does not use."""
 MOST_PADDING = 128
 """Rows by which an embedding is padded, at most: to a multiple of 64 (nanoGPT) or 128."""
+PLAIN = "torch.save(torch.load(FILE, weights_only=False)['model'], 'weights.pt')"
+PUBLISHED = {"encoder", "encoder_v", "decoder", "embed.weight", "lm_head"}
+"""Names of the published BDH's weights."""
 BARE = ("wte.weight", "wpe.weight", "lm_head.weight")
 """Weights of nanoGPT to which no bias belongs."""
 
@@ -65,11 +68,9 @@ def import_checkpoint(file: Path, model: str, folder: Path) -> dict[str, Any]:
     """
     if folder.exists():
         raise ConfigError(f"{str(folder)!r} is there already", fix="choose another folder")
-    config = ModelConfig(name=model, weights="random")
-    shape, notes = load_shape(config), list[str]()
-    tensors, beside = _tensors_in(file)
-    layout, convert = _layout_of(tensors, shape)
-    tensors = convert(tensors, notes)
+    config, notes = ModelConfig(name=model, weights="random"), list[str]()
+    shape, (tensors, beside) = load_shape(config), _tensors_in(file)
+    layout, tensors = _in_our_layout(tensors, shape, notes)
     _follow(shape, layout, tensors, beside, notes)
     loaded = _loaded(file, model, shape, layout, tensors)
     head = getattr(loaded.get_output_embeddings(), "weight", None)
@@ -101,73 +102,69 @@ def _tensors_in(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001  what is no pickle may raise anything
-        code, fix = list[str](), "copy it again: it is cut off, or of another kind than its name"
+        code, why, fix = (
+            list[str](),
+            first_line(error),
+            "copy it again: it is cut off, or no such file",
+        )
         with contextlib.suppress(Exception):
             code = sorted(get_unsafe_globals_in_checkpoint(file))
         if code:
-            fix = "where it was trained, if you trust it: torch.save(torch.load(FILE, weights_only="
-            fix += "False)['model'], 'weights.pt'); then import weights.pt"
-        raise ConfigError(
-            f"{file.name} cannot be read as tensors",
-            where=str(file),
-            why=f"reading it would run code: {some(code)}" if code else first_line(error),
-            fix=fix,
-        ) from None
+            why = f"it holds objects of {some(code)}, whose code would run"
+            fix = f"if you trust it, where it was trained: {PLAIN}; then import weights.pt"
+        what = f"{file.name} cannot be read as tensors"
+        raise ConfigError(what, where=str(file), why=why, fix=fix) from None
     held = found if isinstance(found, Mapping) else {}
     state = next((held[k] for k in STATES if isinstance(held.get(k), Mapping)), held)
     named = {WRAPPERS.sub("", k): t for k, t in state.items() if isinstance(t, Tensor)}
     if not named:
-        raise ConfigError(
-            f"{file.name} holds no weights by name",
-            where=str(file),
-            why=f"it is a {type(found).__name__} of {some(list(map(str, held)))}",
-            fix="torch.save({'model': model.state_dict()}, FILE), where it was trained",
-        )
+        what = f"{file.name} is a {type(found).__name__} of {some(list(map(str, held)))}"
+        why, fix = "it holds no weights by name", "torch.save(model.state_dict(), FILE) makes one"
+        raise ConfigError(what, where=str(file), why=why, fix=fix)
     return {name: t.detach() for name, t in named.items() if not IDLE.search(name)}, held
 
 
 # ------------------------------------------------------------------------------------------ layout
 
-Convert = Callable[[dict[str, Tensor], list[str]], dict[str, Tensor]]
 
-
-def _layout_of(tensors: dict[str, Tensor], shape: Any) -> tuple[str, Convert]:
-    first = tensors.get("transformer.h.0.attn.c_attn.weight")
-    if shape.model_type == "gpt2" and first is not None and first.shape[0] > first.shape[1]:
-        return "nanoGPT", _from_nanogpt
-    if shape.model_type == "bdh" and tensors.get("encoder", torch.empty(0)).ndim == 3:
-        return "BDH", _from_bdh
-    return "Transformers", lambda tensors, _: tensors
+def _in_our_layout(
+    tensors: dict[str, Tensor], shape: Any, notes: list[str]
+) -> tuple[str, dict[str, Tensor]]:
+    """Name of a file's layout, and its tensors by the names and in the shapes of Transformers."""
+    rows = tensors.get("transformer.h.0.attn.c_attn.weight", torch.empty(0)).shape
+    if shape.model_type == "gpt2" and rows[0] > rows[-1]:
+        return "nanoGPT", _from_nanogpt(tensors, notes)
+    if shape.model_type == "bdh" and tensors.keys() >= PUBLISHED:
+        return "BDH", _from_bdh(tensors)
+    return "Transformers", tensors
 
 
 def _from_nanogpt(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
     """nanoGPT's tensors: linear weights transposed, and zeros for biases that it trains without."""
     layers = {k: t for k, t in tensors.items() if k.endswith(".weight") and not k.endswith(BARE)}
     biases = {k.removesuffix("weight") + "bias": t.new_zeros(len(t)) for k, t in layers.items()}
-    if added := len(biases.keys() - tensors.keys()):
-        notes.append(f"{added} biases are zero: the file has none (bias=False)")
+    if tensors.keys() & biases.keys():
+        biases = {}
+    else:
+        notes.append(f"{len(biases)} biases are zero: the file has none (bias=False)")
     return biases | tensors | {k: t.mT for k, t in layers.items() if t.ndim == 2}
 
 
-def _from_bdh(tensors: dict[str, Tensor], _: list[str]) -> dict[str, Tensor]:
+def _from_bdh(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The published BDH's tensors: heads [H, D, N] side by side, the neurons of a pair N/2 apart.
 
     Neurons 0 to 5 of a head become 0, 2, 4, 1, 3, 5.
     """
     heads, _width, size = tensors["encoder"].shape
     order = torch.arange(size).view(-1, 2).T.flatten()
-    moves: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-        "encoder": ("model.block.encoder", lambda t: t[..., order].movedim(0, 1).flatten(1)),
-        "encoder_v": ("model.block.encoder_v", lambda t: t[..., order]),
-        "decoder": (
-            "model.block.decoder",
-            lambda t: t.view(heads, size, -1)[:, order].flatten(0, 1),
-        ),
-        "embed.weight": ("model.embed_tokens.weight", lambda t: t),
-        "lm_head": ("lm_head.weight", lambda t: t.mT),
+    found = {
+        "model.block.encoder": tensors["encoder"][..., order].movedim(0, 1).flatten(1),  # [D, H·N]
+        "model.block.encoder_v": tensors["encoder_v"][..., order],
+        "model.block.decoder": tensors["decoder"].view(heads, size, -1)[:, order].flatten(0, 1),
+        "model.embed_tokens.weight": tensors["embed.weight"],
+        "lm_head.weight": tensors["lm_head"].mT,
     }
-    placed = {name: moves.get(name, (name, lambda t: t)) for name in tensors}
-    return {placed[name][0]: placed[name][1](t) for name, t in tensors.items()}
+    return found | {name: t for name, t in tensors.items() if name not in PUBLISHED}
 
 
 def _follow(
@@ -198,17 +195,17 @@ def _loaded(file: Path, model: str, shape: Any, layout: str, tensors: dict[str, 
         ConfigError: names those that are missing, without a place, of another shape, or broken.
     """
 
-    def refuse(why: str, where: str) -> None:
-        raise ConfigError(
+    def refuse(why: str, where: str) -> ConfigError:
+        return ConfigError(
             f"{file.name} does not fit {model}",
             where=where,
             why=f"{why} (read in the layout of {layout})",
             fix="--as another model; for other sizes, a folder with a config.json of them",
-        ) from None
+        )
 
     def check(why: str, good: Callable[[str, Tensor], bool]) -> None:
         if bad := [name for name, t in tensors.items() if not good(name, t)]:
-            refuse(f"{len(bad):,} of {len(tensors):,} tensors {why}", some(bad))
+            raise refuse(f"{len(bad):,} of {len(tensors):,} tensors {why}", some(bad))
 
     check("are no floats of 16 bits", lambda _, t: t.is_floating_point() and t.itemsize > 1)
     check("are not finite", lambda _, t: bool(t.isfinite().all()))
@@ -219,12 +216,12 @@ def _loaded(file: Path, model: str, shape: Any, layout: str, tensors: dict[str, 
     try:
         loaded = load_whole(lambda _, **k: cls.from_pretrained(None, **k), model, **given)
     except ModelNotFoundError as error:
-        refuse(error.what, f"{error.where.removeprefix('model.name: ')}: {error.why}")
-        raise
+        names = error.where.removeprefix("model.name: ")
+        raise refuse(error.what, f"{names}: {error.why}") from None
     state = loaded.eval().state_dict()
     check("are others in the model", lambda name, t: torch.equal(state[name], t.to(kind)))
     with torch.no_grad():
         logits = loaded(input_ids=torch.arange(8)[None]).logits
     if not bool(logits.isfinite().all()):
-        refuse("its outputs are not finite", str(file))
+        raise refuse("its outputs are not finite", str(file))
     return loaded

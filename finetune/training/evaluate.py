@@ -23,6 +23,7 @@ import io
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -271,6 +272,7 @@ def score(
     return found
 
 
+@dataclass(eq=False)
 class TaskScorer(TrainerCallback):
     """Scores the model every `eval.tasks_every` steps; follows the callbacks that measure speed.
 
@@ -278,17 +280,12 @@ class TaskScorer(TrainerCallback):
     short the run continues without.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        tasks: list[Any],
-        tokenizer: Any,
-        metrics: MetricsWriter,
-        console: Console,
-        meter: MemoryMeter,
-    ) -> None:
-        self.config, self.tasks, self.tokenizer = config, tasks, tokenizer
-        self.metrics, self.console, self.meter = metrics, console, meter
+    config: RunConfig
+    tasks: list[Any]
+    tokenizer: Any
+    metrics: MetricsWriter
+    console: Console
+    meter: MemoryMeter
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any

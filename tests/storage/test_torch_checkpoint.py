@@ -200,7 +200,7 @@ def broken(nano: dict[str, Tensor], how: str) -> object:
         ("nan", "1 of 29 tensors are not finite"),
         ("codes", "1 of 29 tensors are no floats of 16 bits"),
         ("code", "test_torch_checkpoint.Args"),
-        ("none", "it is a dict of step"),
+        ("none", "latest.pt is a dict of step"),
         ("cut", "cannot be read as tensors"),
         ("text", "cannot be read as tensors"),
     ],
