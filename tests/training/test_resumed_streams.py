@@ -51,8 +51,12 @@ def test_a_killed_stream_goes_on_to_the_same_weights(mixed, tmp_path) -> None:
         (tmp_path / name / "b.jsonl").symlink_to(tmp_path / "b.jsonl")
         (code,) = ended([start(tmp_path / name, *words, before=before)])
         assert code == (-signal.SIGKILL if before else 0), (tmp_path / name / "log.txt").read_text()
+    log = tmp_path / "killed" / "log.txt"
     (code,) = ended([start(tmp_path / "killed", "resume", "last")])
-    assert code == 0, (tmp_path / "killed" / "log.txt").read_text()
+    assert code == 0, log.read_text()
+    resumed = log.read_text().partition("resuming from ")[2]
+    assert "warn" not in resumed.lower()
+    assert not [line for line in resumed.splitlines() if line.startswith("! ")]
     (whole,) = tmp_path.glob("whole/runs/*/*")
     (resumed,) = (run.parent for run in tmp_path.glob("killed/runs/*/*/model"))
     assert losses(resumed) == {s: loss for s, loss in losses(whole).items() if s > 4}
