@@ -30,9 +30,9 @@ HELD = {
     "transformers==5.23.0": "5.24 adds adapters of its own with peft 0.22 only, not yet released",
 }
 """What `renew` keeps, and why."""
-EXTRAS = ("dev", "docs", "notebooks", "tracking")
+EXTRAS = ("dev", "docs", "energy", "notebooks", "tracking")
 """`dev` has `test` and what that needs. Not locked: `te` and `liger`, which build or need CUDA."""
-_OF_CUDA = re.compile(r"(nvidia|cuda)-|triton=")
+_OF_CUDA = re.compile(r"(nvidia(?!-ml-py)|cuda)-|triton=")
 
 
 def locked() -> dict[str, str]:

@@ -56,6 +56,7 @@ _RECEIPT: dict[str, Any] = {
     "movement": {"now": {"groups": [_GROUP], "steps": _NUMBER}},
     "memory": {"predicted_gib": _ANY, "measured_gib": _ANY,
                "predicted_reserved_gib": _ANY, "reserved_gib": _ANY},
+    "energy": {"joules": _ANY, "tokens_per_joule": _ANY, "mean_watts": _ANY},
     "data": {}, "flop_share": {},
 }  # fmt: skip
 _REPORT: dict[str, Any] = {"samples": list, "tasks": {}, "receipt": {}, "final_loss": _ANY,

@@ -52,12 +52,12 @@ def health_line(row: dict[str, Any]) -> str:
         return found
 
     parts = list[str]()
-    if noise := of("_snr_db"):
+    if noise := of("snr_db"):
         parts.append("least signal over noise {:.0f} dB ({})".format(*min(noise)))
-    if clipped := of("_overflow"):
+    if clipped := of("overflow"):
         share, place = max(clipped)
         parts.append(f"clipped at most {percent(share)} ({place})" if share else "nothing clipped")
-    if ratios := [value for value, _ in of("/update_ratio")]:
+    if ratios := [value for value, _ in of("update_ratio")]:
         ends = dict.fromkeys(f"{end(ratios):.1g}" for end in (min, max))
         parts.append(f"updates {' to '.join(ends)} of the weights")
     return ", ".join(parts)

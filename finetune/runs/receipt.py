@@ -164,6 +164,9 @@ class Receipt(JupyterMixin):
             `measured`, what that is or why it is missing; `reserved_gib`, the most that torch's
             allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
             same as they were expected before the run, and by whom.
+        energy: `joules` that the GPUs of all processes drew in training, evaluations left out,
+            `tokens_per_joule` (without padding) and `mean_watts` (of all GPUs together), or None;
+            `measured`, how they were counted or why they are missing.
         conditions: what a fair twin of the run has to share (`finetune.training.evidence`).
         data: rows and tokens of `train` and `eval`, accounted for (`finetune.data.ledger`).
     """
@@ -178,6 +181,7 @@ class Receipt(JupyterMixin):
     notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    energy: dict[str, Any] = field(default_factory=dict)
     conditions: dict[str, Any] = field(default_factory=dict)
     held: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
@@ -359,6 +363,14 @@ def memory_line(memory: dict[str, Any]) -> str:
     return f"tensors: {', '.join(parts)}" if parts else ""
 
 
+def energy_line(energy: dict[str, Any]) -> str:
+    """`energy: 0.123 kWh, 410 W, 31.9 tokens per joule`; empty where it was not measured."""
+    if not energy.get("joules"):
+        return ""
+    parts = f"{energy['joules'] / 3.6e6:.3g} kWh", f"{energy['mean_watts']:,.0f} W"
+    return f"energy: {', '.join(parts)}, {energy['tokens_per_joule']:.3g} tokens per joule"
+
+
 @dataclass(frozen=True)
 class Sample:
     """A prompt and the trained model's greedy answer."""
@@ -413,6 +425,8 @@ class RunReport(JupyterMixin):
         if not whole_receipt:
             yield from self.receipt.verdict()
         yield Text(", ".join(self._costs()))
+        if line := energy_line(self.receipt.energy):
+            yield Text(line)
         for sample in self.samples if whole_receipt else ():
             yield Text("> ", style="dim") + Text(sample.prompt, style="italic")
             yield Text(f"  {sample.answer or '(empty answer)'}")

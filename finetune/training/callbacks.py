@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,50 +22,121 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from finetune.hardware.device import synchronize
+from finetune.hardware.energy import EnergyCounter
 from finetune.runs.progress import log_line
 from finetune.training.compute_types import refuse_vanished_scale
 from finetune.training.memory_meter import peak_memory_gib
 from finetune.units import plural
 
 
+def summed(numbers: Tensor) -> Tensor:
+    """Numbers of this process, summed over all of several."""
+    numbers = numbers.cuda() if dist.get_backend() == "nccl" else numbers
+    dist.all_reduce(numbers)
+    return numbers
+
+
+class Moment(NamedTuple):
+    """Seconds and joules until now; joules are NaN where nothing counts them."""
+
+    seconds: float
+    joules: float
+
+    def __sub__(self, other: Moment) -> Moment:
+        return Moment(self.seconds - other.seconds, self.joules - other.joules)
+
+
 class MetricsWriter(TrainerCallback):
     """Writes every log of the trainer to `metrics.jsonl`, one JSON object per line.
 
+    Seconds and joules of steps are those of training, without evaluations. Joules are those of the
+    GPUs of all processes.
+
     Attributes:
         rows: written rows, newest last.
+        trained: seconds and joules of training until the last log; in all once it has ended.
     """
 
-    def __init__(self, path: Path, precision: str) -> None:
+    def __init__(self, path: Path, precision: str, counter: EnergyCounter | None = None) -> None:
         self.path, self.precision = path, precision
+        self.counter = counter or EnergyCounter("cpu")
         self.rows: list[dict[str, Any]] = []
-        self._started = self._last = time.perf_counter()
+        self.trained = Moment(0.0, 0.0)
+        self._last = self._now()
+        self._started = self._last.seconds
+        self._evaluating: Moment | None = None
         self._last_tokens, self._last_step = 0.0, 0
 
+    def _now(self) -> Moment:
+        return Moment(time.perf_counter(), self.counter.joules())
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._started = self._last = time.perf_counter()
+        self._last = self._now()
+        self._started = self._last.seconds
         self._last_step = state.global_step  # a resumed run does not begin at 0
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.counter.integrates:
+            self.counter.joules()
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        now = time.perf_counter()
-        row = {"step": state.global_step, "seconds": round(now - self._started, 3), **(logs or {})}
+        since = round(time.perf_counter() - self._started, 3)
+        row = {"step": state.global_step, "seconds": since, **(logs or {})}
         if "loss" in row:
-            seconds = max(now - self._last, 1e-9)
+            seconds, joules = self._count()
             if (tokens := row.get("num_tokens")) is not None:
                 row["tokens_per_s"] = round((tokens - self._last_tokens) / seconds)
                 self._last_tokens = tokens
             if steps := state.global_step - self._last_step:
                 row["step_seconds"] = round(seconds / steps, 6)
-            self._last, self._last_step = now, state.global_step
+            self._last_step = state.global_step
             row["peak_memory_gib"] = round(peak_memory_gib(), 4)
+            if math.isfinite(joules):
+                row |= {"watts": round(joules / seconds, 1), "joules": round(self.trained.joules)}
         row["precision"] = self.precision
         self.write(row, state)
 
+    def _count(self) -> Moment:
+        """Seconds and joules since the last count, which are added to those of training."""
+        now = self._now()
+        spent, self._last = now - self._last, now
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            joules = summed(torch.tensor([spent.joules], dtype=torch.float64)).item()
+            spent = Moment(spent.seconds, joules)
+        spent = Moment(max(spent.seconds, 1e-9), spent.joules)
+        self.trained = Moment(*map(operator.add, self.trained, spent))
+        return spent
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._count()
+
+    def energy(self, tokens: int) -> dict[str, Any]:
+        """Receipt entries: `joules`, `tokens_per_joule`, `mean_watts` (None if unmeasured), how.
+
+        Args:
+            tokens: tokens of all steps, over all processes.
+        """
+        seconds, joules = self.trained
+        if not (math.isfinite(joules) and joules > 0):
+            nothing = dict.fromkeys(("joules", "tokens_per_joule", "mean_watts"))
+            return nothing | {"measured": self.counter.how}
+        return {
+            "joules": round(joules, 1),
+            "tokens_per_joule": tokens / joules,
+            "mean_watts": round(joules / seconds, 1),
+            "measured": f"{self.counter.how}, training without evaluations",
+        }
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Exclude the time inside the block from that of steps."""
-        began = time.perf_counter()
+        """Exclude the block from the seconds and joules of steps."""
+        began = self._now()
         yield
-        self._last += time.perf_counter() - began
+        self._exclude(began)
+
+    def _exclude(self, began: Moment) -> None:
+        now = self._now()
+        self._last = now - (began - self._last)
 
     def write(self, row: dict[str, Any], state: TrainerState) -> None:
         """Add a row of another kind, with its step."""
@@ -73,9 +145,15 @@ class MetricsWriter(TrainerCallback):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._evaluating is None:  # the first batch of an evaluation
+            self._evaluating = self._now()
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # Evaluation is no training time.
-        self._last, self._last_step = time.perf_counter(), state.global_step
+        # Evaluation is no training time, and right behind a log nothing else has happened.
+        behind = state.global_step == self._last_step or self._evaluating is None
+        self._exclude(self._last if behind else self._evaluating)
+        self._evaluating = None
 
     def values(self, key: str) -> list[float]:
         """All values written under `key`, oldest first."""
@@ -302,8 +380,7 @@ class StepTimer(TrainerCallback):
         synchronize(self.device)
         totals = torch.tensor([sum(int(n) for n in tokens) for *_, tokens in finished])
         if dist.is_initialized() and dist.get_world_size() > 1:
-            totals = totals.cuda() if dist.get_backend() == "nccl" else totals
-            dist.all_reduce(totals)
+            totals = summed(totals)
         new: list[dict[str, Any]] = []
         for (row, begin, end, _), tokens in zip(finished, totals.tolist(), strict=True):
             seconds = round(seconds_between(begin, end), 6)

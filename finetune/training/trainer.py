@@ -26,6 +26,7 @@ from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.data.dataset import load_data, refuse_no_eval_rows
 from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import this_device
+from finetune.hardware.energy import EnergyCounter
 from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, keeps_going, output, whole
 from finetune.precision.layers import without_adapters
@@ -253,7 +254,9 @@ class _Run:
 
         config, console, folder = self.config, self.console, self.folder
         self.session = session
-        self.metrics = MetricsWriter(folder / "metrics.jsonl", session.resolution.label)
+        counter = EnergyCounter(session.device.kind)
+        label = session.resolution.label
+        self.metrics = MetricsWriter(folder / "metrics.jsonl", label, counter)
         self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console, self.until)
         self.meter = MemoryMeter(session)
         self.keeper = CheckpointKeeper(
@@ -359,6 +362,7 @@ class _Run:
             watcher.close()
         self.receipt = self.session.receipt()
         self.receipt.notes, self.receipt.memory = self.notes, self.meter.reading()
+        self.receipt.energy = self.metrics.energy(sum(row["tokens"] for row in self.timer.rows))
         self.receipt.conditions = self.session.conditions(self.trainer)
         if late := sum(map(int, self.rows.late)):
             self.ledgers["train"] = replace(self.ledgers["train"], late=late)
