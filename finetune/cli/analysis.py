@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +16,9 @@ from finetune.config.paths import find_recipe, list_recipes, user_path
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
 from finetune.logging import busy, output, whole
+
+if TYPE_CHECKING:
+    from finetune.analysis.benchmark.result import Benchmark
 
 MOST_STEPS, MOST_ROUNDS = 100_000, 1000
 NOTHING_MEASURED = 1
@@ -47,6 +51,12 @@ def benchmark(
         bool, typer.Option("--all", help="Also what is larger than one that did not fit.")
     ] = False,
     force: Annotated[bool, typer.Option(help="Also what is predicted far too large.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="The recipe from FP32 to NVFP4, beside what is said.")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="--matrix: predict it for this GPU; nothing runs.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of benchmarks.")] = Path("runs/benchmark"),
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV.")] = False,
@@ -58,19 +68,31 @@ def benchmark(
     from finetune.analysis.benchmark.benchmark import benchmark as measure
 
     progress = output(stderr=True)
-    found = measure(
-        recipe,
-        vs=vs or (),
-        overrides=overrides or (),
-        grid=grid,
-        scaling=scaling,
-        steps=steps,
-        rounds=rounds,
-        out=out,
-        force=force,
-        all_points=all_points,
-        say=lambda line: progress.print(line, style="dim"),
-    )
+    given_options = {"--vs": vs, "--all": all_points, "--scaling strong": scaling != "weak"}
+    if idle := [name for name, given in given_options.items() if given and matrix]:
+        fix = "leave it out, or measure it in a benchmark of its own"
+        raise ConfigError(f"{idle[0]} does not go with --matrix", fix=fix)
+    if gpu is not None and not matrix:
+        fix = "--matrix --gpu H100; one recipe: python -m finetune estimate RECIPE --gpu H100"
+        raise ConfigError("--gpu predicts a matrix, and a benchmark measures this machine", fix=fix)
+    common: dict[str, Any] = {
+        "overrides": overrides or (), "grid": grid, "steps": steps, "out": out, "force": force,
+        "say": lambda line: progress.print(line, style="dim"),
+    }  # fmt: skip
+    if matrix:
+        from finetune.analysis.benchmark.matrix_runs import matrix as measure_matrix
+
+        with busy(progress, f"predicting {recipe}") if gpu else contextlib.nullcontext():
+            found = measure_matrix(recipe, gpu=gpu, rounds=rounds or 1, **common)
+    else:
+        found = measure(
+            recipe, vs=vs or (), rounds=rounds, all_points=all_points, scaling=scaling, **common
+        )
+    _show_benchmark(found, as_json=as_json, as_csv=as_csv)
+
+
+def _show_benchmark(found: Benchmark, *, as_json: bool, as_csv: bool = False) -> None:
+    """Print a benchmark or matrix, and end with its exit code."""
     if as_json:
         print(found.to_json())
     elif as_csv:
@@ -80,10 +102,12 @@ def benchmark(
         console.width = max(120, console.width)
         console.print(found)
         console.print(whole(f"rows: {found.folder}/benchmark.json and .csv"), crop=False)
+        console.print(whole(f"next: python -m finetune report {found.folder}"), crop=False)
+    progress = output(stderr=True)
     if found.interrupted:
         progress.print(f"interrupted; rows until then are in {found.folder}", style="yellow")
         sys.exit(INTERRUPTED)
-    if not any(row.rounds for row in found.rows):  # each row says why
+    if not any(row.rounds or row.predicted_gib for row in found.rows):  # each row says why
         sys.exit(NOTHING_MEASURED)
 
 
@@ -116,6 +140,10 @@ def compare(
     confidence: Annotated[
         float | None, typer.Option(help="Of the intervals. [default: 0.95]")
     ] = None,
+    matrix: Annotated[
+        bool,
+        typer.Option("--matrix", help="One recipe from FP32 to NVFP4: memory, speed and losses."),
+    ] = False,
     allow: Annotated[
         bool, typer.Option(help="Compare although the two do not train the same.")
     ] = False,
@@ -136,6 +164,25 @@ def compare(
             where=" ".join(names) or "only settings",
             fix="python -m finetune compare tiny_full_fp8",
         )
+    wanted = seeds or "3"
+    which = int(wanted) if wanted.isdecimal() else wanted.split(",")
+    if matrix:
+        options = {
+            "--margin": margin, "--margins": margins, "--confidence": confidence,
+            "--allow": allow or None, "--jobs": jobs,
+        }  # fmt: skip
+        idle = [*names[1:], *(name for name, given in options.items() if given is not None)]
+        if idle:
+            fix = "leave it out; two precisions are judged by compare without --matrix"
+            raise ConfigError(f"{', '.join(idle)} does not go with --matrix", fix=fix)
+        from finetune.analysis.benchmark.matrix_runs import matrix as train_matrix
+
+        progress = output(stderr=True)
+        trained = train_matrix(
+            names[0], overrides=overrides, seeds=which, out=(out or Path("runs")) / "compare",
+            force=force, say=lambda line: progress.print(line, style="dim"),
+        )  # fmt: skip
+        return _show_benchmark(trained, as_json=as_json)
     folder = user_path(names[0])
     again = folder.is_dir() and names[0] not in list_recipes()  # of a comparison, as no recipe is
     if again:
@@ -152,12 +199,11 @@ def compare(
             folder, margin=margin, margins=margins, confidence=confidence, allow=allow
         )
     else:
-        wanted = seeds or str(comparing.SEEDS)
         found = comparing.compare(
             names[0],
             names[1] if len(names) > 1 else None,
             overrides,
-            seeds=int(wanted) if wanted.isdecimal() else wanted.split(","),
+            seeds=which,
             margin=comparing.MARGIN if margin is None else margin,
             margins=margins,
             confidence=comparing.CONFIDENCE if confidence is None else confidence,

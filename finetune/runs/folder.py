@@ -54,7 +54,7 @@ _RECEIPT: dict[str, Any] = {
     "trainable": {"before": _NUMBER, "after": _NUMBER, "in_optimizer": _NUMBER,
                   "optimizer_state_bytes": _ANY},
     "movement": {"now": {"groups": [_GROUP], "steps": _NUMBER}},
-    "memory": {"predicted_gib": _ANY, "measured_gib": _ANY,
+    "memory": {"predicted_gib": _ANY, "measured_gib": _ANY, "weights_gib": _ANY,
                "predicted_reserved_gib": _ANY, "reserved_gib": _ANY},
     "energy": {"joules": _ANY, "tokens_per_joule": _ANY, "mean_watts": _ANY},
     "data": {}, "flop_share": {},

@@ -161,8 +161,9 @@ class Receipt(JupyterMixin):
         notes: what does not train although one might think so, and why, a line each.
         environment: versions, device, seed, processes, patches in force.
         memory: `measured_gib`, the peak of a step or of the training (None: not measured);
-            `measured`, what that is or why it is missing; `reserved_gib`, the most that torch's
-            allocator kept (GPUs); `predicted_gib`, `predicted_reserved_gib` and `predicted`, the
+            `measured`, what that is or why it is missing; `weights_gib`, parameters and buffers;
+            `reserved_gib`, the most that torch's allocator kept (GPUs); `predicted_gib`,
+            `predicted_reserved_gib` and `predicted`, the
             same as they were expected before the run, and by whom.
         energy: `joules` that the GPUs of all processes drew in training, evaluations left out,
             `tokens_per_joule` (without padding) and `mean_watts` (of all GPUs together), or None;

@@ -51,7 +51,7 @@ class MemoryMeter(TrainerCallback):
         self._undo = contextlib.ExitStack()
         self._live: LiveTensors | None = None
         self._begun = 0  # steps of this process, which may have resumed
-        self._bytes = self._reserved = 0
+        self._bytes = self._reserved = self._weights = 0
         self._measured, self._why_not = "", "training did not begin"
         self._open = False  # torch's allocator counts for this meter
 
@@ -92,7 +92,8 @@ class MemoryMeter(TrainerCallback):
             self._watch(model)
 
     def _watch(self, model: nn.Module) -> None:
-        """Record the shapes of the model's batches from now on."""
+        """Count the weights, and record the shapes of the model's batches from now on."""
+        self._weights = LiveTensors([*model.parameters(), *model.buffers()]).bytes
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
@@ -160,10 +161,12 @@ class MemoryMeter(TrainerCallback):
         return Batch(rows, length, padded=not bool(whole))
 
     def reading(self) -> dict[str, Any]:
-        """Receipt entries: `measured_gib` (None if unmeasured), `measured`, and `reserved_gib`."""
+        """Receipt entries: `measured_gib` (None if unmeasured), `measured`, `weights_gib`, and on a
+        GPU `reserved_gib`."""
         if not self._measured:
             return {"measured_gib": None, "measured": f"not measured: {self._why_not}"}
         found = {"measured_gib": round(self._bytes / GIB, 6), "measured": self._measured}
+        found["weights_gib"] = round(self._weights / GIB, 6)
         return found | ({"reserved_gib": round(self._reserved / GIB, 6)} if self._reserved else {})
 
 

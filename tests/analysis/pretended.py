@@ -29,7 +29,12 @@ def receipt(precision: str) -> dict[str, Any]:
     return {
         "status": "proven",
         "precision": {"asked": precision, "ran": precision, "storage": {}, "gemm": "emulated"},
-        "trainable": {"before": 1000, "after": 1000, "in_optimizer": 1000},
+        "trainable": {
+            "before": 1000,
+            "after": 1000,
+            "in_optimizer": 1000,
+            "optimizer_state_bytes": 8000 if precision == "fp32" else 4000,
+        },
         "layers": [{"name": "q_proj", "role": "base", "shape": [64, 64]}],
         "environment": {
             "versions": {"torch": "2.13", "trl": "1.16"},
@@ -40,6 +45,7 @@ def receipt(precision: str) -> dict[str, Any]:
         "memory": {
             "measured": "peak of live tensors in step 3",
             "measured_gib": 0.1 if precision == "bf16" else 0.08,
+            "weights_gib": 0.01,
         },
         "conditions": {
             "trainable parameters": {"count": 1000, "names": "abc"},

@@ -25,11 +25,12 @@ from torch import nn
 
 import finetune
 from finetune import load_recipe
-from finetune.analysis.benchmark import benchmark
+from finetune.analysis.benchmark import benchmark, matrix, matrix_runs
 from finetune.analysis.benchmark.grid import WARM_UP, Point, at_point, points_of
-from finetune.analysis.benchmark.result import Benchmark, Row
+from finetune.analysis.benchmark.result import BENCHMARK, Benchmark, Row, read_benchmark
 from finetune.analysis.experiment import jobs
 from finetune.analysis.experiment.jobs import Job
+from finetune.analysis.report.report import write_report
 from finetune.analysis.statistics import Ratio, student
 from finetune.cli.app import main
 from finetune.config.paths import TINY_LLAMA
@@ -86,8 +87,12 @@ class Pretended:
 
 def prediction(gib: float, device=CPU) -> SimpleNamespace:
     memory = SimpleNamespace(allocated=gib * GIB, outside=0, reserved=gib * GIB)
-    place, pace = SimpleNamespace(device=device), SimpleNamespace(seconds=0.08, traffic=None)
-    return SimpleNamespace(footprint=memory, pace=pace, place=place)
+    memory.kinds = {"optimizer": 0.02 * GIB, "weights": 0.01 * GIB}
+    place, pace = (
+        SimpleNamespace(device=device),
+        SimpleNamespace(seconds=0.08, traffic=None, tokens=1024),
+    )
+    return SimpleNamespace(footprint=memory, pace=pace, place=place, fit="fits")
 
 
 @pytest.fixture
@@ -204,6 +209,91 @@ def test_a_point_is_an_ordinary_run_that_saves_no_model(more, monkeypatch) -> No
         assert bf16.precision == "BF16"
         assert found.against(bf16)[FP8].memory > 1.1
     assert not list(found.folder.rglob("*.safetensors"))
+
+
+# ------------------------------------------------------------------------------------------ matrix
+
+
+def test_a_matrix_measures_every_precision_and_one_that_fails_is_a_row(runs) -> None:
+    runs.fits = lambda job: job.variant.label != "NVFP4"
+    found = matrix_runs.matrix("tiny_full_fp8", steps=3)
+    assert [row.label for row in found.rows] == list(matrix.MATRIX)
+    asked = {job.variant.label: job.variant.recipe.config for job in runs.jobs}
+    assert {label: config.precision.compute for label, config in asked.items()} == {
+        label: label.partition(",")[0].lower().replace("mx", "").replace("nvfp4", "fp8")
+        for label in matrix.MATRIX
+    }
+    assert all(config.precision.emulation == "allow" for config in asked.values())
+    figures, claims = (rows for _, *rows in found.tables())
+    assert figures[0][2:6] == ["7.8 KiB (-100.0 %)", "10.2 MiB (+0.0 %)", *figures[0][4:6]]
+    assert figures[0][5] == "81.9 MiB (-20.0 %)"
+    assert figures[-1][-1] == "out of memory"
+    verdicts = {(label, what): verdict for label, _, what, _, _, verdict in claims}
+    assert verdicts["BF16", "optimizer"] == "confirmed"  # 4000 of 8000 bytes
+    assert verdicts["BF16", "memory"] == "refuted"  # 125 % of FP32's
+    assert {v for (_, what), v in verdicts.items() if what == "speed"} == {matrix.NOT_HERE}
+    assert any(
+        note.startswith("NVFP4, 8 x 128: the run is out of memory") for note in found.notes()
+    )
+    page = write_report(found.folder)
+    assert page.verdict == found.headline == read_benchmark(found.folder / BENCHMARK).headline
+    assert all(text in page.html.read_text() for text in ("81.9 MiB (-20.0 %)", "refuted"))
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(1.0, "confirmed"), (1.2, "refuted")])
+def test_a_predicted_matrix_runs_nothing_and_judges_what_is_said(
+    runs, off, verdict, monkeypatch
+) -> None:
+    """Predictions that are the figures in circulation, or a fifth off them."""
+
+    def predicted(config, place):
+        (entry,) = (e for e in matrix.MATRIX.values() if _is(config, e))
+        times = 1.0 if "fp32" in entry.overrides[0] else off
+        found = prediction(0.1 * (entry.memory or 1) * times, place.device)
+        found.footprint.kinds["optimizer"] *= (entry.optimizer or 1) * times
+        found.pace.seconds /= (entry.speed or 1) * times
+        return found
+
+    monkeypatch.setattr(matrix_runs, "predict", predicted)
+    found = matrix_runs.matrix("tiny_full_fp8", gpu="H100", grid="batch=1,8")
+    assert not runs.jobs
+    claims = found.claims()
+    assert len(claims) == 2 * (3 + 3 + 2 + 3)
+    assert {row[-1] for row in claims} == {verdict}
+    assert found.headline.startswith("predicted for H100: ")
+    failed = {row.label: row.error for row in found.rows if row.error}
+    assert failed.keys() <= {"MXFP8", "NVFP4"}  # which a Hopper does not have
+    assert "cannot be had" in failed["NVFP4"]
+    assert "nothing was run" in " ".join(found.notes())
+
+
+def _is(config, entry) -> bool:
+    same = load_recipe("tiny_full_fp8", [*entry.overrides, "precision.emulation=forbid"]).config
+    train = (config.train["optim"], same.train["optim"])
+    return (config.precision, config.model.dtype, train[0]) == (
+        same.precision, same.model.dtype, train[1],
+    )  # fmt: skip
+
+
+def test_a_trained_matrix_has_the_losses_of_each_seed(runs) -> None:
+    found = matrix_runs.matrix("tiny_full_fp8", seeds=2)
+    assert not any(job.measured for job in runs.jobs)
+    assert {job.seed for job in runs.jobs} == {42, 43}
+    assert all(len(row.losses) == len(row.eval_losses) == 2 for row in found.rows)
+    head, *rows = found.tables()[0]
+    at = head.index("eval loss")
+    assert [row[at].endswith("(+0.0 %)") for row in rows if row[0] == "BF16"] == [True]
+
+
+@pytest.mark.parametrize(
+    "words", [["--matrix", "--vs", BF16], ["--gpu", "H100"], ["--matrix", "--gpu", "H10"]]
+)
+def test_options_that_do_not_go_together(words, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetune", "benchmark", FP8, *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "fix:" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ ratios

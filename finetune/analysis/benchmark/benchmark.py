@@ -10,8 +10,8 @@ predicted before its runs: what is far too large is not tried.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -132,6 +132,10 @@ class Measuring:
     say: Say | None = None
     unpredicted: Sequence[str] = ()
     """Labels of variants that the estimator does not model."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why some cannot run, by label."""
+    seeds: Sequence[int] = ()
+    """Train on the recipe's own rows with these, instead of measuring at points."""
 
     def __post_init__(self) -> None:
         refuse_processes("benchmark", '; for several GPUs: --grid "gpus=1,2"')
@@ -139,9 +143,11 @@ class Measuring:
         for name, value in (("steps", self.steps), ("rounds", self.rounds)):
             if value < 1:
                 raise ConfigError(f"--{name} {value}", where=f"--{name}", fix=f"--{name} 1 or more")
-        for variant in self.variants:
+        for variant in () if self.seeds else self.variants:
             for point in self.points:
                 at_point(variant.recipe.config, point, self.steps, strong=self.strong)
+        self.trained = bool(self.seeds)
+        self.seeds = self.seeds or range(FIRST_SEED, FIRST_SEED + self.rounds)
 
     def _check_gpus(self) -> None:
         most, on_cpu = self.most, self.device.kind == "cpu"
@@ -183,21 +189,22 @@ class Measuring:
         place = self.folder / "x".join(map(str, point if self.most > 1 else point[:2]))
         rows, tried = dict[str, Row](), list[Variant]()
         for number, variant in enumerate(self.variants):
-            rows_at = place / f"rows-{number}"
-            config = at_point(variant.recipe.config, point, self.steps, rows_at, strong=self.strong)
-            row = rows[variant.label] = Row(
-                label=variant.label, **point._asdict(), tokens=tokens_of(config) * point.gpus
-            )
-            row.error = self._unfit(row, config)
+            rows_at, config = place / f"rows-{number}", variant.recipe.config
+            if not self.trained:
+                config = at_point(config, point, self.steps, rows_at, strong=self.strong)
+            tokens = 0 if self.trained else tokens_of(config) * point.gpus
+            row = rows[variant.label] = Row(label=variant.label, **point._asdict(), tokens=tokens)
+            row.error = self.refused.get(row.label) or self._unfit(row, config)
             if row.error:
                 self.result.rows.append(row)
                 continue
-            steps = config.train["max_steps"]
-            random = random_rows(config.model, steps * row.tokens // point.length, point.length, 0)
-            random.save_to_disk(str(rows_at))
+            if not self.trained:
+                count = config.train["max_steps"] * row.tokens // point.length
+                random = random_rows(config.model, count, point.length, 0)
+                random.save_to_disk(str(rows_at))
             tried.append(replace(variant, recipe=replace(variant.recipe, config=config)))
-        seeds = range(FIRST_SEED, FIRST_SEED + self.rounds)
-        for job in plan_jobs(tried, seeds, place, force=True, measured=True, gpus=point.gpus):
+        kept = {"force": True, "measured": not self.trained, "gpus": point.gpus}
+        for job in plan_jobs(tried, self.seeds, place, **kept):
             if not rows[job.variant.label].error:
                 self._measure_run(job, rows[job.variant.label])
 
@@ -228,7 +235,7 @@ class Measuring:
         try:
             run_jobs([job], threads=cores() // self.most if self.most > 1 else None)
             outcome = read_outcome(job.run.folder)
-            row.add(outcome)
+            row.add(outcome, trained=self.trained)
             self.result.environment = outcome.receipt["environment"]
         except RunFailedError as error:
             row.error = f"{error.what}: {error.why}" if error.why else error.what
@@ -237,8 +244,9 @@ class Measuring:
             self.result.rows.append(row)
         self.result.save(self.folder)
         if self.say is not None:
-            at = f"{row.label}, {row.at}"
-            at += f", round {job.seed - FIRST_SEED + 1} of {self.rounds}" if self.rounds > 1 else ""
+            at, several = f"{row.label}, {row.at}", len(self.seeds) > 1
+            done = self.seeds.index(job.seed) + 1
+            at += f", round {done} of {len(self.seeds)}" if several else ""
             rate = row.error or f"{row.tokens_per_s:,.0f} tokens/s, {row.proven}"
             self.say(f"{at}: {rate}")
 

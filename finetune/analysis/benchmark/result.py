@@ -16,22 +16,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, computed_field
+from pydantic import BaseModel, ValidationError, computed_field
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from finetune.analysis.statistics import Ratio, speed_ratio
+from finetune.errors import ConfigError
 from finetune.logging import plain_table
-from finetune.runs.folder import write_whole
+from finetune.runs.folder import json_of, write_whole
 from finetune.runs.receipt import Receipt
 from finetune.units import GIB, count, size_of_gib
 
 if TYPE_CHECKING:
     from finetune.analysis.experiment.outcome import Outcome
-    from finetune.estimator.predict import Prediction
 
+BENCHMARK = "benchmark.json"
 OUT_OF_MEMORY = "out of memory"
+STATES = (OUT_OF_MEMORY, "skipped", "failed", "not proven")
+RIGHT = (
+    *("tokens/s", "peak", "predicted", "efficiency", "waits", "memory"),
+    *("optimizer", "weights", "activations", "total", "steps/s", "said", "here"),
+)
 WARM_UP = 5
 """Steps before timing: the first has the witness, the second completes the proof and compiles, on
 a CPU the third counts its tensors, and two are for autotuning.
@@ -51,6 +57,8 @@ class Row(BaseModel):
         exchange, waited: median seconds of a round in which gradients were on their way, and in
             which a step did nothing else (`StepTimer`).
         allocated_gib, reserved_gib: highest peaks of the rounds.
+        optimizer_gib, weights_gib: optimizer states, and parameters with buffers.
+        losses, eval_losses: at the end of each seed, where real rows were trained on.
         memory: method of measuring them.
         prediction: reason for a missing prediction.
         error: reason for a missing or incomplete measurement.
@@ -74,7 +82,13 @@ class Row(BaseModel):
     allocated_gib: float | None = None
     reserved_gib: float | None = None
     memory: str = ""
+    optimizer_gib: float | None = None
+    weights_gib: float | None = None
+    losses: list[float] = []
+    eval_losses: list[float] = []
     predicted_gib: float | None = None
+    predicted_optimizer_gib: float | None = None
+    predicted_weights_gib: float | None = None
     predicted_reserved_gib: float | None = None
     predicted_seconds: float | None = None
     predicted_waited: float | None = None
@@ -143,10 +157,12 @@ class Row(BaseModel):
         text = self.error or self.proven
         return "" if text == self.state else text
 
-    def predict(self, found: Prediction) -> float:
-        """Take over a prediction; returns the GiB that the device has to have."""
+    def predict(self, found: Any) -> float:
+        """Take over a `Prediction`; returns the GiB that the device has to have."""
         memory, pace, device = found.footprint, found.pace, found.place.device
         self.predicted_gib = memory.allocated / GIB
+        self.predicted_optimizer_gib = memory.kinds["optimizer"] / GIB
+        self.predicted_weights_gib = memory.kinds["weights"] / GIB
         self.predicted_reserved_gib = memory.reserved / GIB if device.kind == "cuda" else None
         self.predicted_seconds = None if pace is None else pace.seconds
         self.predicted_waited = pace.traffic.added if pace and pace.traffic else None
@@ -154,14 +170,22 @@ class Row(BaseModel):
             self.prediction = f"the speed of {device.name} is not known"
         return (memory.allocated + memory.outside) / GIB
 
-    def add(self, run: Outcome) -> None:
-        """Add a finished run: proven is what all are, and a peak the highest."""
+    def add(self, run: Outcome, *, trained: bool = False) -> None:
+        """Add a run, `trained` on real rows: proven is what all are, and a peak the highest."""
         tokens = {step.tokens for step in run.steps} - {self.tokens}
-        if tokens:
+        if trained:
+            self.tokens = round(statistics.median(step.tokens for step in run.steps))
+            self.losses.append(run.train)
+            self.eval_losses += [run.eval] if run.eval is not None else []
+        elif tokens:
             self.error = f"a step had {tokens.pop()} tokens, and {self.tokens} were requested"
             return
         receipt = Receipt.read(run.receipt)
         memory, executed = receipt.memory, receipt.precision
+        # The run's own prediction is for the batch that came: with or without padding.
+        self.predicted_gib = memory.get("predicted_gib") or self.predicted_gib
+        self.weights_gib = memory.get("weights_gib")
+        self.optimizer_gib = receipt.trainable.get("optimizer_state_bytes", 0) / GIB
         if self.proven in ("", "proven"):
             self.proven = receipt.status
         self.precision = f"{run.run.precision}{receipt.emulated}"
@@ -208,7 +232,7 @@ class Benchmark(JupyterMixin, BaseModel):
         folder: folder of `benchmark.json` and `benchmark.csv`; None if nothing was written.
     """
 
-    kind: Literal["benchmark"] = "benchmark"
+    kind: Literal["benchmark", "matrix"] = "benchmark"
     references: list[str] = []
     differences: list[str] = []
     alike: str = ""
@@ -273,7 +297,7 @@ class Benchmark(JupyterMixin, BaseModel):
     def _csv_line(self, row: Row) -> dict[str, Any]:
         first = self.against(row).get(self.references[0]) if self.references else None
         low, high = (first and first.speed.interval) or (None, None)
-        return row.model_dump() | {
+        return row.model_dump(exclude={"losses", "eval_losses"}) | {
             "rounds": len(row.rounds),
             "steps": len(row.seconds),
             "exchange": _median(row.exchange),
@@ -288,24 +312,34 @@ class Benchmark(JupyterMixin, BaseModel):
     def save(self, folder: Path) -> None:
         """Write `benchmark.json` and `benchmark.csv` atomically."""
         self.folder = folder
-        write_whole(folder / "benchmark.json", self.to_json() + "\n")
+        write_whole(folder / BENCHMARK, self.to_json() + "\n")
         write_whole(folder / "benchmark.csv", self.to_csv())
 
     # ------------------------------------------------------------------------------------- display
 
-    def __rich__(self) -> RenderableType:
+    @property
+    def headline(self) -> str:
+        done = sum(row.state == "proven" for row in self.rows)
+        return f"{done} of {len(self.rows)} points measured and verified"
+
+    def tables(self) -> list[list[list[str]]]:
+        """Tables for a terminal and a page: a head, and rows of texts."""
         against = [title for name in self.references for title in (f"over {name}", "memory")]
         head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "peak", "predicted"]
         several = any(row.gpus > 1 for row in self.rows)
         head += [*["efficiency", "waits"] * several, *against, "precision", "proven"]
-        right = ("tokens/s", "peak", "predicted", "efficiency", "waits", "memory")
-        table = plain_table(*head, right=right, whole=("", "precision", "proven"), fold=head)
-        for row in self.rows:
-            cells = self._cells_of(row, several)
-            table.add_row(*cells, style=None if row.state == "proven" else "yellow")
-        if len({row.at for row in self.rows}) < 2:
-            del table.columns[1]
-        return Group(table, *(Text(f"! {note}", "yellow") for note in self.notes()))
+        return [[head, *(self._cells_of(row, several) for row in self.rows)]]
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        for head, *rows in self.tables():
+            table = plain_table(*head, right=RIGHT, whole=("", "precision", "proven"), fold=head)
+            for cells in rows:
+                table.add_row(*cells, style="yellow" if cells[-1] in STATES else None)
+            if "batch x length" in head and len({row.at for row in self.rows}) < 2:
+                del table.columns[head.index("batch x length")]
+            parts += [table, Text()]
+        return Group(*parts[:-1], *(Text(f"! {note}", "yellow") for note in self.notes()))
 
     def _cells_of(self, row: Row, several: bool) -> list[str]:
         low, high = row.step_seconds_q1, row.step_seconds_q3
@@ -352,6 +386,24 @@ class Benchmark(JupyterMixin, BaseModel):
         if self.interrupted:
             lines.append("interrupted: what was measured until then is kept")
         return lines
+
+
+def read_benchmark(file: Path) -> Benchmark:
+    """Read `benchmark.json`, of a benchmark or of a matrix.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    from finetune.analysis.benchmark.matrix import Matrix
+
+    data = json_of(file)
+    try:
+        found = (Matrix if data.get("kind") == "matrix" else Benchmark).model_validate(data)
+    except ValidationError as error:
+        said, fix = str(error).splitlines()[0], "measure again: python -m finetune benchmark RECIPE"
+        raise ConfigError(f"{file.name} cannot be read: {said}", where=str(file), fix=fix) from None
+    found.folder = file.parent
+    return found
 
 
 def _ms(seconds: float) -> str:

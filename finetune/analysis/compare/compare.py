@@ -269,10 +269,9 @@ def make_pair(
     if a.config.precision.compute == "bf16" != b.config.precision.compute:
         a, b = b, a
     configs, notes = settle((a.config, b.config), device)
-    chosen = _seeds(seeds, int(a.config.train.get("seed", FIRST_SEED)))
-    alike = ["train.logging_strategy=steps", "train.logging_steps=1"]
-    if all(map(_draws_held_out_rows, configs)):
-        alike.append(f"data.seed={chosen[0]}")
+    chosen = chosen_seeds(seeds, a.config)
+    alike = alike_over_seeds(configs, chosen)
+    if len(alike) > 2:
         notes.append(f"eval rows are the same for all seeds (data.seed={chosen[0]})")
     a, b = (
         Variant(label, Recipe(recipe.name, recipe.source, with_overrides(config, alike)))
@@ -281,13 +280,27 @@ def make_pair(
     return Pair(a, b, chosen, tuple(notes))
 
 
+def alike_over_seeds(configs: Sequence[RunConfig], seeds: Sequence[int]) -> list[str]:
+    """Overrides that log each step and, where rows are drawn for it, evaluate on the same ones."""
+    drawn = all(map(_draws_held_out_rows, configs))
+    return ["train.logging_strategy=steps", "train.logging_steps=1"] + (
+        [f"data.seed={seeds[0]}"] * drawn
+    )
+
+
 def _draws_held_out_rows(config: RunConfig) -> bool:
     data = config.data
     drawn = not data.eval_path and not data.eval_split and data.eval_fraction > 0
     return drawn and data.seed is None
 
 
-def _seeds(seeds: Sequence[int | str] | int, first: int) -> tuple[int, ...]:
+def chosen_seeds(seeds: Sequence[int | str] | int, config: RunConfig) -> tuple[int, ...]:
+    """Seeds as they are given, or as many as are asked for, from the recipe's own on.
+
+    Raises:
+        ConfigError: none, one twice, or one that is no seed.
+    """
+    first = int(config.train.get("seed", FIRST_SEED))
     given = range(first, first + seeds) if isinstance(seeds, int) else seeds
     chosen = tuple(int(seed) for seed in given if str(seed).strip().isdecimal())
     if not 0 < len(given) == len(set(chosen)) or max(chosen) >= 2**32:

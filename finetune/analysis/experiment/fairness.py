@@ -28,8 +28,8 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.estimator.predict import decided
 from finetune.hardware.device import Device
-from finetune.hardware.gpus import place_here
-from finetune.hardware.requirements import compiles, resolve
+from finetune.hardware.gpus import Place, place_here
+from finetune.hardware.requirements import compiles, resolve, resolve_there
 from finetune.runs.receipt import Receipt
 
 
@@ -86,14 +86,22 @@ _OTHER = _BY_NAME["other training settings"]
 # ------------------------------------------------------------------------------------ before a run
 
 
-def settle(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], list[str]]:
-    """Decide what is `auto` alike for all configurations, with a note on each such setting."""
-    configs, compiling = settle_compile(configs, device)
+def settle(
+    configs: Sequence[RunConfig], device: Device, there: Place | None = None
+) -> tuple[list[RunConfig], list[str]]:
+    """Decide what is `auto` alike for all configurations, with a note on each such setting.
+
+    Args:
+        there: a place that is predicted, which may have what is not installed here.
+    """
+    configs, compiling = settle_compile(configs, device, there)
     configs, checkpointing = settle_checkpointing(configs, device)
     return configs, [note for note in (compiling, checkpointing) if note]
 
 
-def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[RunConfig], str]:
+def settle_compile(
+    configs: Sequence[RunConfig], device: Device, there: Place | None = None
+) -> tuple[list[RunConfig], str]:
     """Set the same `precision.compile` where it is `auto`; returns a note if anything was set."""
     requested = [config.precision.compile_requested for config in configs]
     explicit = [value for value in requested if value != "auto"]
@@ -101,7 +109,11 @@ def settle_compile(configs: Sequence[RunConfig], device: Device) -> tuple[list[R
         return list(configs), ""
     # Elsewhere `auto` compiles nothing, and FP8 that cannot run here is an error of its run.
     fp8 = [config.precision for config in configs if config.precision.compute == "fp8"]
-    executed = (resolve(x, device).precision for x in fp8 if device.kind == "cuda")
+    executed = (
+        (resolve_there(x, there) if there else resolve(x, device)).precision
+        for x in fp8
+        if device.kind == "cuda"
+    )
     if not explicit and not any(compiles(x, device) for x in executed):
         return list(configs), ""  # none compiles, so `auto` means the same for all
     setting = f"precision.compile={explicit[0] if explicit else 'on'}"

@@ -24,11 +24,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from finetune import __version__
+from finetune.analysis.benchmark.result import BENCHMARK, read_benchmark
 from finetune.analysis.compare.result import read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.elements import Page, Source
 from finetune.analysis.report.figures import DARK, LIGHT, TEMPLATES, save_picture, svgs
-from finetune.analysis.report.run_page import names_of, page_of
+from finetune.analysis.report.run_page import benchmark_page, names_of, page_of
 from finetune.analysis.report.run_source import RunSource
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError, writing
@@ -74,11 +75,11 @@ class Report:
 def write_report(
     folders: Sequence[Path | str] | Path | str, to: Path | str | None = None
 ) -> Report:
-    """Write the report of a run, of several runs, or of a comparison.
+    """Write the report of a run, of several runs, of a comparison, or of a benchmark.
 
     Args:
-        folders: run folders, one folder of a comparison, a recipe's name for its newest run in
-            `runs/`, or `last` for the newest of all.
+        folders: run folders, one folder of a comparison or benchmark, a recipe's name for its
+            newest run in `runs/`, or `last` for the newest of all.
         to: output folder; default: the folder of the one run or comparison, or
             `runs/reports/<time>/` for several.
 
@@ -99,7 +100,10 @@ def write_report(
     stamp = time.strftime("%Y%m%d-%H%M%S")
     home = paths[0] if len(paths) == 1 else Path("runs") / "reports" / stamp
     base = user_path(home if to is None else to)
-    if compared:
+    if (paths[0] / BENCHMARK).is_file() and len(paths) == 1:
+        found = read_benchmark(paths[0] / BENCHMARK)
+        page = benchmark_page(found, Source(paths[0], base))
+    elif compared:
         page = comparison_page(read_comparison(compared[0]), Source(compared[0], base))
     else:
         runs = [read_run(path) for path in paths]

@@ -1,12 +1,22 @@
-"""Pages of one run and of several."""
+"""Pages of one run, of several, and of a benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from finetune.analysis.benchmark.result import BENCHMARK, RIGHT, Benchmark
 from finetune.analysis.report.curves import health, loss_plots, speed_plots
-from finetune.analysis.report.elements import CONFIG, MISSING, RECEIPT, Line, Num, Page, Table
+from finetune.analysis.report.elements import (
+    CONFIG,
+    MISSING,
+    RECEIPT,
+    Line,
+    Num,
+    Page,
+    Source,
+    Table,
+)
 from finetune.analysis.report.run_source import RunSource
 from finetune.runs.card import without_paths
 from finetune.runs.folder import Run
@@ -29,6 +39,27 @@ def page_of(runs: Sequence[RunSource]) -> Page:
         tone="good" if whole else "bad",
         template="several.j2",
         parts=parts | {"differences": _differences(runs)},
+    )
+
+
+def benchmark_page(found: Benchmark, source: Source) -> Page:
+    """The page of a benchmark or matrix: the tables that a terminal shows, and their notes."""
+    tables = [
+        Table(
+            tuple(head),
+            [[source.num(text, BENCHMARK, "rows") for text in row] for row in rows],
+            tuple(i for i, title in enumerate(head) if title in RIGHT),
+        )
+        for head, *rows in found.tables()
+    ]
+    whole = not any(row.error for row in found.rows)
+    return Page(
+        title=Line((" · ".join(dict.fromkeys(row.label for row in found.rows)),)),
+        setting=Line(),
+        verdict=source.num(found.headline, BENCHMARK, "rows"),
+        tone="good" if whole else "plain",
+        template="benchmark.j2",
+        parts={"tables": tables, "notes": found.notes(), "folder": source.link(source.folder.name)},
     )
 
 

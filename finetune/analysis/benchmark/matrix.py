@@ -1,0 +1,182 @@
+"""The precision matrix: one recipe in eight precisions, beside what guides say of them.
+
+    measured     each a run of a benchmark (random rows), with the estimator's error for each figure
+    trained      each the recipe itself over the same seeds: the loss at the end, too
+    predicted    each for a GPU that need not be here, and nothing runs
+
+A figure in circulation is a share of FP32's at the same point: *confirmed* within `NEAR` of it,
+else *refuted*. Speed on a CPU is no claim about GPUs. What cannot run is a row with its reason.
+`activations` is what a step holds at its peak besides weights and optimizer states: activations,
+logits, gradients and temporaries. Imports no torch: `matrix_runs` measures and predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from finetune.analysis.benchmark.result import Benchmark, Row
+from finetune.units import count, percent, size_of_gib
+
+NEAR = 0.10
+"""Relative distance from a figure in circulation within which it is confirmed."""
+ADAMW, IN_8_BITS = "train.optim=adamw_torch", "train.optim=adamw_torch_8bit"
+MASTERS, HALVES = "model.dtype=float32", "model.dtype=bfloat16"
+FP8 = ("precision.compute=fp8", HALVES)
+BLOCKS = ("~precision.format", "~precision.power_of_two_scales")
+"""Settings that block scales have by definition."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the matrix; figures in circulation are shares of FP32's, None where none is known.
+
+    The guides give optimizer states 100, 50 and 25 %, memory -25, -55, -30 and -65 %, and speeds of
+    1.4, 1.35, 2.1 and 2.0.
+    """
+
+    overrides: tuple[str, ...]
+    optimizer: float | None = None
+    memory: float | None = None
+    speed: float | None = None
+
+
+MATRIX = {
+    "FP32": Entry(("precision.compute=fp32", MASTERS, ADAMW)),
+    "FP16": Entry(("precision.compute=fp16", MASTERS, ADAMW)),
+    "BF16": Entry(("precision.compute=bf16", HALVES, ADAMW), 0.50, 0.75, 1.4),
+    "BF16, 8-bit AdamW": Entry(("precision.compute=bf16", HALVES, IN_8_BITS), 0.25, 0.45, 1.35),
+    "FP8": Entry((*FP8, ADAMW), None, 0.70, 2.1),
+    "FP8, 8-bit AdamW": Entry((*FP8, IN_8_BITS), 0.25, 0.35, 2.0),
+    "MXFP8": Entry((*FP8, ADAMW, "precision.scaling=mxfp8", *BLOCKS)),
+    "NVFP4": Entry((*FP8, ADAMW, "precision.scaling=nvfp4", *BLOCKS)),
+}
+REFERENCE = "FP32"
+NOT_HERE = "not measurable here"
+
+
+class Matrix(Benchmark):
+    """Rows of the matrix, and what they say of the figures in circulation.
+
+    Attributes:
+        gpu: predicted for it; empty where rows were measured.
+    """
+
+    gpu: str = ""
+
+    @property
+    def headline(self) -> str:
+        verdicts = [row[-1] for row in self.claims()]
+        confirmed, refuted = verdicts.count("confirmed"), verdicts.count("refuted")
+        how = f"predicted for {self.gpu}: " if self.gpu else ""
+        return (
+            f"{how}{confirmed} figures in circulation confirmed, {refuted} refuted, "
+            f"{len(verdicts) - confirmed - refuted} {NOT_HERE}"
+        )
+
+    def tables(self) -> list[list[list[str]]]:
+        losses = [("loss", "losses"), ("eval loss", "eval_losses")]
+        shown = [pair for pair in losses if any(getattr(row, pair[1]) for row in self.rows)]
+        head = ["", "batch x length", "optimizer", "weights", "activations", "total"]
+        head += ["tokens/s", "steps/s", *(title for title, _ in shown)]
+        head += ["predicted" if self.gpu else "proven"]
+        keys = [key for _, key in shown]
+        rows = [[*self._figures(row), *self._losses(row, keys), _state(row)] for row in self._rows]
+        said = ["", "batch x length", "of FP32's", "said", "here", "verdict"]
+        return [[head, *rows], [said, *self.claims()]]
+
+    @property
+    def _rows(self) -> list[Row]:
+        order = list(MATRIX)
+        return sorted(self.rows, key=lambda r: (r.batch * r.length, order.index(r.label)))
+
+    def _figures(self, row: Row) -> Iterator[str]:
+        yield from (row.label, row.at)
+        for measured, expected in zip(*_memory(row), strict=True):
+            over = f" ({_off(measured, expected)})" if measured and expected else ""
+            yield size_of_gib(measured or expected or 0) + over if measured or expected else "-"
+        seconds = row.step_seconds or row.predicted_seconds
+        yield from (count(row.tokens / seconds), f"{1 / seconds:.3g}") if seconds else "--"
+
+    def _losses(self, row: Row, keys: Sequence[str]) -> Iterator[str]:
+        """Means over seeds, and their distance from BF16's, or without it FP32's."""
+        for key in keys:
+            own = getattr(row, key)
+            ends = {r.label: getattr(r, key) for r in self.rows}
+            base = ends.get("BF16") or ends.get(REFERENCE)
+            yield (
+                f"{fmean(own):.4f}" + (f" ({_off(fmean(own), fmean(base))})" if base else "")
+                if own
+                else "-"
+            )
+
+    def claims(self) -> list[list[str]]:
+        """Rows of what is said: label, point, of what, said, found here, and the verdict."""
+        found = []
+        base = {row.at: row for row in self.rows if row.label == REFERENCE}
+        for row in self._rows:
+            entry, at = MATRIX[row.label], base.get(row.at)
+            sides = zip(_shares(row), _shares(at) if at else (None,) * 3, strict=True)
+            here = [own / other if own and other else None for own, other in sides]
+            said = (entry.optimizer, entry.memory, entry.speed)
+            for what, claimed, value in zip(
+                ("optimizer", "memory", "speed"), said, here, strict=True
+            ):
+                if claimed is not None:
+                    known = value if what != "speed" or self._times_gpus else None
+                    texts = (_share(what, claimed), _share(what, value), _verdict(claimed, known))
+                    found.append([row.label, row.at, what, *texts])
+        return found
+
+    @property
+    def _times_gpus(self) -> bool:
+        device = self.environment.get("device") or {}
+        return bool(self.gpu) or device.get("kind") == "cuda"
+
+    def notes(self) -> list[str]:
+        lines = [f"{row.label}, {row.at}: {row.error or row.note}" for row in self._rows
+                 if row.error or row.note]  # fmt: skip
+        if self.gpu:
+            lines.append(f"all figures are predicted for {self.gpu}: nothing was run")
+        else:
+            lines.append("in parentheses: measured over predicted")
+        return lines + [self.alike] * bool(self.alike)
+
+
+def _memory(row: Row) -> tuple[list[float | None], list[float | None]]:
+    """Optimizer states, weights, the rest and all, GiB: as measured, and as predicted."""
+    measured = [row.optimizer_gib, row.weights_gib, row.allocated_gib]
+    expected = [row.predicted_optimizer_gib, row.predicted_weights_gib, row.predicted_gib]
+    for parts in (measured, expected):
+        optimizer, weights, total = parts
+        parts.insert(2, total - (optimizer or 0) - (weights or 0) if total else None)
+    return measured, expected
+
+
+def _shares(row: Row) -> tuple[float | None, float | None, float | None]:
+    """Bytes of optimizer states, of all, and speed."""
+    measured, expected = _memory(row)
+    found = expected if row.step_seconds is None else measured
+    seconds = row.step_seconds or row.predicted_seconds
+    return found[0], found[-1], 1 / seconds if seconds else None
+
+
+def _off(value: float, reference: float) -> str:
+    return percent(value / reference - 1, 1, sign=True, space=True)
+
+
+def _share(what: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}x" if what == "speed" else percent(value, 0, space=True)
+
+
+def _verdict(said: float, value: float | None) -> str:
+    if value is None:
+        return NOT_HERE
+    return "confirmed" if abs(value / said - 1) <= NEAR else "refuted"
+
+
+def _state(row: Row) -> str:
+    return row.state or row.note or "yes"
