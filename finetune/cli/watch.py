@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -20,11 +21,12 @@ from rich.text import Text
 
 from finetune.cli import INTERRUPTED, RunName, RunsFolder
 from finetune.cli.runs import DEFAULT_OUT
+from finetune.cli.tensorboard import serve
 from finetune.errors import ConfigError
 from finetune.logging import output, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
 from finetune.runs.folder import Run, finite
-from finetune.runs.lookup import LAST, find_run
+from finetune.runs.lookup import LAST, find_run, newest_runs
 from finetune.runs.progress import health_line, log_line
 from finetune.runs.receipt import Receipt
 from finetune.units import elapsed, percent, size_of_gib
@@ -37,9 +39,18 @@ UNFINISHED = 1
 """Exit code where the run was stopped or killed."""
 
 
-def watch(run: RunName = LAST, out: RunsFolder = DEFAULT_OUT) -> None:
+def watch(
+    run: RunName = LAST,
+    out: RunsFolder = DEFAULT_OUT,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Open TensorBoard: all runs, or those of RUN.")
+    ] = False,
+) -> None:
     """Follow a run from another terminal: loss, speed, health, time left."""
     folder, console = find_run(run, out), output()
+    if tensorboard:
+        recipe = None if run == LAST else run
+        sys.exit(serve(lambda: newest_runs(out, recipe) or [folder]))
     try:
         follow = _in_place if console.is_terminal else _line_by_line
         ended = follow(console, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import psutil
 import pytest
@@ -160,3 +161,79 @@ def test_a_run_that_removed_its_folder_is_no_traceback(writing, cli, monkeypatch
     found = cli("watch")
     assert found.code == 2
     assert "ended before its first step" in found.err
+
+
+# ------------------------------------------------------------------------------------ TensorBoard
+
+WRITER = """
+import json, os
+class EventFileWriter:
+    def __init__(self, folder):
+        os.makedirs(folder)
+        self.file = open(os.path.join(folder, "events"), "a")
+    def add_event(self, event):
+        for value in event.summary.value:
+            self.file.write(json.dumps([value.tag, event.step, value.simple_value]) + "\\n")
+    def flush(self):
+        self.file.flush()
+    def close(self):
+        self.file.close()
+"""
+MAIN = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--logdir") + 1])
+log = pathlib.Path(pathlib.Path("log").read_text())
+def wait(step):
+    for _ in range(600):
+        time.sleep(0.05)
+        found = {f.parent.name: [json.loads(x) for x in f.read_text().splitlines()]
+                 for f in sorted(folder.glob("*/events"))}
+        shown = {(tag, at) for events in found.values() for tag, at, _ in events}
+        if len(found) == 2 and ("train/loss", step) in shown:
+            return found
+wait(40)
+with log.open("a") as file:
+    file.write('{"step": 41, "loss": 0.125}\\n')
+pathlib.Path("seen.json").write_text(json.dumps(wait(41)))
+"""
+
+
+def test_tensorboard_shows_all_runs_and_follows_them(tmp_path, cli, monkeypatch):
+    """The real one was tried by hand; here a stand-in of its writer and server, in its folders."""
+    library = tmp_path / "library" / "tensorboard"
+    event = "from types import SimpleNamespace as Event\n"
+    summary = "from types import SimpleNamespace\n"
+    summary += "class Summary(SimpleNamespace):\n    Value = SimpleNamespace\n"
+    for name, text in {
+        "compat/proto/event_pb2": event, "compat/proto/summary_pb2": summary,
+        "summary/writer/event_file_writer": WRITER, "main": MAIN,
+    }.items():  # fmt: skip
+        file = library / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.syspath_prepend(str(library.parent))
+    monkeypatch.setenv("PYTHONPATH", str(library.parent))
+    monkeypatch.setattr("finetune.cli.tensorboard.PERIOD", 0.1)
+    one = make_run(tmp_path / "runs" / "tiny_full_fp8" / "20261121-120000-aaaa", steps=40)
+    two = "20261121-120001-bbbb-bf16"
+    make_run(tmp_path / "runs" / "tiny_full_bf16" / two, recipe="tiny_full_bf16", steps=40)
+    (tmp_path / "log").write_text(str(one / "metrics.jsonl"))
+    assert cli("watch", "--tensorboard").code == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    fp8, bf16 = "tiny_full_fp8-20261121-120000-aaaa-fp8-emulated-delayed", f"tiny_full_bf16-{two}"
+    assert seen.keys() == {fp8, bf16}
+    rows = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+    for tag, key in (("train/loss", "loss"), ("eval/loss", "eval_loss")):
+        shown = [(step, value) for name, step, value in seen[fp8] if name == tag]
+        assert shown == [(row["step"], row[key]) for row in rows if key in row]
+    assert "health/mlp/x_snr_db" in {name for name, _, _ in seen[fp8]}
+
+
+def test_tensorboard_that_is_missing_names_its_command(writing, cli, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    found = cli("watch", "--tensorboard")
+    assert found.code == 2
+    assert "TensorBoard is not installed" in found.err
+    assert "[tracking]" in found.err
