@@ -179,12 +179,26 @@ def cat(
 
 def cp(
     recipe: RecipeName,
-    destination: Annotated[Path, typer.Argument(help="File or folder to copy it to.")],
+    destination: Annotated[
+        Path, typer.Argument(help="File or folder to copy it to; left out: here.")
+    ] = Path(),
+    preset: Annotated[
+        str | None, typer.Option(help="fastest, least-memory, no-fp8 or debug: change it for that.")
+    ] = None,
     force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Copy a recipe to edit it."""
-    source = find_recipe(recipe)
-    target = destination / source.name if destination.is_dir() else destination
+    """Copy a recipe to edit it, with --preset for speed, memory, BF16 or a short test."""
+    from finetune.config.yaml import read_text
+
+    source, text, lines = find_recipe(recipe), read_text(find_recipe(recipe)), None
+    name = source.name
+    if preset is not None:
+        from finetune.estimator.presets import preset_named, with_preset
+
+        preset = preset_named(preset)
+        text, lines = with_preset(recipe, text, preset)
+        name = f"{source.stem}-{preset}.yaml"
+    target = destination / name if destination.is_dir() else destination
     if target.suffix not in (".yaml", ".yml"):
         target = target.with_name(target.name + ".yaml")
     if target.exists() and not force:
@@ -199,14 +213,19 @@ def cp(
             where=str(target.absolute()),
             fix=f"mkdir -p {shlex.quote(str(target.parent))}",
         )
-    from finetune.config.yaml import read_text
-
     # The schema stays where it is installed; a copy elsewhere names it in full.
-    text = read_text(source).replace(f"$schema={SCHEMA}", f"$schema={source.parent / SCHEMA}")
+    text = text.replace(f"$schema={SCHEMA}", f"$schema={source.parent / SCHEMA}")
     where, fix = str(target.absolute()), "a folder that you may write to"
     with writing(f"{target} cannot be written", where=where, fix=fix):
         target.write_text(text, encoding="utf-8")
-    print(f"{target}\nrun it: python -m finetune {_as_argument(target)}")
+    again = _as_argument(target)
+    if lines is None:
+        print(f"{target}\nrun it: python -m finetune {again}")
+        return
+    print(f"{target}: {recipe}, {preset}")
+    for line in lines or ["nothing to change: the recipe has it all"]:
+        print(f"  {line}")
+    print(f"next: python -m finetune estimate {again} --gpu H100")
 
 
 def _as_argument(path: Path) -> str:

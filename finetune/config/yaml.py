@@ -7,6 +7,7 @@ written (`dump_yaml`) reads back equal.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from pathlib import Path
@@ -168,6 +169,35 @@ SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 def dump_yaml(data: Any) -> str:
     """Plain data as YAML that reads back equal (see `parse_yaml` for how text is kept)."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def with_values(text: str, data: dict[str, Any]) -> str:
+    """The text of a recipe with the values of `data`: lines and comments of all others stay.
+
+    Only lines of settings that differ are written anew, new ones below the last of their section.
+    A file that is not of such lines (`train: {max_steps: 1}`) is written whole, without comments.
+    """
+    old, lines = parse_yaml(text, "")
+    instead: dict[int, str] = {}  # line, from 1 -> what stands there now
+    rows = text.splitlines(keepends=True)
+    for section, values in data.items():
+        own = [line for path, line in lines.items() if path[0:1] == (section,)]
+        before = old.get(section) or {}
+        for key in {**before, **(values or {})} if own else ():
+            if (new := (values or {}).get(key, ...)) == before.get(key, ...):
+                continue
+            entry = dump_yaml(plain_data({"": {key: new}})[""]) if new is not ... else ""
+            entry = "".join(f"  {row}\n" for row in entry.splitlines())
+            if at := [line for path, line in lines.items() if path[:2] == (section, key)]:
+                instead |= dict.fromkeys(range(min(at), max(at) + 1), "") | {min(at): entry}
+            else:
+                instead[max(own)] = instead.get(max(own), rows[max(own) - 1]) + entry
+    edited = "".join(instead.get(number, row) for number, row in enumerate(rows, 1))
+    wanted = plain_data({"": data})
+    with contextlib.suppress(ConfigError):
+        if plain_data({"": parse_yaml(edited, "")[0]}) == wanted:
+            return edited
+    return dump_yaml(wanted[""])
 
 
 class _Dumper(yaml.SafeDumper):

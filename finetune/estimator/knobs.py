@@ -13,14 +13,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from finetune.config.optimizers import chosen
 from finetune.config.schema import FROZEN_SCALINGS, RunConfig
 from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
-from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import Device
+
+if TYPE_CHECKING:
+    from finetune.estimator.speed.step_parts import StepPart
 
 Rank = Literal["same", "otherwise", "adapters", "devices"]
 RANKS: tuple[Rank, ...] = get_args(Rank)
@@ -231,6 +233,8 @@ def speedups(
     config: RunConfig, device: Device, share: Callable[[StepPart], float], *, compiled: bool
 ) -> Iterator[Change]:
     """Changes that may make a run faster; `share` gives the fraction of a step spent in a part."""
+    from finetune.estimator.speed.step_parts import StepPart
+
     masked, (rows, times) = attends_by_mask(config, device), rows_of(config)
     if masked and share(StepPart.ATTENTION) > GAIN:
         why = f"attention under a mask takes {share(StepPart.ATTENTION):.0%} of the step; without "

@@ -418,7 +418,6 @@ def test_doctor_names_each_backend_however_narrow_the_terminal(cli, monkeypatch)
         (["estimate", "tiny_lora_fp8", "--gpus", "x"], ["'--gpus'", "fix:   --gpus: How many"]),
         (["ls", "--rnus"], ["No such option: --rnus", "fix:   --runs; ", "ls --help"]),
         (["ls", "more"], ["unexpected extra argument", "fix:   leave it out"]),
-        (["cp", "tiny_lora_fp8"], ["Missing argument", "destination"]),
         (["tiny_lora_fp8", "--ot", "x"], ["No such option: --ot", "--out"]),
         (["tiny_lora_fp8", "--max_steps", "3"], ["'--max_steps'", "write train.max_steps=3;"]),
         (["tiny_lora_fp8", "--output-dir", "x"], ["leave it out: the run folder", "use --out"]),

@@ -1,0 +1,153 @@
+"""Presets of `cp`: settings for one end, chosen for a recipe, each with its reason. No torch.
+
+A preset keeps what is trained: method, data, learning rate, rows of a step. `no-fp8` alone changes
+the precision of matmuls, and `debug` alone how long a run is. What the recipe has already is left
+out.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from finetune.config.recipe import apply_overrides, load_recipe
+from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
+from finetune.config.yaml import parse_yaml, plain_data, with_values
+from finetune.errors import ConfigError, did_you_mean
+from finetune.estimator.knobs import BF16, COMPILED, FUSED, UNMASKED, Change, changes
+from finetune.hardware.device import Device
+
+FP8_GPU = Device("cuda", "H100", (9, 0), 80.0)
+STEPS, LENGTH = 10, 128
+"""Of a `debug` run."""
+ANY_PRECISION = ("compute", "map", "compile", "fused_adapters", "health_every")
+"""Keys of `precision` that a BF16 run has too."""
+
+
+def _fastest(config: RunConfig) -> Iterator[Change]:
+    precision, train = config.precision, config.train
+    if precision.kernels != "eager":
+        yield Change(
+            "compile", (COMPILED,), "joins chains of small kernels; the first step takes minutes"
+        )
+    slow = precision.scaling in ("delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+    if precision.compute == "fp8" and config.lora is None and slow:
+        overrides = ("precision.scaling=tensorwise", "~precision.format")
+        yield Change("scaling", overrides, "predicted the fastest where all weights train")
+    if train.get(CHECKPOINTING, True) is True and not train.get("fsdp"):
+        why = "nothing is computed twice where memory allows"
+        yield Change("checkpointing", (f"train.{CHECKPOINTING}=auto",), why)
+    if not train.get("packing"):
+        yield Change("packing", ("train.packing=true",), "full rows: a step has more tokens")
+    if train.get("optim") == "adamw_torch":
+        yield Change("optimizer", (f"train.optim={FUSED}",), "one kernel for the whole update")
+    if config.model.attention in ("sdpa", "eager"):
+        yield Change("attention", (UNMASKED,), "packed documents are kept apart without a mask")
+
+
+def _least_memory(config: RunConfig) -> Iterator[Change]:
+    """All at once that `estimate` would advise one by one; of one kind the furthest."""
+    if decides_checkpointing(config):
+        config = with_checkpointing(config, False)
+    sharded, compute = config.train.get("fsdp"), f"precision.compute={config.precision.compute}"
+    found: dict[str, Change] = {}
+    for change in changes(config, FP8_GPU):
+        other = {x for x in change.overrides if x.startswith("precision.compute=")} - {compute}
+        in_four_bits = "model.storage=nf4" in change.overrides  # which nothing shards
+        cuts = change.kind == "length" or change.rank not in ("same", "otherwise")
+        if not (cuts or other or (in_four_bits and sharded)):
+            found[change.kind] = change
+    yield from found.values()
+
+
+def _no_fp8(config: RunConfig) -> Iterator[Change]:
+    if config.precision.compute == "fp8":
+        given = [k for k in PrecisionConfig.model_fields if k in config.precision.model_fields_set]
+        rest = (f"~precision.{key}" for key in given if key not in ANY_PRECISION)
+        yield Change("precision", (BF16, *rest), "the same run in BF16; what only FP8 has goes")
+
+
+def _debug(config: RunConfig) -> Iterator[Change]:
+    train = config.train
+    yield Change("steps", (f"train.max_steps={STEPS}",), "enough for the proof, seconds to wait")
+    if int(train.get("max_length") or LENGTH + 1) > LENGTH:
+        yield Change("length", (f"train.max_length={LENGTH}",), "short rows: memory and time")
+    yield Change("saving", ("train.save_strategy=no",), "no checkpoint is written")
+    shown = ("train.logging_steps=1", "precision.health_every=1", "train.report_to=none")
+    yield Change("logging", shown, "loss and health of every step, on this machine alone")
+    if train.get("eval_strategy") == "steps":
+        yield Change("eval", (f"train.eval_steps={STEPS // 2}",), "evaluation runs twice")
+    if config.precision.compute == "fp8":
+        yield Change("emulation", ("precision.emulation=allow",), "runs without an FP8 GPU, slowly")
+
+
+class Preset(NamedTuple):
+    """Other names that people guess, and the changes that a recipe needs."""
+
+    also: tuple[str, ...]
+    changes: Callable[[RunConfig], Iterator[Change]]
+
+
+PRESETS = {
+    "fastest": Preset(("fast", "speed", "quick", "performance", "throughput"), _fastest),
+    "least-memory": Preset(("memory", "low-memory", "low-vram", "vram", "small"), _least_memory),
+    "no-fp8": Preset(("bf16", "without-fp8", "fp8-off", "baseline"), _no_fp8),
+    "debug": Preset(("test", "smoke", "smoke-test", "dry-run", "try"), _debug),
+}
+
+
+def preset_named(typed: str) -> str:
+    """The preset that a user means.
+
+    Raises:
+        ConfigError: there is none of that name; names the nearest.
+    """
+    names = {also: name for name, one in PRESETS.items() for also in (name, *one.also)}
+    word = typed.strip().lower().replace("_", "-")
+    if word not in names:
+        raise ConfigError(
+            f"there is no preset {typed!r}{did_you_mean(word, names)}",
+            where=f"--preset {typed}",
+            fix=f"one of {', '.join(PRESETS)}",
+        )
+    return names[word]
+
+
+def with_preset(recipe: str, text: str, preset: str) -> tuple[str, list[str]]:
+    """The text of a recipe with a preset's settings, and a line for each change.
+
+    Args:
+        recipe: name or path, for the header.
+        text: as it stands in the file.
+        preset: a key of `PRESETS`.
+    """
+    written: dict[str, Any] = parse_yaml(text, recipe)[0]
+    config = load_recipe(recipe, check_train=False).config
+    config = config.model_copy(update={"train": plain_data({"": config.train})[""]})
+    made, lines = [], []
+    for change in PRESETS[preset].changes(config):
+        if new := [item for item in change.overrides if not _is_there(written, item)]:
+            made += new
+            lines.append(f"{' '.join(new)}: {change.why}")
+    data = apply_overrides(written, made)
+    named = {item.lstrip("~").partition("=")[0] for item in made}
+    gone = [
+        f"{section}.{key}"
+        for section, values in written.items()
+        for key in values or ()
+        if key not in (data[section] or {}) and f"{section}.{key}" not in named
+    ]
+    lines += [f"~{', ~'.join(gone)}: does not go with these"] if gone else []
+    header = [f"Preset {preset} of {recipe}:", *(f"  {line}" for line in lines)]
+    wrap = {"width": 100, "initial_indent": "# ", "subsequent_indent": "#     "}
+    top = "\n".join(textwrap.fill(line, **wrap, drop_whitespace=True) for line in header)
+    return f"{top}\n{with_values(text, data)}", lines
+
+
+def _is_there(written: dict[str, Any], override: str) -> bool:
+    path, equals, value = override.removeprefix("~").partition("=")
+    section, _, key = path.partition(".")
+    has = written.get(section) or {}
+    return str(has.get(key)) == value if equals else key not in has

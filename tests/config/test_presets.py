@@ -1,0 +1,70 @@
+"""Presets of `cp`: each of every shipped recipe is a recipe, trains the same, and says itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.config.paths import list_recipes
+from finetune.config.recipe import load_recipe
+from finetune.config.yaml import parse_yaml, with_values
+from finetune.estimator.knobs import rows_of
+from finetune.estimator.presets import PRESETS
+from finetune.training.preflight import check_sharding
+
+
+def rows(config) -> int:
+    """Rows of a step."""
+    each, times = rows_of(config)
+    return each * times
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_recipe_with_a_preset_is_a_recipe_that_trains_the_same_batch(cli, preset):
+    for name in list_recipes():
+        done = cli("cp", name, "mine", "--force", "--preset", preset)
+        assert done.code == 0, done.err
+        before, found = load_recipe(name).config, load_recipe("mine.yaml").config
+        check_sharding(found)
+        assert rows(found) == rows(before)
+        assert (found.model.name, found.lora, found.data.label) == (
+            *(before.model.name, before.lora, before.data.label),
+        )
+        assert (found.precision.compute == before.precision.compute) == (
+            preset != "no-fp8" or before.precision.compute != "fp8"
+        )
+        text = Path("mine.yaml").read_text("utf-8")
+        assert text.startswith(f"# Preset {preset} of {name}:\n")
+        assert "# yaml-language-server" in text  # comments of the recipe survive
+        again = cli("cp", "./mine.yaml", "again", "--force", "--preset", preset)
+        assert "nothing to change" in again.out
+
+
+def test_without_fp8_a_recipe_is_its_bf16_twin(cli):
+    pairs = [name for name in list_recipes() if name.endswith("_fp8")]
+    for name in pairs:
+        cli("cp", name, "mine", "--force", "--preset", "bf16")
+        twin = load_recipe(name.removesuffix("fp8") + "bf16").config
+        assert load_recipe("mine.yaml").config == twin
+    assert len(pairs) > 10
+
+
+def test_a_preset_is_found_by_what_people_guess_and_needs_no_destination(cli):
+    assert cli("cp", "tiny_lora_fp8", "--preset", "Low_Memory").code == 0
+    found = load_recipe("tiny_lora_fp8-least-memory.yaml").config
+    assert found.train["gradient_checkpointing"] is True
+    assert rows_of(found) == (1, 8)
+    wrong = cli("cp", "tiny_lora_fp8", "--preset", "fastst")
+    assert wrong.code == 2
+    assert "did you mean 'fastest'?" in wrong.err
+
+
+@pytest.mark.parametrize(
+    "text", ["a:\n  b: 1 # why\n\n# c\nd:\n  e: 2\n", "{a: {b: 1}, d: {e: 2}}"]
+)
+def test_values_are_written_whatever_the_form_of_the_file(text):
+    data = {"a": {**parse_yaml(text, "")[0]["a"], "new": "no"}, "d": {"e": [3, "4"]}}
+    found = with_values(text, data)
+    assert parse_yaml(found, "")[0] == {"a": {"b": "1", "new": "no"}, "d": {"e": ["3", "4"]}}
+    assert ("# why" in found and "# c" in found) == text.startswith("a")
