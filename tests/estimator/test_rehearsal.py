@@ -66,14 +66,6 @@ def test_dora_over_a_stored_base_is_predicted(recipe, tmp_path) -> None:
     assert predict_fast(load_recipe(recipe, given).config, place_of("H100")).pace is not None
 
 
-def test_the_benchmark_has_twenty_runs_and_a_table() -> None:
-    assert len(CASES) == len(predicted_memory.CASES) == 20
-    row = predicted_memory.Row("a run", 1_400_000, 0.0303, 0.03, "step 3", 1.0)
-    text = predicted_memory.table([row, row._replace(name="another", predicted=0.03)])
-    assert "| a run | 1.4M | 31.03 | 30.72 | +1.00% |" in text
-    assert text.endswith("within 2 %: 2 of 2; worst 1.00%")
-
-
 # ------------------------------------------------------------------------------------- for a GPU
 
 
@@ -123,11 +115,10 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     assert (found.parameters, found.trainable) == (least.parameters, least.trainable)
     train = config.train
     assert found.tokens == train["per_device_train_batch_size"] * train["max_length"]
-    assert {layer.name for layer in found.plan.layers} == {layer.name for layer in the_plan.layers}
     products = {"aten.mm.default", "aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
     names = {op.name for op in found.trace.ops}
     assert names & products
-    if backend and found.plan.fp8_layers:
+    if backend and the_plan.fp8_layers:
         assert names & {"aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
 
 
@@ -175,21 +166,6 @@ def test_two_and_four_layers_tell_of_eight(name, backend) -> None:
     for phase, nbytes in eight.items():
         expected = two[phase] + 3 * (four[phase] - two[phase])
         assert expected == pytest.approx(nbytes, rel=1e-3), phase
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama_1b_full_fp8"])
-def test_more_rows_and_longer_ones_hold_more(name) -> None:
-    def peaks(rows: int, length: int) -> list[int]:
-        changes = [f"train.per_device_train_batch_size={rows}", f"train.max_length={length}"]
-        return list(phases(load_recipe(name, changes).config, 2).values())
-
-    small = peaks(1, 256)
-    for larger in (peaks(2, 256), peaks(1, 512)):
-        assert all(a <= b for a, b in zip(small, larger, strict=True))
-        assert sum(larger) > sum(small)
-        most = peaks(2, 512)
-        assert all(a <= b for a, b in zip(larger, most, strict=True))
 
 
 @pytest.mark.slow
@@ -244,15 +220,6 @@ def test_a_loss_scale_is_launched_as_the_real_one() -> None:
 
 
 # ------------------------------------------------------------------------------- leaving no trace
-
-
-@pytest.mark.slow
-def test_the_same_rehearsal_twice_is_the_same_trace() -> None:
-    config = load_recipe("tiny_lora_fp8").config
-    first, second = on_h100(config), on_h100(config)
-    assert first.trace.ops == second.trace.ops
-    assert first.trace.events == second.trace.events
-    assert tensor_footprint(first.trace) == tensor_footprint(second.trace)
 
 
 @pytest.mark.slow

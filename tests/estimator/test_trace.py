@@ -16,7 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from finetune.estimator.trace.fake_cuda import FLOAT32, on_gpu, replaced, to_fake, without_memory
+from finetune.estimator.trace.fake_cuda import FLOAT32, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.trace import KINDS, Recorder, Trace, around_decoder
 from finetune.training.memory_meter import LiveTensors
 
@@ -358,19 +358,6 @@ def test_functions_are_put_back_after_a_gpu_was_played(error) -> None:
     assert all(a is b for a, b in zip(before, patched(), strict=True))
     assert {name: name in vars(Tensor) for name in own} == own
     assert sum(a is not b for a, b in zip(before, during, strict=True)) > len(before) // 2
-
-
-def test_replaced_restores_own_and_inherited_attributes() -> None:
-    class Base:
-        a = 1
-
-    class Owner(Base):
-        b = 2
-
-    with replaced([(Owner, "a", 3), (Owner, "b", 4)]):
-        assert (Owner.a, Owner.b, Base.a) == (3, 4, 1)
-    assert (Owner.a, Owner.b) == (1, 2)
-    assert "a" not in vars(Owner)
 
 
 def test_cuda_computes_in_float32_what_its_list_says() -> None:

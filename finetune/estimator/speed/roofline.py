@@ -101,7 +101,6 @@ class Efficiency(_Row):
         attention: Fraction of the BF16 peak, by direction: of the kernel behind SDPA.
         flash: Same of FlashAttention-2, which documents of different lengths run.
         masked: Same with an explicit mask, which neither flash nor cuDNN attention supports.
-        origin: Source of the numbers, for the report.
     """
 
     gemm: dict[str, PositiveFloat]
@@ -109,7 +108,6 @@ class Efficiency(_Row):
     flash: dict[Direction, PositiveFloat]
     masked: dict[Direction, PositiveFloat]
     shared: Shared
-    origin: str
 
 
 class _Family(_Row):
@@ -188,7 +186,6 @@ def efficiency_of(
         flash=flash,
         masked={direction: share * slower for direction, share in flash.items()},
         shared=common,
-        origin=own.origin if own else family.origin,
     )
 
 
@@ -218,14 +215,12 @@ class StepTime:
     Attributes:
         by_class: GPU seconds by part of the step, and `waiting for launches`; sum to `seconds`.
         bound: Roof that bounds most of the time of each part.
-        flops: Floating point operations, recomputation included.
-        mfu: `flops` without recomputation / (`seconds` x dense BF16 peak).
+        mfu: FLOPs without recomputation / (`seconds` x dense BF16 peak).
     """
 
     seconds: float
     by_class: dict[str, float]
     bound: dict[str, Bound]
-    flops: float
     mfu: float
 
 
@@ -248,7 +243,7 @@ class Roofline:
         classes = classes_of(ops)
         by_class: dict[str, float] = defaultdict(float)
         by_bound: dict[str, dict[Bound, float]] = defaultdict(lambda: defaultdict(float))
-        flops = useful = issued = ends = 0.0
+        useful = issued = ends = 0.0
         for launch in launches(ops, compiled):
             op = ops[launch.ops[0]]
             kernel = self.kernel_time(op, launch)
@@ -259,13 +254,11 @@ class Roofline:
             by_class[cls] += kernel.seconds
             by_class[StepPart.WAITING] += waited
             by_bound[cls]["launch" if waited > kernel.seconds else kernel.bound] += kernel.seconds
-            flops += kernel.flops
             useful += 0.0 if op.phase == "recompute" else kernel.flops
         return StepTime(
             seconds=ends,
             by_class=dict(sorted(by_class.items(), key=lambda item: -item[1])),
             bound={cls: max(times, key=lambda b: times[b]) for cls, times in by_bound.items()},
-            flops=flops,
             mfu=useful / (ends * half_peak(self.gpu)) if ends else 0.0,
         )
 

@@ -99,7 +99,6 @@ class Rehearsal:
     """
 
     trace: Trace
-    plan: PrecisionPlan
     tokens: int
     parameters: int
     trainable: int
@@ -193,7 +192,6 @@ def rehearse(
             trainer.train()
     return Rehearsal(
         trace=trainer.recorder.trace,
-        plan=plan,
         tokens=trainer.batches[0]["input_ids"].numel(),
         parameters=sum(size for size, _ in sizes),
         trainable=sum(size for size, trains in sizes if trains),
