@@ -3,7 +3,8 @@
 * `<!-- generated: NAME -->` becomes a table made from the code, `<!-- output: COMMAND -->` what a
   command prints (`site_reference.py`).
 * The findings, the notes, what is parked and the changelog stand outside of `pages/`; they become
-  pages too.
+  pages too, and so does a notebook: its text and pictures as they are stored, code and what it
+  printed folded away.
 * Links are written as files of the repository, so that they work where it is read. Here a link to
   a page leads to the page, one to any other file becomes its name, and a picture comes along.
 * An SVG picture is set into the page, so that its lines follow the page's colors.
@@ -11,8 +12,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "pages"
 ELSEWHERE = {
     "FP8_FINDINGS.md": "findings.md",
+    "notebooks/07_pitfalls.ipynb": "pitfalls.md",
     "docs/changelog.md": "changelog.md",
     "docs/parked.md": "parked.md",
 }
@@ -68,6 +72,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     for file in (*ELSEWHERE, *notes()):
         text = (ROOT / file).read_text(encoding="utf-8")
+        text = of_notebook(json.loads(text)) if file.endswith(".ipynb") else text
         files.append(File.generated(config, page_of(file) or "", content=text))
         for mark, _, target in LINK.findall(text):
             picture = _inside(file, target)
@@ -76,6 +81,27 @@ def on_files(files: Any, config: Any) -> Any:
                     File.generated(config, _asset(picture), abs_src_path=str(ROOT / picture))
                 )
     return files
+
+
+def of_notebook(notebook: dict[str, Any]) -> str:
+    """The Markdown of a notebook that is stored with its outputs (nbformat 4)."""
+    parts: list[str] = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else _folded("Code", source))
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                code = "".join(data["image/png"]).replace("\n", "")
+                parts.append(f'<img alt="plot" src="data:image/png;base64,{code}">')
+            elif printed := "".join(output.get("text", []) or data.get("text/plain", [])):
+                parts.append(_folded("What it printed", printed, "text"))
+    return "\n\n".join(parts)
+
+
+def _folded(title: str, text: str, language: str = "python") -> str:
+    block = f"```{language}\n{text.rstrip()}\n```"
+    return f'??? note "{title}"\n\n{textwrap.indent(block, "    ")}'
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

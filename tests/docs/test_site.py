@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import hooks
@@ -151,6 +152,16 @@ def test_links_become_links_of_the_site() -> None:
     assert shown("`[a](nothing.md)`", "fp8.md") == "`[a](nothing.md)`"
     with pytest.raises(FileNotFoundError, match=r"fp8.md links to nothing.md"):
         shown("[a](nothing.md)", "fp8.md")
+
+
+def test_a_notebook_is_a_page_with_a_picture_and_a_finding_for_each_experiment() -> None:
+    file = next(file for file in hooks.ELSEWHERE if file.endswith(".ipynb"))
+    page = hooks.of_notebook(json.loads((ROOT / file).read_text(encoding="utf-8")))
+    experiments = page.split("\n## ")[2:]
+    assert len(experiments) == 5
+    for experiment in experiments:
+        assert experiment.count('src="data:image/png;base64,') == 1
+        assert experiment.count("**Finding.**") == experiment.count("**Verdict: ") == 1
 
 
 def test_pages_load_nothing_from_elsewhere() -> None:
