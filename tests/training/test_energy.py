@@ -163,3 +163,25 @@ def test_a_run_has_its_energy_in_summary_receipt_and_rows(cli, gpu, monkeypatch,
     assert logged == sorted(set(logged))
     assert logged[-1] < energy["joules"] <= nvml.joules
     assert f" W, {energy['tokens_per_joule']:.3g} tokens per joule\n" in found.out
+
+
+def test_a_comparison_has_the_ratio_of_tokens_per_joule(tmp_path, monkeypatch):
+    from finetune.analysis.compare.result import read_comparison
+    from finetune.analysis.compare.verdict import judge
+    from finetune.analysis.experiment.outcome import read_outcome
+    from finetune.logging import as_text
+    from tests.run_folders import make_comparison
+
+    monkeypatch.setattr("finetune.analysis.compare.verdict.executed_differences", lambda *_: [])
+    folder = make_comparison(tmp_path / "compared")
+    found = read_comparison(folder)
+    for pair in found.runs:
+        for run, rate in ((pair.a, 8.0), (pair.b, 5.0)):
+            file = folder / run / "receipt.json"
+            energy = {"joules": 10.0, "tokens_per_joule": rate, "mean_watts": 1.0}
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"energy": energy}))
+    pairs = [(read_outcome(folder / pair.a), read_outcome(folder / pair.b)) for pair in found.runs]
+    judged = judge(found, pairs)
+    assert judged.energy is not None
+    assert judged.energy.ratio == pytest.approx(1.6)
+    assert "FP8 trains 1.600x the tokens of BF16 per joule; 8 and 5 tokens" in as_text(judged)

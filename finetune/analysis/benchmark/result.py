@@ -35,7 +35,7 @@ BENCHMARK = "benchmark.json"
 OUT_OF_MEMORY = "out of memory"
 STATES = (OUT_OF_MEMORY, "skipped", "failed", "not proven")
 RIGHT = (
-    *("tokens/s", "peak", "predicted", "efficiency", "waits", "memory"),
+    *("tokens/s", "tokens/J", "peak", "predicted", "efficiency", "waits", "memory"),
     *("optimizer", "weights", "activations", "total", "steps/s", "said", "here"),
 )
 WARM_UP = 5
@@ -62,6 +62,7 @@ class Row(BaseModel):
         memory: method of measuring them.
         prediction: reason for a missing prediction.
         error: reason for a missing or incomplete measurement.
+        tokens_per_joule: of the last round; None where energy was not measured.
         note: what the receipt remarks on the run.
     """
 
@@ -95,6 +96,7 @@ class Row(BaseModel):
     prediction: str = ""
     error: str = ""
     out_of_memory: bool = False
+    tokens_per_joule: float | None = None
     note: str = ""
 
     @property
@@ -192,6 +194,7 @@ class Row(BaseModel):
         self.backend, self.scaling = executed.get("backend") or "", executed.get("scaling") or ""
         self.compile, self.fp8_share = executed.get("compile") or "", receipt.fp8_flop_share
         self.memory, self.note = memory["measured"], "; ".join(receipt.notes)
+        self.tokens_per_joule = receipt.energy.get("tokens_per_joule")
         self.allocated_gib = _most(self.allocated_gib, memory["measured_gib"])
         self.reserved_gib = _most(self.reserved_gib, memory.get("reserved_gib"))
         self.rounds = [*self.rounds, [step.seconds for step in run.steps[WARM_UP:]]]
@@ -327,6 +330,7 @@ class Benchmark(JupyterMixin, BaseModel):
         against = [title for name in self.references for title in (f"over {name}", "memory")]
         head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "peak", "predicted"]
         several = any(row.gpus > 1 for row in self.rows)
+        head += ["tokens/J"] * self._has_energy
         head += [*["efficiency", "waits"] * several, *against, "precision", "proven"]
         return [[head, *(self._cells_of(row, several) for row in self.rows)]]
 
@@ -341,6 +345,10 @@ class Benchmark(JupyterMixin, BaseModel):
             parts += [table, Text()]
         return Group(*parts[:-1], *(Text(f"! {note}", "yellow") for note in self.notes()))
 
+    @property
+    def _has_energy(self) -> bool:
+        return any(row.tokens_per_joule for row in self.rows)
+
     def _cells_of(self, row: Row, several: bool) -> list[str]:
         low, high = row.step_seconds_q1, row.step_seconds_q3
         within = f" ({_ms(low)} to {_ms(high)})" if low and high else ""
@@ -354,6 +362,7 @@ class Benchmark(JupyterMixin, BaseModel):
             _ms(row.step_seconds) + within if row.step_seconds else "-",
             count(row.tokens_per_s) if row.tokens_per_s else "-",
             *("-" if x is None else size_of_gib(x) for x in (row.allocated_gib, row.predicted_gib)),
+            *[f"{row.tokens_per_joule or math.nan:.3g}"] * self._has_energy,
             *(self._scaling_of(row) if several else ()),
             *(*ratios, row.precision or "-", row.state),
         ]

@@ -150,6 +150,14 @@ class MemoryRatio(_Part):
     b_gib: float
 
 
+class EnergyRatio(_Part):
+    """Tokens per joule of `a` over those of `b`, geometric means over the seeds."""
+
+    ratio: float
+    a_tokens_per_joule: float
+    b_tokens_per_joule: float
+
+
 class TaskScore(Gap):
     """One metric of one downstream task, mean over seeds; `*_stderr` as the task reports it.
 
@@ -183,6 +191,7 @@ class Comparison(JupyterMixin, _Part):
         losses: `train` (mean over the last part of the steps) and `eval` (at the end).
         band: relative spread, (max - min) / mean, of the final losses of `b` over the seeds.
         speed, memory: ratios; None with the reason in `notes`.
+        energy: ratio; None where a run did not measure it, as its receipt says.
         tasks: scores by task, where `eval.tasks` is set.
         verdict: the worst of `losses`; `refused` where the pair is not fair.
     """
@@ -202,6 +211,7 @@ class Comparison(JupyterMixin, _Part):
     band: dict[str, float] = Field(default_factory=dict)
     speed: SpeedRatio | None = None
     memory: MemoryRatio | None = None
+    energy: EnergyRatio | None = None
     tasks: dict[str, list[TaskScore]] | None = None
     verdict: Literal["equivalent", "not equivalent", "undecided", "refused"]
     reasons: list[str] = Field(default_factory=list)
@@ -302,6 +312,9 @@ class Comparison(JupyterMixin, _Part):
         if (m := self.memory) is not None:
             peaks = f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"
             lines.append(f"peak memory: {a} takes {m.ratio:.3f}x that of {b}; {peaks}")
+        if (e := self.energy) is not None:
+            each = f"{e.a_tokens_per_joule:.3g} and {e.b_tokens_per_joule:.3g} tokens per joule"
+            lines.append(f"energy: {a} trains {e.ratio:.3f}x the tokens of {b} per joule; {each}")
         return [Text(line) for line in lines]
 
     def _task_table(self) -> list[RenderableType]:

@@ -20,6 +20,7 @@ from finetune.analysis.compare.result import (
     NAMES,
     Comparison,
     Difference,
+    EnergyRatio,
     Gap,
     LossGap,
     MemoryRatio,
@@ -77,6 +78,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     found.losses = {name: _loss_gap(found, name, *sides) for name, sides in ends.items()}
     found.band = {k: statistics.band(g.b) for k, g in found.losses.items() if len(g.b) > 1}
     found.speed, found.memory = _speed(found, pairs), _memory(found, a, b)
+    found.energy = _energy(a, b)
     found.tasks = _tasks(found, (a, b)) or None
     scores = {(k, s.metric): s for k, v in (found.tasks or {}).items() for s in v if s.verdict}
     gaps = {(k, NAMES[k]): gap for k, gap in found.losses.items()} | {
@@ -186,6 +188,14 @@ def _memory(found: Comparison, a: Sequence[Outcome], b: Sequence[Outcome]) -> Me
         return None
     most_a, most_b = (max(memory["measured_gib"] for memory in side) for side in sides)
     return MemoryRatio(ratio=most_a / most_b, a_gib=most_a, b_gib=most_b)
+
+
+def _energy(*sides: Sequence[Outcome]) -> EnergyRatio | None:
+    each = [[o.receipt.get("energy", {}).get("tokens_per_joule") for o in side] for side in sides]
+    if not all(map(all, each)):
+        return None
+    a, b = map(geometric_mean, each)
+    return EnergyRatio(ratio=a / b, a_tokens_per_joule=a, b_tokens_per_joule=b)
 
 
 def _tasks(found: Comparison, sides: Sequence[Sequence[Outcome]]) -> dict[str, list[TaskScore]]:

@@ -67,6 +67,7 @@ VERDICTS: dict[str, tuple[str, Tone, str]] = {
 COSTS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "speed": ("tokens per second", "tokens_per_s", count),
     "memory": ("peak memory of a step", "gib", size_of_gib),
+    "energy": ("tokens per joule", "tokens_per_joule", "{:.3g}".format),
 }
 """Name, unit in the keys of `comparison.json`, and form of what a side costs."""
 
