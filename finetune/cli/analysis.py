@@ -107,7 +107,7 @@ def _show_benchmark(found: Benchmark, *, as_json: bool, as_csv: bool = False) ->
     if found.interrupted:
         progress.print(f"interrupted; rows until then are in {found.folder}", style="yellow")
         sys.exit(INTERRUPTED)
-    if not any(row.rounds or row.predicted_gib for row in found.rows):  # each row says why
+    if not any(row.rounds or not row.error for row in found.rows):  # each row says why
         sys.exit(NOTHING_MEASURED)
 
 

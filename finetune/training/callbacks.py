@@ -151,8 +151,8 @@ class MetricsWriter(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Evaluation is no training time, and right behind a log nothing else has happened.
-        behind = state.global_step == self._last_step or self._evaluating is None
-        self._exclude(self._last if behind else self._evaluating)
+        began = self._evaluating if state.global_step != self._last_step else None
+        self._exclude(began or self._last)
         self._evaluating = None
 
     def values(self, key: str) -> list[float]:
