@@ -387,7 +387,7 @@ class RunReport(JupyterMixin):
     Attributes:
         first_loss, final_loss: first and last logged training loss.
         eval_loss: last eval loss, None without eval rows.
-        tokens_per_s: median over logging intervals, the first left out.
+        tokens_per_s, steps_per_s: median over logging intervals, the first left out.
         seconds: duration of training, evaluation included.
         peak_memory_gib: peak of allocated memory.
         samples: answers of the trained model.
@@ -406,6 +406,7 @@ class RunReport(JupyterMixin):
     samples: list[Sample] = field(default_factory=list)
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     interrupted: bool = False
+    steps_per_s: float | None = None
 
     def __str__(self) -> str:
         return as_text(self)
@@ -470,6 +471,8 @@ class RunReport(JupyterMixin):
         yield f"peak {held} {self.peak_memory_gib:.2f} GiB"
         if self.tokens_per_s:
             yield f"{self.tokens_per_s:,.0f} tok/s"
+        if self.steps_per_s:
+            yield f"{self.steps_per_s:.3g} steps/s"
 
     def to_json(self) -> str:
         """The report without the receipt, which has a file of its own."""

@@ -408,6 +408,7 @@ class _Run:
 
         metrics = self.metrics
         losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
+        paces = sorted(metrics.values("step_seconds")[1:])
         report = RunReport(
             folder=self.folder,
             receipt=self.receipt,
@@ -420,6 +421,7 @@ class _Run:
             samples=self.answers,
             tasks=self.scores,
             interrupted=self.interrupted,
+            steps_per_s=1 / paces[len(paces) // 2] if paces else None,
         )
         if self.is_main:
             (self.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")

@@ -134,12 +134,18 @@ class LossGap(Gap):
 
 
 class SpeedRatio(_Part):
-    """Tokens per second of `a` over those of `b`, tokens counted without padding."""
+    """Tokens per second of `a` over those of `b`, tokens counted without padding.
+
+    Attributes:
+        a_steps_per_s, b_steps_per_s: optimizer steps; none in older files.
+    """
 
     ratio: float
     interval: Interval | None = None
     a_tokens_per_s: float
     b_tokens_per_s: float
+    a_steps_per_s: float | None = None
+    b_steps_per_s: float | None = None
 
 
 class MemoryRatio(_Part):
@@ -307,6 +313,11 @@ class Comparison(JupyterMixin, _Part):
             lines.append(
                 f"speed: {a} runs at {s.ratio:.3f}x the speed of {b}{between}; "
                 f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
+                + (
+                    f", {s.a_steps_per_s:.3g} and {s.b_steps_per_s:.3g} steps/s"
+                    if s.a_steps_per_s and s.b_steps_per_s
+                    else ""
+                )
                 + (", emulated" if self.emulated else "")
             )
         if (m := self.memory) is not None:

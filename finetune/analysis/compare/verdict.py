@@ -163,21 +163,24 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
     )
     if any(outcome.receipt["precision"].get("gemm") == "emulated" for outcome in pairs[0]):
         found.notes.append(EMULATED)
+    (a_tokens, a_steps), (b_tokens, b_steps) = (
+        _speeds(side, warm_up) for side in zip(*pairs, strict=True)
+    )
     return SpeedRatio(
         ratio=ratio.value,
         interval=ratio.interval,
-        a_tokens_per_s=_tokens_per_s([a for a, _ in pairs], warm_up),
-        b_tokens_per_s=_tokens_per_s([b for _, b in pairs], warm_up),
+        a_tokens_per_s=round(a_tokens, 1),
+        b_tokens_per_s=round(b_tokens, 1),
+        a_steps_per_s=a_steps,
+        b_steps_per_s=b_steps,
     )
 
 
-def _tokens_per_s(runs: Sequence[Outcome], warm_up: int) -> float:
-    """Geometric mean over runs of the median over steps."""
-    medians = [
-        median(s.tokens / s.seconds for s in run.steps[warm_up:] if min(s.tokens, s.seconds) > 0)
-        for run in runs
-    ]
-    return round(geometric_mean(medians), 1)
+def _speeds(runs: Sequence[Outcome], warm_up: int) -> tuple[float, float]:
+    """Tokens and steps per second: geometric means over runs of medians over steps."""
+    timed = [[s for s in r.steps[warm_up:] if min(s.tokens, s.seconds) > 0] for r in runs]
+    tokens = geometric_mean(median(s.tokens / s.seconds for s in steps) for steps in timed)
+    return tokens, geometric_mean(median(1 / s.seconds for s in steps) for steps in timed)
 
 
 def _memory(found: Comparison, a: Sequence[Outcome], b: Sequence[Outcome]) -> MemoryRatio | None:
