@@ -179,7 +179,7 @@ def with_values(text: str, data: dict[str, Any]) -> str:
     """
     old, lines = parse_yaml(text, "")
     instead: dict[int, str] = {}  # line, from 1 -> what stands there now
-    rows = text.splitlines(keepends=True)
+    rows = [f"{row}\n" for row in text.splitlines()]
     for section, values in data.items():
         own = [line for path, line in lines.items() if path[0:1] == (section,)]
         before = old.get(section) or {}
