@@ -28,6 +28,7 @@ PAST = re.compile(
 
 def commands_of(text: str) -> set[str]:
     """Indented command lines, without variables before and comments after them, and inline ones."""
+    text = re.sub(r" \\\n +", " ", text)  # a command of several lines
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     lines += re.findall(r"`([^`\n]+)`", text)
     bare = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line).partition("  #")[0].strip() for line in lines]

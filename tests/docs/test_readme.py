@@ -32,6 +32,7 @@ RUN_ELSEWHERE = {
     "evaluate": "tests/cli/test_cli.py",
     "report": "tests/analysis/test_report.py",
     "export": "tests/export/test_export.py",
+    "watch": "tests/cli/test_watch.py",
 }
 """Verbs about a finished run -> the tests that run them on one."""
 ESTIMATES = ("--fit", "--alternatives", "--advice", "--tokens")
