@@ -36,7 +36,7 @@ VERBS = {
         "checkpoints": ("runs", "List a run's checkpoints: step, loss, size, complete or damaged."),
         "watch": ("watch", "Follow a run from another terminal: loss, speed, health, time left."),
         "ls": ("recipes", "List the recipes, or with --runs the runs."),
-        "cp": ("recipes", "Copy a recipe to edit it."),
+        "cp": ("recipes", "Copy a recipe to edit it, with --preset for one end."),
         "cat": ("recipes", "Print a recipe, with --resolved complete."),
         "import": ("runs", "Take over another trainer's weights (`latest.pt`) as a model folder."),
         "schema": ("recipes", "Print the JSON schema of recipes, for editors."),

@@ -187,7 +187,7 @@ def cp(
     ] = None,
     force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Copy a recipe to edit it, with --preset for speed, memory, BF16 or a short test."""
+    """Copy a recipe to edit it, with --preset for one end."""
     from finetune.config.yaml import read_text
 
     source, text, lines = find_recipe(recipe), read_text(find_recipe(recipe)), None

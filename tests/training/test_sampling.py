@@ -195,6 +195,7 @@ def test_memory_meter_leaves_out_what_is_aside(monkeypatch) -> None:
         "measured_gib": 3.0,
         "measured": "peak allocated by torch, whole training",
         "reserved_gib": 6.0,
+        "weights_gib": 0.0,
     }
     assert meter.earlier_gib == 9, "the report has what the process took"
 
