@@ -99,7 +99,7 @@ def _show_benchmark(found: Benchmark, *, as_json: bool, as_csv: bool = False) ->
         print(found.to_csv(), end="")
     else:
         console = output()
-        console.width = max(120, console.width)
+        console.width = max(132, console.width)
         console.print(found)
         console.print(whole(f"rows: {found.folder}/benchmark.json and .csv"), crop=False)
         console.print(whole(f"next: python -m finetune report {found.folder}"), crop=False)

@@ -336,12 +336,14 @@ class Benchmark(JupyterMixin, BaseModel):
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = []
-        for head, *rows in self.tables():
+        for lines in self.tables():
+            if "batch x length" in lines[0] and len({row.at for row in self.rows}) < 2:
+                at = lines[0].index("batch x length")
+                lines = [[*line[:at], *line[at + 1 :]] for line in lines]
+            head, *rows = lines
             table = plain_table(*head, right=RIGHT, whole=("", "precision", "proven"), fold=head)
             for cells in rows:
                 table.add_row(*cells, style="yellow" if cells[-1] in STATES else None)
-            if "batch x length" in head and len({row.at for row in self.rows}) < 2:
-                del table.columns[head.index("batch x length")]
             parts += [table, Text()]
         return Group(*parts[:-1], *(Text(f"! {note}", "yellow") for note in self.notes()))
 
