@@ -164,7 +164,7 @@ def compare(
             where=" ".join(names) or "only settings",
             fix="python -m finetune compare tiny_full_fp8",
         )
-    wanted = seeds or "3"
+    wanted = seeds or str(comparing.SEEDS)
     which = int(wanted) if wanted.isdecimal() else wanted.split(",")
     if matrix:
         options = {
