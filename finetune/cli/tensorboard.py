@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ def serve(runs: Callable[[], list[Path]]) -> int:
     with tempfile.TemporaryDirectory(prefix="finetune-tensorboard-") as folder:
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder]
         board = subprocess.Popen([*command, "--reload_interval", f"{PERIOD:.0f}"])
+        # A scheduler's SIGTERM would end this process alone, and leave the board on its port.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             while True:
                 for path in runs():
