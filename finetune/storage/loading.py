@@ -299,12 +299,7 @@ def build_stored(
         """Quantize what is due in a decoder layer that is complete, or in the whole model."""
         for name in [name for name in due if name.startswith(prefix)]:
             due.remove(name)
-            owner, _, local = name.rpartition(".")
-            holder = model.get_submodule(owner)
-            if local in holder._parameters:
-                store_experts(holder, local, granularity)
-            else:
-                store(holder.get_submodule(local), granularity)
+            store_named(model, name, granularity)
 
     with torch.no_grad(), init.guard_torch_init_functions():
         fill(model, "", model)
@@ -313,6 +308,16 @@ def build_stored(
     _refuse_uninitialized(model)
     adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))
     return model
+
+
+def store_named(model: nn.Module, name: str, granularity: Granularity = "row") -> None:
+    """Store a linear layer, or a parameter of experts, in FP8, in place."""
+    owner, _, local = name.rpartition(".")
+    holder = model.get_submodule(owner)
+    if local in holder._parameters:
+        store_experts(holder, local, granularity)
+    else:
+        store(holder.get_submodule(local), granularity)
 
 
 def _refuse_uninitialized(model: nn.Module) -> None:

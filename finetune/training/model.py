@@ -237,6 +237,21 @@ def load_model(model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> PreTrain
         ) from error
 
 
+def take_model(given: Any, model: ModelConfig, stored: Sequence[LayerPlan] = ()) -> Any:
+    """Bring a model that a script has loaded to what `load_model` would have returned.
+
+    Args:
+        given: with its adapters; `stored` are plan rows of it, named as its modules are.
+    """
+    from finetune.storage.loading import store_named
+
+    for name in implementation_arguments(model).values():
+        without_adapters(given).set_attn_implementation(name)
+    for row in stored:  # before the trainer moves all of it to the GPU
+        store_named(given, row.name, row.stored or "row")
+    return given
+
+
 def _build_random(
     model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:

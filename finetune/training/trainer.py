@@ -8,7 +8,8 @@ The stock `trl.SFTTrainer` trains, through the session that a user's own script 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from finetune.training import low_bit, resume, scope
 from finetune.training.evaluate import TaskScorer, load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, write_failure
-from finetune.training.model import VARLEN, Attention, load_model
+from finetune.training.model import VARLEN, Attention, load_model, take_model
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
     check_disk,
@@ -65,6 +66,7 @@ from finetune.training.varlen import fix_documents
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from transformers.trainer_utils import TrainOutput
     from trl import SFTConfig, SFTTrainer
 
     from finetune.precision.planner import LayerPlan
@@ -94,40 +96,38 @@ def train(
     Raises:
         FinetuneError: any error that the user can fix, see `finetune.errors`.
     """
+    with begun(recipe, forecast=forecast, out=out, force=force, console=console) as run:
+        run.until = until
+        return run.train(save=save)
+
+
+@contextmanager
+def begun(
+    recipe: Recipe,
+    *,
+    forecast: Forecast | None = None,
+    out: Path | str = "runs",
+    force: bool = False,
+    console: Console | None = None,
+    given: tuple[Any, Any] | None = None,
+) -> Iterator[_Run]:
+    """Context manager for a run that is ready to train, and is in effect until the end of it.
+
+    Args:
+        given: model, with the recipe's adapters, and tokenizer that a script has loaded.
+    """
     with busy(console or output(), f"checking {recipe.name}"):
         ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
     less = partial(advice, forecast, ahead)
     with explained(Path(out), less):
-        run = _Run(recipe, ahead, Path(out), console, force=force)
-    run.until = until
+        run = _Run(recipe, ahead, Path(out), console, force=force, given=given)
+    run.forecast = forecast
     guarded = partial(explained, run.folder, less)
     begins = session_of(ahead.resolution, run.console)
     kept = keeps_going(run.console, run.folder)
     with discarded_unless_begun(run.folder), kept, begins as session, guarded():
         run.load(session)
-        try:
-            with run.stop, guarded():
-                run.trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
-                evaluates = run.args.eval_strategy != "no" and not run.was_just_evaluated()
-                if evaluates and not run.stop.asked:
-                    run.trainer.evaluate()
-        except BaseException as error:
-            run.close(after=error)
-            raise
-        run.close()
-        if save and not run.stop.asked:
-            run.save_model()
-        if not run.stop.is_cut_short:  # after the weights are safe
-            refuse_disagreement(run.receipt)
-        if not run.stop.asked:
-            run.ask_and_score()
-        if forecast is not None and run.is_main and not run.stop.asked:
-            run.receipt.memory |= forecast.predicted(ahead, run.meter.batch)
-            run.receipt.save(run.folder / "receipt.json")
-        report = run.report()
-        if run.still is not None:
-            raise run.still
-        return report
+        yield run
 
 
 class _Run:
@@ -144,27 +144,36 @@ class _Run:
         until: step after which it stops.
         stopped, interrupted: the error that ended the run, if any; or that a signal did.
         still: the error if it came to its end, and not one number has changed.
+        forecast: checks and predicts memory.
+        output: what the trainer returned; None if training was cut short.
         receipt: made by `close`.
     """
 
     receipt: Receipt
     until: int | None = None
     still: ProofError | None = None
+    forecast: Forecast | None = None
+    output: TrainOutput | None = None
 
     def __init__(
-        self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None, *, force: bool
-    ) -> None:
+        self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None, *, force: bool,
+        given: tuple[Any, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Load everything but the model, then make the run folder: a failure here leaves none."""
         from accelerate import PartialState
 
-        self.recipe, self.config, self.attention = recipe, ahead.config, ahead.attention
+        self.recipe, self.ahead = recipe, ahead
+        self.config, self.attention = ahead.config, ahead.attention
         self.notes, self.stored = ahead.notes, ahead.plan.stored
         config, on_cpu = ahead.config, ahead.device.kind == "cpu"
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
         self.console = console or output(quiet=not self.is_main)
         self.folder = name_folder(out, recipe.name, ahead.resolution.label)
-        self.tokenizer, note = load_tokenizer(config.model, config.train.get("chat_template_path"))
+        template = config.train.get("chat_template_path")
+        self.model = given and given[0]
+        loaded = (given[1], "") if given else load_tokenizer(config.model, template)
+        self.tokenizer, note = loaded
         seed, vocabulary = int(config.train.get("seed", 42)), vocabulary_of(config.model)
         sign = counting_rows(self.console, f"reading {config.data.label}")
         with state.main_process_first(), sign:
@@ -238,6 +247,39 @@ class _Run:
         for note in self.notes:
             self.console.print(whole(note), crop=False)
 
+    def train(self, *, save: bool = True) -> RunReport:
+        """Train, and write what a run leaves behind.
+
+        Args:
+            save: save the trained model.
+        """
+        guarded = partial(explained, self.folder, partial(advice, self.forecast, self.ahead))
+        try:
+            self.stop.until = self.until
+            with self.stop, guarded():
+                resume = str(self.resume) if self.resume else None
+                self.output = self.trainer.train(resume_from_checkpoint=resume)
+                evaluates = self.args.eval_strategy != "no" and not self.was_just_evaluated()
+                if evaluates and not self.stop.asked:
+                    self.trainer.evaluate()
+        except BaseException as error:
+            self.close(after=error)
+            raise
+        self.close()
+        if save and not self.stop.asked:
+            self.save_model()
+        if not self.stop.is_cut_short:  # after the weights are safe
+            refuse_disagreement(self.receipt)
+        if not self.stop.asked:
+            self.ask_and_score()
+        if self.forecast is not None and self.is_main and not self.stop.asked:
+            self.receipt.memory |= self.forecast.predicted(self.ahead, self.meter.batch)
+            self.receipt.save(self.folder / "receipt.json")
+        report = self.report()
+        if self.still is not None:
+            raise self.still
+        return report
+
     def load(self, session: Session) -> None:
         """Load the model; build the trainer and its observers."""
         from transformers import set_seed
@@ -257,7 +299,7 @@ class _Run:
         counter = EnergyCounter(session.device.kind)
         label = session.resolution.label
         self.metrics = MetricsWriter(folder / "metrics.jsonl", label, counter)
-        self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console, self.until)
+        self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console)
         self.meter = MemoryMeter(session)
         self.keeper = CheckpointKeeper(
             session.resolution.label, self.facts, self.resume, config.checkpoints
@@ -279,6 +321,7 @@ class _Run:
                 stored=self.stored,
                 attention=self.attention,
                 resume=self.resume,
+                given=self.model,
                 callbacks=[
                     *(self.samples, self.metrics, self.bar, self.stop),
                     *(self.keeper, self.meter, self.timer),
@@ -441,6 +484,7 @@ def make_trainer(
     callbacks: list[TrainerCallback],
     kind: type[SFTTrainer] | None = None,
     resume: Path | None = None,
+    given: Any = None,
 ) -> SFTTrainer:
     """Load a recipe's model and build the trainer around it, under the current session.
 
@@ -453,17 +497,18 @@ def make_trainer(
         attention: resolved `model.attention`.
         kind: trainer class, default `trl.SFTTrainer` with a ledger of its rows.
         resume: checkpoint to resume from.
+        given: model with the run's adapters, in place of the one that would be loaded.
 
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
     """
     from finetune.data.ledger import AccountedTrainer
 
-    resolved = {"attention": attention.implementation}
-    model: Any = load_model(config.model.model_copy(update=resolved), stored)
-    fit_trl(model)
-    scope.freeze(model, config)
-    adapters = scope.lora_config(model, config)
+    named = config.model.model_copy(update={"attention": attention.implementation})
+    model: Any = load_model(named, stored) if given is None else take_model(given, named, stored)
+    fit_trl(without_adapters(model))
+    scope.freeze(without_adapters(model), config)
+    adapters = scope.lora_config(model, config) if given is None else None
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters
         model, adapters = scope.attach(model, config), None
     optimizer = chosen(config.train)
