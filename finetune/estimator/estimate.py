@@ -226,9 +226,11 @@ class Estimate(JupyterMixin):
         yield Text("breakdown: " + ", ".join(parts), "dim")
         if (traffic := pace.traffic) is not None:
             alone = f"{1 - traffic.added / pace.seconds:.0%} of the speed without it"
+            least, most = map(duration, traffic.waits)
             yield Text(
                 f"communication: each GPU sends {traffic.nbytes / 1e9:.3g} GB a step in "
-                f"{duration(traffic.seconds)}, of which it waits {duration(traffic.added)}: {alone}"
+                f"{duration(traffic.seconds)}, of which it waits {duration(traffic.added)} "
+                f"({least} to {most}; how much hides behind computation is assumed): {alone}"
             )
         if self.tokens is not None and self.run_seconds is not None:
             cost = f", costs {self.cost:.2f}" if self.cost is not None else ""
@@ -294,6 +296,7 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
                 "bytes": pace.traffic.nbytes,
                 "seconds": pace.traffic.seconds,
                 "waited": pace.traffic.added,
+                "waited_range": list(pace.traffic.waits),
             },
             "bound": pace.bound,
         },

@@ -90,6 +90,18 @@ def engine(name: str) -> str:
     return has[0] if precision.compute == "fp8" else ""
 
 
+@pytest.mark.parametrize(
+    "optimizer", slow_but(["adamw_torch"], ["adamw_torch", "adamw_torch_8bit"])
+)
+def test_weights_are_parameters_and_buffers_alone(optimizer) -> None:
+    """To the byte: no batch, and no table that an optimizer of 8 bits looks its codes up in."""
+    settings = ("model.dtype=bfloat16", f"train.optim={optimizer}")
+    config = load_recipe("tiny_full_bf16", settings).config
+    model = sketch(config, layers=2)
+    kinds = tensor_footprint(on_h100(config).trace).kinds
+    assert kinds["weights"] == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+
+
 # One of each model, method and engine: the others differ from these in sizes.
 SAME = ("llama_1b_", "gpt2_350m_", "bdh_100m_", "llama_8b_lora32_", "tiny_lora_", "qwen_7b_full_")
 ENGINES = [(name, engine(name)) for name in list_recipes() if not name.startswith(SAME)]

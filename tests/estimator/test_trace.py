@@ -97,7 +97,7 @@ def test_weights_gradients_and_states_to_the_byte(tied) -> None:
     trace = rehearse(tied=tied)
     weights = WEIGHTS + (0 if tied else HEAD)
     parameters = 5 if tied else 6
-    assert of_kind(trace, "weights") == weights + 8 * B  # and the batch
+    assert of_kind(trace, "weights") == weights
     assert trace.initial_bytes == weights + 8 * B
     # A tied weight has two gradients for a moment, and holds one.
     assert of_kind(trace, "gradients") == weights

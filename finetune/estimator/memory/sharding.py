@@ -234,7 +234,7 @@ def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> 
     peaks = step.model.find_peaks(
         step.moments, step.optimizer_bytes, accumulates=rehearsal.accumulates
     )
-    phases = {"load": _kinds(weights=step.model.weight_bytes() + step.constant)}
+    phases = {"load": _kinds(Counter(weights=step.model.weight_bytes()) + step.constant)}
     for phase in ("forward", "backward", "optimizer"):
         own = [each for each in enumerate(peaks) if step.phases[each[0]] == phase]
         phases[phase] = step.kinds_at(*max(own, key=lambda pair: pair[1].total))
@@ -267,7 +267,7 @@ class _ShardedStep:
         events: event number of each moment, -1 before the first.
         phases: the footprint's phase of each moment: the loss is partly in backward.
         optimizer_bytes: optimizer states of the whole model as stored.
-        constant: bytes of buffers and batches.
+        constant: bytes by kind of what is whole on each GPU: buffers, a batch.
     """
 
     def __init__(self, rehearsal: Rehearsal, model: Fsdp2) -> None:
@@ -276,9 +276,10 @@ class _ShardedStep:
         self.events: list[int] = []
         self.phases: list[str] = []
         self.optimizer_bytes = self._other = 0
-        self.constant = self.trace.initial_bytes - sum(
-            map(model.gathered_bytes, range(len(model.groups)))
-        )
+        self.constant = Counter[str]()
+        for storage, nbytes in self.trace.initial.items():
+            self.constant[self.trace.storages[storage].kind] += nbytes
+        self.constant["weights"] -= sum(map(model.gathered_bytes, range(len(model.groups))))
         for event in self.trace.events[: self.trace.marks["step"]]:
             size, kind = self._size(event.storage), self.trace.storages[event.storage].kind
             change = size if event.nbytes > 0 else -size
@@ -335,13 +336,10 @@ class _ShardedStep:
         if self.moments[where].phase == "optimizer":
             rest = Counter({kind: nbytes // model.gpus for kind, nbytes in rest.items()})
         rest["temporary"] += peak.other - sum(rest.values())
-        return _kinds(
-            **rest,
-            weights=weights + self.constant,
-            optimizer=states,
-            gradients=peak.shards - weights - states + peak.whole,
-            gathered=peak.gathered,
-        )
+        gradients = peak.shards - weights - states + peak.whole
+        rest.update(weights=weights, optimizer=states, gradients=gradients, gathered=peak.gathered)
+        rest.update(self.constant)
+        return _kinds(rest)
 
 
 def _unused_by_others(peaks: Sequence[Peak]) -> int:
@@ -350,7 +348,7 @@ def _unused_by_others(peaks: Sequence[Peak]) -> int:
     return max(p.gathered for p in peaks) - highest.gathered
 
 
-def _kinds(**sizes: int) -> dict[str, int]:
+def _kinds(sizes: Counter[str]) -> dict[str, int]:
     return dict.fromkeys((*KINDS, "gathered"), 0) | sizes
 
 

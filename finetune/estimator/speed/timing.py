@@ -15,8 +15,9 @@ reduce-scatter and twice that for an all-reduce; time = bytes / speed of the slo
 that of backward; what takes longer than these is waited for. Collectives reach a fraction of the
 link's nominal speed, a small one over PCIe without peer access (data passes through host memory).
 Overlapped communication is not free either: NCCL kernels occupy multiprocessors, copies use
-bandwidth. So at least half of it is added to the step. Limits: a single machine; the first gather
-and the last reduction, behind which nothing is computed, count as the others.
+bandwidth. How much shows is not measured yet: half of it is assumed, between nothing of what
+computation can hide and all of it (`Traffic.waits`). Limits: a single machine; the first gather and
+the last reduction, behind which nothing is computed, count as the others.
 
 *Scatter.* `scatter_*` in `assets/efficiency.yaml` is the standard deviation of ln(predicted /
 published) over published step times and over FP8-to-BF16 pairs. Two runs share most of their error
@@ -201,7 +202,8 @@ LATENCY_S = 30e-6
 # Fraction of a link's nominal speed: fitted to published speeds of sharded training, below the 0.7
 # to 0.8 of nccl-tests over NVLink. PCIe: GeForce cards, no peer access.
 SHARE = {"nvlink": 0.35, "infinity-fabric": 0.35, "pcie": 0.10}
-# Fraction of communication that always adds to the step: fitted to the same speeds.
+# Fraction of communication that adds to the step even where computation could hide it: assumed. It
+# was chosen with `SHARE`, to which published speeds of whole steps do not tell it apart.
 SHOWN = 0.5
 # Buckets of `DistributedDataParallel` (`bucket_cap_mb`).
 BUCKET_BYTES = 25 * MIB
@@ -259,14 +261,22 @@ class Traffic(NamedTuple):
     @property
     def added(self) -> float:
         """Seconds that it adds to a step."""
-        return self._of_one(self.reduced) + (self.batches - 1) * self._of_one(0.0)
+        return self._added(SHOWN)
 
-    def _of_one(self, reduced: float) -> float:
+    @property
+    def waits(self) -> tuple[float, float]:
+        """The least and the most that it may add: what nothing can hide, and all that is sent."""
+        return self._added(0.0), self.seconds
+
+    def _added(self, shown: float) -> float:
+        return self._of_one(self.reduced, shown) + (self.batches - 1) * self._of_one(0.0, shown)
+
+    def _of_one(self, reduced: float, shown: float) -> float:
         """Seconds that sending adds to a micro-batch, in which it reduces gradients or not."""
         backward = self.backward + reduced
         waits = max(0.0, self.forward - self.computed_forward)
         waits += max(0.0, backward - self.computed_backward)
-        return max(waits, SHOWN * (self.forward + backward))
+        return max(waits, shown * (self.forward + backward))
 
     def extrapolated(self, more: Traffic, times: float) -> Traffic:
         """That of a model with `times` the layers that `more` has beyond this one's."""

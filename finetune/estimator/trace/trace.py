@@ -10,13 +10,13 @@ rounding (`finetune.estimator.memory.overheads`, `finetune.estimator.memory.foot
 
 Kinds of storages:
 
-    weights      present before the first event
+    weights      parameters and buffers, present before the first event
     gradients    `parameter.grad` when the optimizer steps
     optimizer    created in the optimizer's step and outliving it
     fp8          with an FP8 dtype
     logits       created outside the decoder: head and loss
-    saved        created in forward and alive when backward begins
-    temporary    all others
+    saved        the batch; what is created in forward and alive when backward begins
+    temporary    all others, with constants such as tables of an optimizer's codes
 """
 
 from __future__ import annotations
@@ -163,15 +163,15 @@ class Recorder(TorchDispatchMode):
             for tensor in (*model.parameters(), *model.buffers()):
                 self.add_initial(tensor)
         for tensor in known:
-            self.add_initial(tensor)
+            self.add_initial(tensor, "saved")
 
     # ---------------------------------------------------------------------------------- storages
 
-    def add_initial(self, tensor: Tensor) -> None:
+    def add_initial(self, tensor: Tensor, kind: Kind = "weights") -> None:
         """Register a tensor that existed before the first event."""
         for plain in plain_tensors(tensor):
             if plain.untyped_storage()._cdata not in self._numbers:
-                number = self._number(plain, "initial", kind="weights")
+                number = self._number(plain, "initial", kind)
                 self.trace.initial[number] = self.trace.storages[number].nbytes
 
     def _number(self, tensor: Tensor, op: str, kind: Kind | None = None) -> int:
@@ -315,7 +315,7 @@ class Recorder(TorchDispatchMode):
                 return NotImplemented  # what it wraps comes back here, one by one
         for tensor in inputs:  # of which nobody said that it was there before
             if tensor.dim() and tensor.untyped_storage()._cdata not in self._numbers:
-                self.add_initial(tensor)
+                self.add_initial(tensor, "temporary")
         result = self._run(func, inputs, args, kwargs)
         outputs: list[Tensor] = []
         _collect(result if isinstance(result, (tuple, list)) else (result,), outputs)
