@@ -254,7 +254,7 @@ def test_a_predicted_matrix_runs_nothing_and_judges_what_is_said(
         found.pace.seconds /= (entry.speed or 1) * times
         return found
 
-    monkeypatch.setattr(matrix_runs, "predict", predicted)
+    monkeypatch.setattr(benchmark, "predict", predicted)
     found = matrix_runs.matrix("tiny_full_fp8", gpu="H100", grid="batch=1,8")
     assert not runs.jobs
     claims = found.claims()

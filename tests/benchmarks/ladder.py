@@ -51,6 +51,7 @@ from finetune.config.sft import sft_config
 from finetune.data.dataset import load_data
 from finetune.errors import ConfigError, FinetuneError, install_hint
 from finetune.hardware.device import Device, Verdict, this_device
+from finetune.hardware.gpus import place_here
 from finetune.precision.proof.movement import sample
 from finetune.precision.proof.proof import Proof
 from finetune.runs.folder import new_folder
@@ -211,7 +212,7 @@ def climb(
     points = points_of(grid, loaded.config)
     unpredicted = [step.name for step in taken if step.how == "shipped"]
     measuring = Measuring(
-        variants, points, device, steps, rounds, force, say=say, unpredicted=unpredicted
+        variants, points, place_here(device), steps, rounds, force, say=say, unpredicted=unpredicted
     )
     result = Benchmark(references=list(references))
     if not liger and any(step.liger == "wanted" for step in taken):

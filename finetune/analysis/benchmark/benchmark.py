@@ -32,8 +32,8 @@ from finetune.config.schema import RunConfig
 from finetune.data.dataset import random_rows
 from finetune.errors import ConfigError, FinetuneError, RunFailedError
 from finetune.estimator.predict import predict
-from finetune.hardware.device import Device, available_gib, cores, this_device
-from finetune.hardware.gpus import place_here
+from finetune.hardware.device import available_gib, cores, this_device
+from finetune.hardware.gpus import Place, place_here
 from finetune.runs.folder import command_line, new_folder
 from finetune.units import size_of_gib
 
@@ -90,7 +90,7 @@ def benchmark(
         for label, one, config in zip(labels, recipes, configs, strict=True)
     ]
     measuring = Measuring(
-        *(variants, points_of(grid, configs[0]), device, steps),
+        *(variants, points_of(grid, configs[0]), place_here(device), steps),
         strong=scaling == "strong",
         rounds=rounds if rounds is not None else ROUNDS if vs else 1,
         force=force,
@@ -114,7 +114,7 @@ def differences(variants: Sequence[Variant], point: Point, *, on_cpu: bool) -> l
 
 @dataclass
 class Measuring:
-    """Measures variants at points, and writes the rows after each run.
+    """Measures variants at points, or predicts them for another place, and writes the rows.
 
     Raises:
         ConfigError: `steps` or `rounds` below 1, a point at which a recipe cannot be measured, more
@@ -123,7 +123,7 @@ class Measuring:
 
     variants: Sequence[Variant]
     points: Sequence[Point]
-    device: Device
+    place: Place
     steps: int
     rounds: int
     strong: bool = False
@@ -139,7 +139,8 @@ class Measuring:
 
     def __post_init__(self) -> None:
         refuse_processes("benchmark", '; for several GPUs: --grid "gpus=1,2"')
-        self._check_gpus()
+        if self.place.here:
+            self._check_gpus()
         for name, value in (("steps", self.steps), ("rounds", self.rounds)):
             if value < 1:
                 raise ConfigError(f"--{name} {value}", where=f"--{name}", fix=f"--{name} 1 or more")
@@ -150,8 +151,8 @@ class Measuring:
         self.seeds = self.seeds or range(FIRST_SEED, FIRST_SEED + self.rounds)
 
     def _check_gpus(self) -> None:
-        most, on_cpu = self.most, self.device.kind == "cpu"
-        here, what = (cores(), "cores") if on_cpu else (self.device.count, "GPUs")
+        most, on_cpu = self.most, self.place.device.kind == "cpu"
+        here, what = (cores(), "cores") if on_cpu else (self.place.device.count, "GPUs")
         name = self.variants[0].recipe.name
         if most > here:
             raise ConfigError(
@@ -195,7 +196,7 @@ class Measuring:
             tokens = 0 if self.trained else tokens_of(config) * point.gpus
             row = rows[variant.label] = Row(label=variant.label, **point._asdict(), tokens=tokens)
             row.error = self.refused.get(row.label) or self._unfit(row, config)
-            if row.error:
+            if row.error or not self.place.here:
                 self.result.rows.append(row)
                 continue
             if not self.trained:
@@ -216,18 +217,22 @@ class Measuring:
         if row.label in self.unpredicted:
             row.prediction = "other libraries' own conversion is not modelled"
             return ""
+        device = self.place.device
         try:
-            needed = row.predict(predict(config, place_here(self.device, row.gpus)))
+            found = predict(config, replace(self.place, count=row.gpus))
         except FinetuneError as error:
-            row.prediction = f"not predicted: {error.what}"
+            row.prediction = f"not predicted: {error.what}" if self.place.here else ""
+            return "" if self.place.here else reason(error)
+        needed, on_gpu = row.predict(found), device.kind == "cuda"
+        if not self.place.here:
+            row.note = found.fit if found.fit == "does not fit" else ""
             return ""
-        on_gpu = self.device.kind == "cuda"
         needed *= 1 if on_gpu else row.gpus  # which share the memory of a CPU
-        there = self.device.memory_gib if on_gpu else available_gib(self.device)
+        there = device.memory_gib if on_gpu else available_gib(device)
         if self.force or needed <= there * (FAR if on_gpu else 1):
             return ""
         return (
-            f"skipped: predicted to hold {size_of_gib(needed)}, and {self.device.name} has "
+            f"skipped: predicted to hold {size_of_gib(needed)}, and {device.name} has "
             f"{size_of_gib(there)}{'' if on_gpu else ' free'}; --force tries it"
         )
 
@@ -238,7 +243,7 @@ class Measuring:
             row.add(outcome, trained=self.trained)
             self.result.environment = outcome.receipt["environment"]
         except RunFailedError as error:
-            row.error = f"{error.what}: {error.why}" if error.why else error.what
+            row.error = reason(error)
             row.out_of_memory = OUT_OF_MEMORY in error.what
         if row not in self.result.rows:
             self.result.rows.append(row)
@@ -253,3 +258,8 @@ class Measuring:
 
 def _at(row: Row) -> Point:
     return Point(row.batch, row.length, row.gpus)
+
+
+def reason(error: FinetuneError) -> str:
+    """What and why, in the line of a row."""
+    return f"{error.what}: {error.why}" if error.why else error.what

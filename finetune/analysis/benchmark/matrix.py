@@ -16,44 +16,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import yaml
+
 from finetune.analysis.benchmark.result import Benchmark, Row
+from finetune.config.paths import ASSETS
 from finetune.units import count, percent, size_of_gib
 
 NEAR = 0.10
 """Relative distance from a figure in circulation within which it is confirmed."""
-ADAMW, IN_8_BITS = "train.optim=adamw_torch", "train.optim=adamw_torch_8bit"
-FP32_WEIGHTS, BF16_WEIGHTS = "model.dtype=float32", "model.dtype=bfloat16"
-FP8 = ("precision.compute=fp8", BF16_WEIGHTS)
-BLOCKS = ("~precision.format", "~precision.power_of_two_scales")
-"""Settings that block scales have by definition."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the matrix; figures in circulation are shares of FP32's, None where none is known.
+    """A row of the matrix, of `assets/precision_matrix.yaml`, which describes the fields."""
 
-    The guides give optimizer states 100, 50 and 25 %, memory -25, -55, -30 and -65 %, and speeds of
-    1.4, 1.35, 2.1 and 2.0; memory is taken to be in the order of the speeds.
-    """
-
-    overrides: tuple[str, ...]
+    overrides: list[str]
     optimizer: float | None = None
     memory: float | None = None
     speed: float | None = None
 
 
-MATRIX = {
-    "FP32": Entry(("precision.compute=fp32", FP32_WEIGHTS, ADAMW)),
-    "FP16": Entry(("precision.compute=fp16", FP32_WEIGHTS, ADAMW)),
-    "BF16": Entry(("precision.compute=bf16", BF16_WEIGHTS, ADAMW), 0.50, 0.75, 1.4),
-    "BF16, 8-bit AdamW": Entry(
-        ("precision.compute=bf16", BF16_WEIGHTS, IN_8_BITS), 0.25, 0.45, 1.35
-    ),
-    "FP8": Entry((*FP8, ADAMW), None, 0.70, 2.1),
-    "FP8, 8-bit AdamW": Entry((*FP8, IN_8_BITS), 0.25, 0.35, 2.0),
-    "MXFP8": Entry((*FP8, ADAMW, "precision.scaling=mxfp8", *BLOCKS)),
-    "NVFP4": Entry((*FP8, ADAMW, "precision.scaling=nvfp4", *BLOCKS)),
-}
+_TABLE = yaml.safe_load((ASSETS / "precision_matrix.yaml").read_text("utf-8"))
+MATRIX = {label: Entry(**facts) for label, facts in _TABLE.items()}
 REFERENCE = "FP32"
 NOT_HERE = "not measurable here"
 
