@@ -68,10 +68,10 @@ def benchmark(
     from finetune.analysis.benchmark.benchmark import benchmark as measure
 
     progress = output(stderr=True)
-    given_options = {"--vs": vs, "--all": all_points, "--scaling strong": scaling != "weak"}
-    if idle := [name for name, given in given_options.items() if given and matrix]:
+    if matrix:
+        given = {"--vs": vs, "--all": all_points, "--scaling strong": scaling != "weak"}
         fix = "leave it out, or measure it in a benchmark of its own"
-        raise ConfigError(f"{idle[0]} does not go with --matrix", fix=fix)
+        _refuse(given, "does not go with --matrix", fix=fix)
     if gpu is not None and not matrix:
         fix = "--matrix --gpu H100; one recipe: python -m finetune estimate RECIPE --gpu H100"
         raise ConfigError("--gpu predicts a matrix, and a benchmark measures this machine", fix=fix)
@@ -89,6 +89,12 @@ def benchmark(
             recipe, vs=vs or (), rounds=rounds, all_points=all_points, scaling=scaling, **common
         )
     _show_benchmark(found, as_json=as_json, as_csv=as_csv)
+
+
+def _refuse(given: dict[str, Any], said: str, **more: str) -> None:
+    """Raise `ConfigError` if words or options were given, by what they are called on the line."""
+    if idle := [name for name, value in given.items() if value or isinstance(value, float)]:
+        raise ConfigError(f"{', '.join(idle)} {said}", **more)
 
 
 def _show_benchmark(found: Benchmark, *, as_json: bool, as_csv: bool = False) -> None:
@@ -166,15 +172,11 @@ def compare(
         )
     wanted = seeds or str(comparing.SEEDS)
     which = int(wanted) if wanted.isdecimal() else wanted.split(",")
+    judging = {"margin": margin, "margins": margins, "confidence": confidence, "allow": allow}
     if matrix:
-        options = {
-            "--margin": margin, "--margins": margins, "--confidence": confidence,
-            "--allow": allow or None, "--jobs": jobs,
-        }  # fmt: skip
-        idle = [*names[1:], *(name for name, given in options.items() if given is not None)]
-        if idle:
-            fix = "leave it out; two precisions are judged by compare without --matrix"
-            raise ConfigError(f"{', '.join(idle)} does not go with --matrix", fix=fix)
+        fix = "leave it out; two precisions are judged by compare without --matrix"
+        given = dict.fromkeys(names[1:], True) | {f"--{name}": x for name, x in judging.items()}
+        _refuse(given | {"--jobs": jobs}, "does not go with --matrix", fix=fix)
         from finetune.analysis.benchmark.matrix_runs import matrix as train_matrix
 
         progress = output(stderr=True)
@@ -186,32 +188,25 @@ def compare(
     folder = user_path(names[0])
     again = folder.is_dir() and names[0] not in list_recipes()  # of a comparison, as no recipe is
     if again:
-        options = {"--seeds": seeds, "--out": out, "--jobs": jobs, "--force": force}
-        idle = [*names[1:], *overrides, *(name for name, given in options.items() if given)]
-        if idle:
-            raise ConfigError(
-                f"{', '.join(idle)} would change nothing",
-                where=names[0],
-                why="the runs of this comparison are done; they are judged again",
-                fix="leave it out; or compare the recipes again",
-            )
-        found = comparing.judge_again(
-            folder, margin=margin, margins=margins, confidence=confidence, allow=allow
+        _refuse(
+            dict.fromkeys((*names[1:], *overrides), True)
+            | {"--seeds": seeds, "--out": out, "--jobs": jobs, "--force": force},
+            "would change nothing",
+            where=names[0],
+            why="the runs of this comparison are done; they are judged again",
+            fix="leave it out; or compare the recipes again",
         )
+        found = comparing.judge_again(folder, **judging)
     else:
         found = comparing.compare(
-            names[0],
-            names[1] if len(names) > 1 else None,
-            overrides,
+            *names,
+            overrides=overrides,
             seeds=which,
-            margin=comparing.MARGIN if margin is None else margin,
-            margins=margins,
-            confidence=comparing.CONFIDENCE if confidence is None else confidence,
-            allow=allow,
             out=out or Path("runs"),
             jobs=jobs,
             force=force,
             console=output(stderr=True),
+            **{name: given for name, given in judging.items() if given is not None},
         )
     assert found.folder is not None
     console = output()
