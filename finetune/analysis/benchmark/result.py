@@ -21,6 +21,7 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
+from finetune.analysis.compare.result import Interval
 from finetune.analysis.statistics import Ratio, speed_ratio
 from finetune.errors import ConfigError
 from finetune.logging import plain_table
@@ -218,7 +219,8 @@ def _over(measured: float | None, predicted: float | None) -> float | None:
 class Against(NamedTuple):
     """Ratios of a row to a reference: above 1 is faster, or more memory."""
 
-    speed: Ratio
+    speed: float
+    interval: Interval | None
     predicted_speed: float | None
     memory: float | None
 
@@ -257,7 +259,7 @@ class Benchmark(JupyterMixin, BaseModel):
                 if logs:
                     predicted = _over(other.predicted_seconds, row.predicted_seconds)
                     memory = _over(row.allocated_gib, other.allocated_gib)
-                    found[other.label] = Against(speed_ratio(logs), predicted, memory)
+                    found[other.label] = Against(*speed_ratio(logs), predicted, memory)
         return found
 
     def efficiency(self, row: Row, seconds: str = "step_seconds") -> float | None:
@@ -277,15 +279,7 @@ class Benchmark(JupyterMixin, BaseModel):
         data = self.model_dump(mode="json")
         for row, written in zip(self.rows, data["rows"], strict=True):
             written["efficiency"] = self.efficiency(row)
-            written["against"] = {
-                name: {
-                    "speed": one.speed.value,
-                    "interval": one.speed.interval,
-                    "predicted_speed": one.predicted_speed,
-                    "memory": one.memory,
-                }
-                for name, one in self.against(row).items()
-            }
+            written["against"] = {n: one._asdict() for n, one in self.against(row).items()}
         return json.dumps(data, indent=1)
 
     def to_csv(self) -> str:
@@ -299,14 +293,14 @@ class Benchmark(JupyterMixin, BaseModel):
 
     def _csv_line(self, row: Row) -> dict[str, Any]:
         first = self.against(row).get(self.references[0]) if self.references else None
-        low, high = (first and first.speed.interval) or (None, None)
+        low, high = (first and first.interval) or (None, None)
         return row.model_dump(exclude={"losses", "eval_losses"}) | {
             "rounds": len(row.rounds),
             "steps": len(row.seconds),
             "exchange": _median(row.exchange),
             "waited": _median(row.waited),
             "efficiency": self.efficiency(row),
-            "speed": first and first.speed.value,
+            "speed": first and first.speed,
             "speed_low": low,
             "speed_high": high,
             "predicted_speed": first and first.predicted_speed,
@@ -357,7 +351,7 @@ class Benchmark(JupyterMixin, BaseModel):
         ratios, found = list[str](), self.against(row)
         for one in map(found.get, self.references):
             memory = one and one.memory
-            ratios += [str(one.speed) if one else "", f"{memory:.2f}x" if memory else ""]
+            ratios += [str(Ratio(*one[:2])) if one else "", f"{memory:.2f}x" if memory else ""]
         return [
             row.label,
             row.at,
@@ -385,7 +379,7 @@ class Benchmark(JupyterMixin, BaseModel):
             for name, one in [*self.against(row).items()][:1]:
                 if one.predicted_speed:
                     expected = f"predicted {one.predicted_speed:.2f}x"
-                    lines.append(f"{who}: {one.speed} over {name}, {expected}")
+                    lines.append(f"{who}: {Ratio(*one[:2])} over {name}, {expected}")
         if any(row.gpus > 1 for row in self.rows):
             kept = {"weak": "each GPU has the rows of one", "strong": "a step keeps its rows"}
             lines.append(f"{self.scaling} scaling: {kept[self.scaling]}")

@@ -251,7 +251,9 @@ class Comparison(JupyterMixin, _Part):
         self.folder = folder
         return file
 
-    def headline(self) -> str:
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
         a, b, n = self.a.label, self.b.label, len(self.seeds)
         margin, seeds = self.within, plural(n, "seed")
         lines = {
@@ -261,7 +263,7 @@ class Comparison(JupyterMixin, _Part):
             f"{b} ends, within {margin}",
             "refused": f"{a} and {b} cannot be compared",
         }
-        return f"{self.verdict}: {lines[self.verdict]}"
+        return lines[self.verdict]
 
     def __rich__(self) -> RenderableType:
         parts = [self._differences()]
@@ -269,7 +271,9 @@ class Comparison(JupyterMixin, _Part):
             parts += [[self._loss_table()], self._ratios()]
         notes = [Text(f"  {note}", style="dim") for note in self.notes]
         parts += [self._task_table(), self._samples(), notes]
-        lines: list[RenderableType] = [Text(self.headline(), style=STYLES[self.verdict])]
+        lines: list[RenderableType] = [
+            Text(f"{self.verdict}: {self.sentence}", style=STYLES[self.verdict])
+        ]
         lines += [Text(f"  {reason}") for reason in self.reasons]
         for part in parts:
             lines += [Text(""), *part] if part else []

@@ -11,18 +11,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from finetune.analysis.compare.result import Comparison, as_text
 from finetune.analysis.report.curves import (
     UNIT,
+    Curve,
+    Drawn,
     curve,
-    envelope,
+    plot_of,
     row_of,
     smoothed,
-    treatment,
     window_of,
 )
 from finetune.analysis.report.elements import (
@@ -33,9 +34,7 @@ from finetune.analysis.report.elements import (
     Line,
     Num,
     Page,
-    Plot,
     Row,
-    Series,
     Source,
     Table,
     Tone,
@@ -43,7 +42,7 @@ from finetune.analysis.report.elements import (
     fixed,
     signed,
 )
-from finetune.analysis.report.figures import style
+from finetune.analysis.report.run_page import table_of
 from finetune.analysis.report.run_source import RunSource
 from finetune.runs.card import without_paths
 from finetune.runs.folder import COMPARISON as FILE
@@ -51,19 +50,10 @@ from finetune.runs.lookup import is_run
 from finetune.units import count, percent, size_of_gib
 
 LOSSES = {"train": ("Training loss", "loss"), "eval": ("Eval loss", "eval_loss")}
-VERDICTS: dict[str, tuple[str, Tone, str]] = {
-    "equivalent": ("Equivalent within {margin}", "good", "{a} trains as {b} does."),
-    "not equivalent": ("Not equivalent within {margin}", "bad", "{a} does not train as {b} does."),
-    "undecided": (
-        *("Undecided at a margin of {margin}", "plain"),
-        "These seeds cannot tell whether {a} trains as {b} does.",
-    ),
-    "refused": (
-        *("Refused", "bad"),
-        "{a} and {b} cannot be compared, so no gap and no speed-up is given.",
-    ),
-}  # fmt: skip
-"""Headline, tone and sentence by verdict."""
+TONES: dict[str, Tone] = {"equivalent": "good", "undecided": "plain"}
+"""Tone of a verdict; that of others is bad."""
+SEEDS: dict[str, Any] = {"size": "half", "least_points": 2}
+"""Fields of a plot of several seeds."""
 COSTS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "speed": ("tokens per second", "tokens_per_s", count),
     "memory": ("peak memory of a step", "gib", size_of_gib),
@@ -74,12 +64,12 @@ COSTS: dict[str, tuple[str, str, Callable[[float], str]]] = {
 
 @dataclass(frozen=True)
 class Sides:
-    """A comparison with its runs on disk; `source` links to its folder."""
+    """A comparison with its runs on disk, by seed; `source` links to its folder."""
 
     found: Comparison
     source: Source
     labels: tuple[str, str]
-    sides: tuple[list[RunSource], list[RunSource]]
+    sides: tuple[dict[int, RunSource], dict[int, RunSource]]
 
     @cached_property
     def _data(self) -> dict[str, Any]:
@@ -102,10 +92,12 @@ class Sides:
 def comparison_page(found: Comparison, source: Source) -> Page:
     labels = found.a.label, found.b.label
     c = Sides(found, source, labels, (_members(found, source, "a"), _members(found, source, "b")))
-    headline, tone, lead = VERDICTS[found.verdict]
     firsts = [
-        (members[0], label) for label, members in zip(labels, c.sides, strict=True) if members
+        (next(iter(side.values())), label)
+        for label, side in zip(labels, c.sides, strict=True)
+        if side
     ]
+    within = f" within {_text(found.within)}"
     forest, gaps = _gaps(c)
     parts = {
         "found": found,
@@ -113,7 +105,7 @@ def comparison_page(found: Comparison, source: Source) -> Page:
         "seeds": ", ".join(map(str, found.seeds)),
         "folder": source.link(f"{source.folder.resolve().name}/"),
         "level": percent(found.confidence, 0),
-        "lead": lead.format(a=found.a.recipe, b=found.b.recipe),
+        "lead": c.num("verdict", _text(found.sentence)),
         "reasons": [c.num("reasons", _text(reason).rstrip(".")) for reason in found.reasons],
         "differences": _differences(c),
         "forest": forest,
@@ -123,28 +115,33 @@ def comparison_page(found: Comparison, source: Source) -> Page:
         "notes": [c.num("notes", _text(note).rstrip(".")).capitalized for note in found.notes],
         "answers": _answers(firsts),
         "tasks": _tasks(c),
-        "runs": _runs(c),
+        "runs": table_of(
+            [s for pair in c.found.runs for side in c.sides if (s := side.get(pair.seed))]
+        ),
         "firsts": firsts,
     }
     versus, first = " against ".join(labels), firsts[0][0] if firsts else None
     return Page(
         title=Line((f"{versus}: ", *first.title)) if first else Line((versus,)),
         setting=first.setting if first else Line(),
-        verdict=c.num("verdict", headline.format(margin=_text(found.within))),
-        tone=tone,
+        verdict=c.num(
+            "verdict", found.verdict.capitalize() + within * (found.verdict != "refused")
+        ),
+        tone=TONES.get(found.verdict, "bad"),
         template="comparison.j2",
         parts=parts,
     )
 
 
-def _members(found: Comparison, source: Source, side: str) -> list[RunSource]:
-    """Runs of a side whose folders are there."""
+def _members(found: Comparison, source: Source, side: str) -> dict[int, RunSource]:
+    """Runs of a side whose folders are there, by seed."""
+    label = getattr(found, side).label
     folders = {pair.seed: source.folder / getattr(pair, side) for pair in found.runs}
-    return [
-        RunSource(folder, source.base, f"seed {seed}")
+    return {
+        seed: RunSource(folder, source.base, f"{label}, seed {seed}")
         for seed, folder in folders.items()
         if is_run(folder)
-    ]
+    }
 
 
 # ----------------------------------------------------------------------------------------- plots
@@ -184,81 +181,39 @@ def _gaps(c: Sides) -> tuple[list[Row], Table]:
     return row_of(forest), table
 
 
-class Seeds(NamedTuple):
-    """Values [seeds, n] at the steps [n] that all seeds logged."""
-
-    steps: Any
-    values: Any
-
-
 def _trajectories(c: Sides) -> list[Row]:
     """Losses of both sides, beside the gap of the seeds that both have."""
-    rows: list[Row] = []
-    both = set.intersection(*({s.label for s in members} for members in c.sides))
-    quotient = " / ".join(c.labels)
+    rows, both = list[Row](), sorted(c.sides[0].keys() & c.sides[1].keys())  # one may be gone
     for key, (title, column) in LOSSES.items():
-        every = [_seeds(members, column) for members in c.sides]
-        # a run folder may be gone
-        paired = [_seeds([s for s in side if s.label in both], column) for side in c.sides]
-        (a, b), gap = paired, None
-        if a is not None and b is not None:
-            steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-            gap = Seeds(steps, a.values[:, at_a] / b.values[:, at_b] - 1)
         links = [
-            s.num(f"{s.run.recipe}, {s.label}", METRICS, column)
-            for members in c.sides
-            for s in members
+            [s.num(f"{s.run.recipe}, seed {seed}", METRICS, column) for seed, s in side.items()]
+            for side in c.sides
         ]
-        gap_title = f"{title}: gap over steps", f"{quotient} − 1"
+        every = [_seeds([*side.values()], column) for side in c.sides]
+        a, b = (_seeds([side[seed] for seed in both], column) for side in c.sides)
+        steps, at_a, at_b = np.intersect1d(a.x, b.x, return_indices=True)
+        gap = Curve(steps, a.y[:, at_a] / b.y[:, at_b] - 1)
         margin = c.found.margin_of(key) or 0.0
         lines = ((margin, "margin"), (-margin, ""))
+        gap_title = f"{title}: gap over steps", f"{' / '.join(c.labels)} − 1"
         rows += row_of(
-            _plot(dict(zip(c.labels, every, strict=True)), links, column, title, UNIT, log=True),
-            _plot({"gap": gap}, links, f"gap_{key}", *gap_title, lines=lines, percent=True),
-        )
+            plot_of([Drawn(*one) for one in zip(c.labels, every, links, (0, 1), strict=True)],
+                    column, title, UNIT, log=True, **SEEDS),
+            plot_of([Drawn("gap", gap, [*links[0], *links[1]], 0)],
+                    f"gap_{key}", *gap_title, lines=lines, percent=True, **SEEDS),
+        )  # fmt: skip
     return rows
 
 
-def _seeds(members: Sequence[RunSource], column: str) -> Seeds | None:
-    """Smoothed values of the seeds of one side."""
+def _seeds(members: Sequence[RunSource], column: str) -> Curve:
+    """Smoothed values [seeds, n] of one side, at the steps [n] that all of them logged."""
     # A step logged twice (the last evaluation) keeps its last value.
     curves = [curve(member.run.rows, column) for member in members]
     tables = [dict(zip(c.x.tolist(), c.y.tolist(), strict=True)) for c in curves]
     steps = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
-    if not steps:
-        return None
     values = [np.asarray([table[step] for step in steps]) for table in tables]
-    return Seeds(np.asarray(steps), np.stack([smoothed(y, window_of(len(y))) for y in values]))
-
-
-def _plot(
-    means: dict[str, Seeds | None], links: list[Num], name: str, title: str, unit: str, **more: Any
-) -> Plot | None:
-    """Mean over seeds of each, behind it the band between lowest and highest of several."""
-    series, ends, n = list[Series](), list[str](), 0
-    for number, (label, seeds) in enumerate(means.items()):
-        if seeds is None or len(seeds.steps) < 2:
-            return None
-        mean, n = seeds.values.mean(0), len(seeds.steps)
-        x, _ = envelope(seeds.steps, mean)
-        shown = np.searchsorted(seeds.steps, x)  # so that all lines share one grid
-        y, low, high = (line[shown].tolist()
-                        for line in (mean, seeds.values.min(0), seeds.values.max(0)))  # fmt: skip
-        color, dash = style(number)
-        if (count := len(seeds.values)) > 1:
-            band = f"{label}, range of {count} seeds"
-            series.append(Series(band, x.tolist(), low=low, high=high, color=color))
-            label = f"{label}, mean"
-        series.append(Series(label, x.tolist(), y, color=color, dash=dash))
-        ends.append(f"{label} ends at {mean[-1]:.4g}")
-    return Plot(
-        *(name, title, unit, f"{title} over steps: {'; '.join(ends)}."),
-        tuple(series),
-        note=treatment(n, window_of(n)),
-        sources=tuple(links),
-        size="half",
-        **more,
-    )
+    lines = [smoothed(y, window_of(len(y))) for y in values]
+    return Curve(np.asarray(steps), np.asarray(lines).reshape(len(lines), len(steps)))
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -322,20 +277,3 @@ def _tasks(c: Sides) -> Table:
             verdict = c.num(f"tasks.{task}.verdict", score.verdict) if score.verdict else MISSING
             rows.append((task, score.metric, *cells, gap, verdict))
     return Table(("task", "metric", *c.labels, "difference", "verdict"), rows, (2, 3, 4))
-
-
-def _runs(c: Sides) -> Table:
-    """Runs by seed, those whose folders are there."""
-    found = [{s.label: s for s in members} for members in c.sides]
-    rows: list[tuple[Cell, ...]] = []
-    for pair in c.found.runs:
-        cells: list[Cell] = [c.num("runs[].seed", str(pair.seed))]
-        for members in found:
-            if (s := members.get(f"seed {pair.seed}")) is None:
-                cells += ["missing", MISSING, MISSING]
-            else:
-                cells += [s.link(s.run.name), s.course("loss").last, s.course("eval_loss").last]
-        rows.append(tuple(cells))
-    a, b = c.labels
-    head = ("seed", f"{a} run", "loss", "eval loss", f"{b} run", "loss", "eval loss")
-    return Table(head, rows, (2, 3, 5, 6))

@@ -43,7 +43,7 @@ CLOCK = ((3, "seconds", 1), (180, "minutes", 60), (math.inf, "hours", 3600))
 
 
 class Curve(NamedTuple):
-    """Finite values y [n] at steps x [n], and the steps at which the value is not finite."""
+    """Finite values y [n], of several runs [runs, n], at steps x [n]; steps that have none."""
 
     x: Floats
     y: Floats
@@ -112,14 +112,14 @@ class Drawn(NamedTuple):
 
     Attributes:
         label: its name in the legend.
-        source: link to its file.
+        sources: links to its files.
         number: of its color and dash.
         noisy: drawn smoothed.
     """
 
     label: str
     curve: Curve
-    source: Num
+    sources: Sequence[Num]
     number: int
     noisy: bool = False
 
@@ -129,20 +129,30 @@ def plot_of(
 ) -> Plot | None:
     """Curves in one plot; a noisy one that is alone has its logged values behind it.
 
+    A curve of several runs is their mean, behind it the band between their lowest and highest.
+
     Args:
         least_points: None is returned if no curve has as many.
         **more: further fields of the plot; `over` is the name of its horizontal axis.
     """
-    drawn = [one for one in drawn if len(one.curve.y)]
-    longest = max((len(one.curve.y) for one in drawn), default=0)
+    drawn = [one for one in drawn if len(one.curve.x)]
+    longest = max((len(one.curve.x) for one in drawn), default=0)
     if longest < least_points:
         return None
     series, ends, window = list[Series](), list[str](), 1
     alone = sum(one.noisy for one in drawn) == 1
     weight = "thin" if len(drawn) > 2 and longest > CROWDED else "normal"
     for label, (x, y, _), _, number, noisy in drawn:
-        line, width, color, dash = y, window_of(len(y)), *style(number)
-        if noisy and width > 1:
+        line, width, color, dash = y, window_of(len(x)), *style(number)
+        if y.ndim > 1:
+            line, window = y.mean(0), max(window, width)  # smoothed before
+            shown = np.searchsorted(x, envelope(x, line)[0])  # so that all lines share one grid
+            low, high = (end[shown].tolist() for end in (y.min(0), y.max(0)))
+            if len(y) > 1:
+                band = Series(f"{label}, range of {len(y)} seeds", x[shown].tolist(), color=color)
+                series.append(replace(band, low=low, high=high))
+                label = f"{label}, mean"
+        elif noisy and width > 1:
             line, window = smoothed(y, width), max(window, width)
             if alone:
                 faint = _line(f"{label}, as logged", x, y)
@@ -154,7 +164,7 @@ def plot_of(
         *(name, title, unit, f"{title} over {more.get('over', 'step')}: {'; '.join(ends)}."),
         tuple(series),
         note=treatment(longest, window),
-        sources=tuple({one.source.text: one.source for one in drawn}.values()),
+        sources=tuple({link.text: link for one in drawn for link in one.sources}.values()),
         marks=tuple(step for one in drawn for step in one.curve.broken),
         **more,
     )
@@ -190,7 +200,7 @@ def metric_plot(
             one = curve(s.run.rows, key, over)
             one = one._replace(x=one.x / seconds)
             source = s.num(s.label or METRICS, METRICS, key)
-            drawn.append(Drawn(label or s.label, one, source, len(drawn), key in NOISY))
+            drawn.append(Drawn(label or s.label, one, [source], len(drawn), key in NOISY))
     return plot_of(drawn, name, title, unit, **more)
 
 
@@ -275,7 +285,7 @@ def health(s: Source) -> list[Row | Line]:
     def drawn(measure: str) -> list[Drawn]:
         keys = {g: key for g in numbers if (key := f"health/{g}/{measure}") in logged}
         link = s.num(METRICS, METRICS, f"health/*/{measure}")
-        return [Drawn(g, curve(rows, key), link, numbers[g]) for g, key in keys.items()]
+        return [Drawn(g, curve(rows, key), [link], numbers[g]) for g, key in keys.items()]
 
     found: list[Row | Line] = []
     for measure, (title, unit, note, more) in MEASURES.items():

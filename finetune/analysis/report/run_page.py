@@ -30,7 +30,7 @@ def page_of(runs: Sequence[RunSource]) -> Page:
         parts = {"s": s, "health": health(s)} | parts
         return Page(s.title, s.setting, *s.verdict, "run.j2", parts)
     proven = sum(s.run.proven and not s.fell_back for s in runs)
-    parts |= {"runs": runs, "proven": proven, "table": _table(runs)}
+    parts |= {"runs": runs, "proven": proven, "table": table_of(runs)}
     whole = proven == len(runs)
     return Page(
         title=Line((" · ".join(dict.fromkeys(s.run.recipe for s in runs)),)),
@@ -71,7 +71,8 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     return next((names for names in (recipes, seeds) if len(set(names)) == len(runs)), numbers)
 
 
-def _table(runs: Sequence[RunSource]) -> Table:
+def table_of(runs: Sequence[RunSource]) -> Table:
+    """Runs in a line each: precision, verdict, losses, speed and memory."""
     head = ("run", "precision", "verdict", "state", "steps", "loss", "eval loss", "tokens/s")
     rows = [
         (
