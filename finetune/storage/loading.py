@@ -54,7 +54,7 @@ from finetune.precision.weights import Granularity
 from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, check_granularity, layout_of
 from finetune.storage.pretrained import auto_class as auto_class_of
-from finetune.storage.pretrained import check_folder, load_whole, loading
+from finetune.storage.pretrained import check_folder, in_mxfp4, load_whole, loading
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
     Fp8StorageQuantizer,
@@ -192,6 +192,8 @@ def _load(
     with loading(source, (OSError, ValueError)):
         config = AutoConfig.from_pretrained(source, **hub)
     given = quantization_of(config)
+    if in_mxfp4(config.__dict__):
+        given = config.__dict__.pop("quantization_config") and None
     if given is None:
         kwargs = {**kwargs, "quantization_config": storage}
     elif given.get("quant_method") != OWN:

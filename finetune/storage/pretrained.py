@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,14 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
             source, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         _check_shape(found)
+        if in_mxfp4(found.__dict__):  # read as the weights that they stand for: `storage.mxfp4`
+            found.__dict__.pop("quantization_config")
         return found
+
+
+def in_mxfp4(settings: Mapping[str, Any]) -> bool:
+    """True of a `config.json` whose experts are in MXFP4."""
+    return (settings.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
 def _check_shape(found: PretrainedConfig) -> None:

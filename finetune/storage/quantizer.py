@@ -44,6 +44,7 @@ from finetune.precision.weights import (
     quantize_weight,
     refuse_training,
 )
+from finetune.storage import mxfp4
 from finetune.storage.checkpoint_formats import (
     OWN,
     SCALE,
@@ -219,7 +220,8 @@ class Fp8StorageQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         scale = self._layout.scale
         renamed = [] if scale == SCALE else [WeightRenaming(rf"\{scale}$", SCALE)]
-        return [*weight_conversions, *renamed]
+        four_bits = [] if self.pre_quantized else mxfp4.conversions()
+        return [*weight_conversions, *renamed, *four_bits]
 
     def _process_model_before_weight_loading(
         self,

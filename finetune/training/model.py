@@ -279,12 +279,21 @@ def _load_pretrained(
     model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     from finetune.precision.stored import stored_weights
+    from finetune.storage import mxfp4
     from finetune.storage.checkpoint_formats import refuse_codes
     from finetune.storage.loading import load_in_fp8, load_stored
 
     source, shape = locate(model), load_shape(model)
-    published = is_published_fp8(shape)
+    published, four_bits = is_published_fp8(shape), mxfp4.is_held(source, model.revision)
     kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    if four_bits and model.storage == "nf4":
+        raise ConfigError(
+            "this checkpoint is published in MXFP4, and was to be stored in NF4",
+            where=f"model.storage: {model.storage}",
+            why="nearly all of it are experts, which bitsandbytes does not store",
+            fix="~model.storage with precision.compute=fp8 precision.frozen=fp8 "
+            "precision.scaling=rowwise: a byte a weight",
+        )
     if published and model.storage == "nf4":
         raise ConfigError(
             "this checkpoint is published in FP8, and was to be stored in four bits",
@@ -300,6 +309,8 @@ def _load_pretrained(
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
+        if four_bits:
+            kwargs["quantization_config"] = mxfp4.as_weights()
         if not hasattr(shape, "quantization_config"):
             refuse_codes(sorted(Path(source).glob("*.safetensors")))
         loaded = load_whole(auto_class(shape).from_pretrained, source, **kwargs)
