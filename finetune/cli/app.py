@@ -204,7 +204,8 @@ def _of_usage(error: Any) -> ConfigError:
 
 def _as_setting(error: Any) -> ConfigError | None:
     """The error for `--max_steps 30`, as scripts of Transformers take settings; else None."""
-    from finetune.config.train_section import OWNED_BY_US, elsewhere, sft_arguments
+    from finetune.config.methods import METHODS, arguments
+    from finetune.config.train_section import OWNED_BY_US, elsewhere
 
     option = getattr(error, "option_name", "")
     takes_settings = error.ctx and "overrides" in {p.name for p in error.ctx.command.params}
@@ -217,7 +218,8 @@ def _as_setting(error: Any) -> ConfigError | None:
     if key in OWNED_BY_US:
         fix = f"leave it out: {OWNED_BY_US[key]}"
     return ConfigError(
-        f"there is no option {option!r}" + did_you_mean(key, () if fix else sft_arguments()),
+        f"there is no option {option!r}"
+        + did_you_mean(key, () if fix else arguments(METHODS["sft"])),
         why="a setting of a recipe is given as section.key=value",
         fix="; ".join(filter(None, (fix, "--help lists the options"))),
     )

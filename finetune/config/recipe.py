@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
+from finetune.config.methods import arguments, method_of
 from finetune.config.paths import find_recipe, recipe_of
 from finetune.config.schema import (
     DELAYED_ONLY,
@@ -30,7 +31,6 @@ from finetune.config.train_section import (
     convert_train,
     elsewhere,
     fields_of,
-    sft_arguments,
     steps_of_tokens,
 )
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
@@ -43,6 +43,11 @@ def _of(section: str, *keys: str) -> tuple[str, ...]:
     return tuple(f"{section}.{key}" for key in keys)
 
 
+OF_SFT = (
+    *("packing", "packing_strategy", "eval_packing", "padding_free"),
+    *("assistant_only_loss", "completion_only_loss"),
+)
+"""Keys of `trl.SFTConfig` about rows of the recipe's own method."""
 LENGTHS = ("train.num_train_epochs", "train.max_steps", "data.max_tokens")
 """Settings of how long a run is: one of them is in force."""
 REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = (
@@ -57,6 +62,8 @@ REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = 
         (one, lambda new, _: _is_amount(new), tuple(other for other in LENGTHS if other != one))
         for one in LENGTHS
     ),
+    # Only text that is itself trained on is packed, or has parts that are not.
+    ("train.method", operator.ne, _of("train", *OF_SFT)),
     # A typed accumulation stays as it is, however few the rows.
     ("train.gradient_accumulation_steps", lambda new, _: new is not None, _of("data", "min_steps")),
     ("precision.scaling", lambda new, _: new != "delayed", _of("precision", *DELAYED_ONLY)),
@@ -151,9 +158,10 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     data = apply_overrides(config.model_dump(), overrides)
     train = data.get("train") or {}
     typed = {tuple(_key(item).split(".")[:2]) for item in overrides}
-    new = {key: value for key, value in train.items() if ("train", key) in typed}
+    anew = ("train", "method") in typed  # other keys are another configuration's now
+    new = {key: value for key, value in train.items() if anew or ("train", key) in typed}
     if new:
-        data["train"] = {**train, **convert_train(new)}
+        data["train"] = {**train, **convert_train(new, method=method_of(train))}
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
@@ -239,7 +247,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
         )
     overridden = {tuple(_key(item).split(".")): item for item in overrides}
     written, data = data, apply_overrides(data, overrides)
-    _check_unset(written, overrides, check_train=check_train)
+    _check_unset(written, data, overrides, check_train=check_train)
     check_secrets(data)
 
     def where(at: KeyPath) -> str:
@@ -265,7 +273,11 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
 
 
 def _check_unset(
-    written: Mapping[str, Any], overrides: Sequence[str], *, check_train: bool
+    written: Mapping[str, Any],
+    data: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    check_train: bool,
 ) -> None:
     """Reject `~section.key` that removes nothing because no such key exists: most likely misspelt.
 
@@ -277,7 +289,7 @@ def _check_unset(
             continue
         if section == "train" and not check_train:  # its names need trl
             continue
-        known = sft_arguments() if section == "train" else tuple(fields_of(section))
+        known = tuple(fields_of(section)) if section != "train" else _arguments_in(data)
         if key not in known and key not in (written.get(section) or ()):
             raise ConfigError(
                 f"there is no key {key!r} in section {section!r}" + did_you_mean(key, known),
@@ -285,6 +297,11 @@ def _check_unset(
                 why="it would take nothing back, and the recipe's value would stay silently",
                 fix="write the key as the recipe has it: `python -m finetune cat RECIPE` shows it",
             )
+
+
+def _arguments_in(data: Mapping[str, Any]) -> tuple[str, ...]:
+    train = data.get("train")
+    return arguments(method_of(train if isinstance(train, dict) else {}))
 
 
 def _first_problem(error: ValidationError, where: Any) -> ConfigError:

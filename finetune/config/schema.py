@@ -1,7 +1,7 @@
 """The configuration of a run: frozen, complete, and plain data.
 
 The sections of a `RunConfig` are described field by field here and in `finetune.config.section`,
-but for `train`, which is handed unchanged to `trl.SFTConfig`, whose documentation describes it.
+but for `train`, which is handed unchanged to TRL's configuration, whose documentation describes it.
 Nothing here imports torch, so that listing and checking recipes stays instant.
 """
 
@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from finetune.config.methods import METHODS
 from finetune.config.section import BUILTIN as BUILTIN
 from finetune.config.section import (
     CheckpointsConfig,
@@ -339,8 +340,24 @@ FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 
+TRAIN: dict[str, Any] = {
+    "method": {
+        "enum": [*METHODS],
+        "default": "sft",
+        "description": "training method: the trainer of TRL, whose configuration the other keys "
+        "of the section are for",
+    },
+    "embedding_learning_rate": {
+        "type": "number",
+        "description": "learning rate of embeddings and output head, where they train; left out: "
+        "train.learning_rate",
+    },
+}
+"""Keys of the `train` section that are ours."""
+
+
 class RunConfig(Section):
-    """One run, complete. `train` is for `trl.SFTConfig`; `finetune.config.recipe` checks it."""
+    """One run, complete. `train` is for TRL; `finetune.config.recipe` checks it."""
 
     model: ModelConfig
     precision: PrecisionConfig = PrecisionConfig()
@@ -349,7 +366,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     resume: ResumeConfig = ResumeConfig()
-    train: dict[str, Any] = {}
+    train: dict[str, Any] = Field(default={}, json_schema_extra={"properties": TRAIN})
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""`trl.SFTConfig` of a run, and what its `train` section means for others."""
+"""TRL's configuration of a run, and what its `train` section means for others."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.config.methods import KEYS, arguments, method_of
 from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing
 from finetune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trl import SFTConfig
 
 _OF_LONG_RUNS = (
     *("num_train_epochs", "eval_on_start", "eval_steps", "per_device_eval_batch_size"),
@@ -49,21 +47,22 @@ def shortened(
     return kept | silent | {"report_to": "none", "max_steps": steps}
 
 
-def sft_config(
-    config: RunConfig, folder: Path, settings: dict[str, Any], *, on_cpu: bool
-) -> SFTConfig:
-    """`trl.SFTConfig` of a run: the `train` section unchanged, and what other sections decide.
+def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_cpu: bool) -> Any:
+    """TRL's configuration of a run: the `train` section unchanged, and what others decide.
 
     Args:
-        settings: settings that go with the data, unless the recipe sets them.
+        settings: settings that go with the data, unless the recipe sets them; those that the
+            method's configuration has.
+
+    Returns:
+        A `trl.SFTConfig`, or that of `train.method`.
 
     Raises:
-        ConfigError: a combination that SFTConfig refuses.
+        ConfigError: a combination that the configuration refuses.
     """
-    from trl import SFTConfig
-
+    method = method_of(config.train)
     assert not decides_checkpointing(config), "preflight decides it"
-    train = {k: v for k, v in config.train.items() if k != "resume_from_checkpoint"}
+    train = {k: v for k, v in config.train.items() if k not in (*KEYS, "resume_from_checkpoint")}
     if train.get("optim") in OWN_NAMES:
         del train["optim"]  # Transformers knows no such name: the class is given to the trainer
     if train.get("fsdp") and on_cpu:
@@ -79,19 +78,21 @@ def sft_config(
     compute = config.precision.compute
     # Every parameter of a causal language model takes part; looking for idle ones costs time.
     settings = {"ddp_find_unused_parameters": False, **settings}
+    known = arguments(method)
+    settings = {key: value for key, value in settings.items() if key in known}
     if isinstance(own := train.get("accelerator_config"), dict):  # others stay those of the rows
         train["accelerator_config"] = {**settings.get("accelerator_config", {}), **own}
     try:
-        args = SFTConfig(
+        args = method.config_class(
             output_dir=str(folder / "checkpoints"),
             bf16=compute in ("bf16", "fp8"),
             fp16=compute == "fp16",
-            use_cpu=on_cpu,  # without it SFTConfig refuses bf16 on a CPU
+            use_cpu=on_cpu,  # without it TRL refuses bf16 on a CPU
             disable_tqdm=True,
             **{**settings, **train},
         )
     except REFUSALS as error:
-        raise refused("trl.SFTConfig", error, train) from error
+        raise refused(method.config, error, train) from error
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
     args._n_gpu = min(args.n_gpu, 1)
     return args

@@ -1,4 +1,7 @@
-"""The `train` section: checked against the fields of `trl.SFTConfig`, and converted."""
+"""The `train` section: checked against the fields of its method's configuration, and converted.
+
+That is `trl.SFTConfig`, or what `train.method` names (`finetune.config.methods`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from finetune.config.aliases import in_recipe
+from finetune.config.methods import METHODS, Method, arguments, method_of, methods_with
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
 from finetune.config.section import check_text
@@ -24,7 +28,7 @@ OWNED_BY_US = {
     "model_init_kwargs": "the model section decides it",
     **dict.fromkeys(_COMPILING, "precision.compile decides it"),
 }
-"""Keys of `trl.SFTConfig` that a recipe may not set, and why."""
+"""Keys of TRL's configurations that a recipe may not set, and why."""
 CHECKPOINTING = "gradient_checkpointing"
 CHECKPOINT_ARGUMENTS = (
     *("use_reentrant", "preserve_rng_state", "determinism_check"),
@@ -75,15 +79,6 @@ def steps_of_tokens(
     raise ConfigError(what, where=where(("data", "max_tokens")), why=why, fix=fix)
 
 
-def sft_arguments() -> tuple[str, ...]:
-    """Names of the arguments that `trl.SFTConfig` takes; imports trl (seconds)."""
-    import dataclasses
-
-    from trl import SFTConfig
-
-    return tuple(f.name for f in dataclasses.fields(SFTConfig) if f.init)
-
-
 def fields_of(section: str) -> dict[str, Any]:
     """Fields of a section, whose annotation may be optional."""
     annotation: Any = RunConfig.model_fields[section].annotation
@@ -99,30 +94,32 @@ def elsewhere(key: str, value: object = "...") -> str:
     if fix := in_recipe(key, value):
         return fix
     ours = [name for name in RunConfig.model_fields if name != "train" and key in fields_of(name)]
-    if not ours and key in sft_arguments():
+    if not ours and key in arguments(METHODS["sft"]):
         ours = [] if key in OWNED_BY_US else ["train"]
     return "write " + " or ".join(f"{name}.{key}={value}" for name in ours) if ours else ""
 
 
 def convert_train(
-    train: dict[str, Any], where: Callable[[KeyPath], str] = ".".join
+    train: dict[str, Any],
+    where: Callable[[KeyPath], str] = ".".join,
+    method: Method | None = None,
 ) -> dict[str, Any]:
-    """Check keys of the `train` section against `trl.SFTConfig` and convert values by field type.
+    """Check keys of the `train` section against its configuration, and convert values by type.
 
     Args:
         train: key -> value as read (text for plain scalars).
         where: from a path such as `("train", "optim")` to `file:line` for messages.
+        method: that of the run, where `train` is a part of its section.
 
     Raises:
         ConfigError: an unknown or reserved key, or a value of the wrong type.
     """
-    import dataclasses
     import typing
 
-    from trl import SFTConfig
-
-    fields = {f.name: f for f in dataclasses.fields(SFTConfig) if f.init}
-    types = typing.get_type_hints(SFTConfig)
+    method = method_of(train, where(("train", "method"))) if method is None else method
+    kind = method.config_class
+    fields, types = arguments(method), typing.get_type_hints(kind)
+    types |= {"method": str | None, "embedding_learning_rate": float | None}
     result: dict[str, Any] = {}
     for key, value in train.items():
         at = ("train", key)
@@ -133,17 +130,7 @@ def convert_train(
                 fix=f"~train.{key}, or delete that line of the recipe",
             )
         if key not in fields:
-            replacement = elsewhere(key, value)
-            meant = None if replacement else nearest(key, fields)
-            guess = f"train.{meant}=..., if that is meant; else " if meant else ""
-            raise ConfigError(
-                f"trl.SFTConfig has no argument {key!r}"
-                + (f"; did you mean {meant!r}?" if meant else ""),
-                where=where(at),
-                why="the train section is handed unchanged to trl.SFTConfig",
-                fix=replacement
-                or f"{guess}leave it out (TRL's page on SFTConfig has all arguments)",
-            )
+            raise _no_argument(key, value, method, where(at))
         if key == CHECKPOINTING and str(value) == "auto":  # a value of ours
             result[key] = "auto"
             continue
@@ -154,6 +141,26 @@ def convert_train(
         if key == "optim":
             check_name(str(result[key]), where(at))
     return result
+
+
+def _no_argument(key: str, value: Any, method: Method, where: str) -> ConfigError:
+    """The error for a key that the method's configuration does not have."""
+    replacement = elsewhere(key, value)
+    if replacement in ("", f"write train.{key}={value}"):
+        others = ", ".join(methods_with(key))
+        replacement = f"~train.{key}; it belongs to train.method={others}" if others else ""
+    meant = None if replacement else nearest(key, arguments(method))
+    guess = f"train.{meant}=..., if that is meant; else " if meant else ""
+    chosen = f" (train.method={method.name})" if method.name != "sft" else ""
+    return ConfigError(
+        f"{method.config} has no argument {key!r}"
+        + (f"; did you mean {meant!r}?" if meant else ""),
+        where=where,
+        why=f"the train section is handed unchanged to {method.config}{chosen}",
+        fix=replacement
+        or f"{guess}leave it out (TRL's page on {method.config.rpartition('.')[2]} has all "
+        "arguments)",
+    )
 
 
 def _check_checkpointing(given: Any, where: str) -> None:

@@ -242,8 +242,9 @@ def refusal(row: dict[str, Any], tokenizer: Any) -> str:
 
 
 def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a row of messages, or of a prompt and a completion in turns."""
-    return row.get("messages") or [*row["prompt"], *row["completion"]]
+    """The turns of a row of messages, or of a prompt and its answer, if it has one, in turns."""
+    answer = row.get("completion") or row.get("chosen") or ()
+    return row.get("messages") or [*row["prompt"], *answer]
 
 
 def probe(tokenizer: Any) -> Takes:

@@ -1,4 +1,4 @@
-"""From `DataConfig` to the rows that `SFTTrainer` expects.
+"""From `DataConfig` to the rows that a method's trainer expects.
 
 A format is recognized by its columns and shown (`finetune.data.rows`); tokenizing, masking and
 packing are TRL's, and counted (`finetune.data.ledger`).
@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from finetune.config.methods import METHODS, Method
 from finetune.config.schema import DataConfig, ModelConfig
 from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
@@ -44,7 +45,8 @@ class Rows:
         train: training rows; a stream does not end.
         eval: evaluation rows, or None.
         description: the recognized format, in a few words.
-        settings: `SFTConfig` arguments that the format implies, unless the recipe sets them.
+        settings: arguments of TRL's configuration that the format implies, where the recipe has
+            none.
         refused: training rows that were skipped, since they cannot be trained on.
         notes: what is worth a warning.
         sample: the first training rows, where `train` is a stream.
@@ -77,7 +79,7 @@ class Rows:
 
 def load_data(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, *, sample: bool = False,
-    vocabulary: int = UNKNOWN,
+    vocabulary: int = UNKNOWN, method: Method = METHODS["sft"],
 ) -> Rows:  # fmt: skip
     """Load rows, recognize their format, and split off evaluation rows.
 
@@ -86,6 +88,7 @@ def load_data(
         seed: draws the evaluation rows, unless `data.seed` does, and the order of streams.
         sample: read only the first rows of large files and of the hub.
         vocabulary: tokens of the model, which rows that were tokenized before are checked by.
+        method: training method, whose form the rows get.
 
     Raises:
         DataNotFoundError: no such file or hub data set.
@@ -93,7 +96,7 @@ def load_data(
     """
     sources = sources_of(data)
     _refuse_hub_settings(data)
-    form = Form(tokenizer, data, vocabulary)
+    form = Form(tokenizer, data, vocabulary, method)
     parts = [_part(one, weight, form, seed, sample) for one, weight in sources]
     notes = list[str]()
     settings: dict[str, Any] = {}
@@ -103,7 +106,7 @@ def load_data(
         if len(unused) < len(part.unused):
             notes.append(
                 f"{part.source.label} has preference pairs: the preferred answers are trained on, "
-                "the rejected ones are not used (DPOTrainer, in a script, learns from both)"
+                "the rejected ones are not used (train.method=dpo learns from both)"
             )
         if unused:
             names = some([repr(name) for name in unused])

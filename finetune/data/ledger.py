@@ -26,10 +26,12 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value
 from jinja2 import TemplateError
+from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 from trl.data_utils import is_conversational
 
+from finetune.config.methods import Method, method_of
 from finetune.config.schema import RunConfig
 from finetune.config.sft import REFUSALS, refused, sft_config
 from finetune.config.train_section import with_checkpointing
@@ -70,6 +72,7 @@ class Ledger:
         split: rows more than there are conversations, of which some have become several.
         sampled: rows that were looked at, where these are not all.
         pad_is_stop: True if the padding token is the end-of-text token.
+        answers: answers of a row that are trained on, each counted as a row is where it is cut.
         late: rows of a stream that were skipped behind these, while it was read.
         in_eval: evaluation rows that are also training rows (`Rows.shared`).
     """
@@ -94,6 +97,7 @@ class Ledger:
     pad_is_stop: bool = False
     in_eval: int = 0
     late: int = 0
+    answers: int = 1
 
     @property
     def read(self) -> int:
@@ -150,12 +154,14 @@ class Ledger:
             yield (
                 True,
                 f"{self.dropped:,} of {self.rows:,} rows ({share:.0%}) are dropped: no trained "
-                f"token lies within train.max_length={self.max_length}",
+                f"{'token' if self.answers == 1 else 'answer'} lies within "
+                f"train.max_length={self.max_length}",
             )
         if self.truncated:
             share = self.cut / self.tokens
             few = f"; {share:.1%} of all tokens are not trained on" if share >= 0.001 else ""
-            rows = f"{plural(self.truncated, 'row')} longer than train.max_length={self.max_length}"
+            what = "row" if self.answers == 1 else "answer"
+            rows = f"{plural(self.truncated, what)} longer than train.max_length={self.max_length}"
             yield bool(few), f"{rows} (cut){few}"
         if self.chat and self.trained == self.kept:
             yield True, "100% of the tokens of chat rows are trained on: the user's turns too"
@@ -191,7 +197,8 @@ def account(
     Raises:
         DataError: an id that the embedding does not have.
     """
-    limit, at_start = args.max_length, args.truncation_mode == "keep_start" or packing
+    mode = getattr(args, "truncation_mode", "keep_start")
+    limit, at_start = args.max_length, mode == "keep_start" or packing
     splits = packing and args.packing_strategy in ("bfd_split", "wrapped")
     found = dict.fromkeys(
         ("rows", "dropped", "truncated", "tokens", "cut", "trained", "longest", "stops"), 0
@@ -256,11 +263,12 @@ class ByLength(LengthGroupedSampler):
         return super().__iter__()
 
 
-class AccountedTrainer(EvaluatesOnce, SFTTrainer):
-    """`SFTTrainer` that keeps the `ledgers` of its data sets, by name (`train`, `eval`).
+class Accounted(Trainer):
+    """Mixin of TRL's trainers: keeps the `ledgers` of its data sets, by name (`train`, `eval`).
 
     Attributes:
         vocabulary: tokens of the model; without one, more than there can be.
+        only_answers: of messages, only the assistant's turns are trained on.
     """
 
     ledgers: dict[str, Ledger]
@@ -269,16 +277,25 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        given = {key: getattr(args, key) for key in ("assistant_only_loss", "chat_template_path")}
-        self.only_answers = args.assistant_only_loss
+        self.only_answers = getattr(args, "assistant_only_loss", False)
         # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the
         # template of `chat_template_path` (`storage.pretrained.load_tokenizer`).
-        args.assistant_only_loss, args.chat_template_path = False, None
+        plain = {"assistant_only_loss": False, "chat_template_path": None}
+        given = {key: getattr(args, key) for key in plain if hasattr(args, key)}
+        for key in given:
+            setattr(args, key, plain[key])
         try:
-            super().__init__(model, args, **kwargs)
+            super().__init__(model=model, args=args, **kwargs)
         finally:
             for key, value in given.items():
                 setattr(args, key, value)
+
+    def counts(self, rows: Dataset, args: Any) -> Dataset:
+        """Training rows as they are trained on, `input_ids` and `labels`, without a model.
+
+        Their ledger is kept.
+        """
+        raise NotImplementedError
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers'; rows by length in an order that a resumed run makes again."""
@@ -301,6 +318,57 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
         except REFUSALS as error:
             fix = "~train.lr_scheduler_kwargs, or ~train.lr_scheduler_type"
             raise refused("the learning rate's schedule", error, fix=fix) from error
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """TRL's; beside an adapter, too, stands where its answers end."""
+        super()._save(output_dir, state_dict)
+        folder, model = Path(output_dir or str(self.args.output_dir)), self.model
+        if (folder / "adapter_config.json").is_file():
+            save_ends(self.accelerator.unwrap_model(model), folder)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Next batches; what is wrong with a stream's rows shows when they are read."""
+        try:
+            return super().get_batch_samples(*args, **kwargs)
+        except (TemplateError, *TEMPLATE_ERRORS, RuntimeError, OSError, EOFError) as error:
+            if "dispatch_batches" in str(error):
+                raise ConfigError(
+                    "one process was to read batches for all, and theirs differ in length",
+                    where="train.accelerator_config: dispatch_batches",
+                    why=first_line(error),
+                    fix="~train.accelerator_config",
+                ) from error
+            if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
+                raise
+            raise not_formatted("train", error, step=self.state.global_step) from error
+
+
+class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
+    """`SFTTrainer` with ledgers."""
+
+    def counts(self, rows: Dataset, args: Any) -> Dataset:
+        """As it would be trained on, but not packed."""
+        state: Any = self
+        if args.eos_token is not None:  # as TRL does when it makes a trainer
+            self._tokenizer.eos_token = args.eos_token
+        self.only_answers, state.chat_template = args.assistant_only_loss, None
+        pairs = {"prompt", "completion"} <= set(rows.column_names)
+        asked = args.completion_only_loss
+        state.completion_only_loss = pairs if asked is None else asked
+        if asked and not pairs:
+            raise DataError(
+                "train.completion_only_loss=true needs rows of prompt and completion",
+                where="train.completion_only_loss",
+                why=f"columns found: {', '.join(sorted(rows.column_names))}",
+                fix="~train.completion_only_loss",
+            )
+        tokenizer = self._tokenizer
+        found = self._prepare_dataset(rows, tokenizer, args, args.packing, None, "train")
+        ledger = self.ledgers["train"]
+        if args.packing:
+            found = self._prepare_dataset(rows, tokenizer, args, False, None, "train")
+        self.ledgers["train"] = ledger
+        return found
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool,
@@ -338,8 +406,8 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
             tokenized: Any = prepare(
                 dataset, processing_class, whole, False, formatting_func, dataset_name
             )
-        except (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
-            raise _not_formatted(dataset_name, error) from error
+        except TRAPPED as error:
+            raise not_formatted(dataset_name, error) from error
         if not answers:
             tokenized, doubled = each_once(tokenized, tokenizer, **processes)
         if not held:
@@ -367,31 +435,12 @@ class AccountedTrainer(EvaluatesOnce, SFTTrainer):
         )
         return done
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """TRL's; beside an adapter, too, stands where its answers end."""
-        super()._save(output_dir, state_dict)
-        folder, model = Path(output_dir or str(self.args.output_dir)), self.model
-        if (folder / "adapter_config.json").is_file():
-            save_ends(self.accelerator.unwrap_model(model), folder)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Next batches; what is wrong with a stream's rows shows when they are read."""
-        try:
-            return super().get_batch_samples(*args, **kwargs)
-        except (TemplateError, *TEMPLATE_ERRORS, RuntimeError, OSError, EOFError) as error:
-            if "dispatch_batches" in str(error):
-                raise ConfigError(
-                    "one process was to read batches for all, and theirs differ in length",
-                    where="train.accelerator_config: dispatch_batches",
-                    why=first_line(error),
-                    fix="~train.accelerator_config",
-                ) from error
-            if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
-                raise
-            raise _not_formatted("train", error, step=self.state.global_step) from error
+TRAPPED = (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError)
+"""What a chat template raises over rows that it does not take."""
 
 
-def _not_formatted(name: str, error: BaseException, step: int | None = None) -> DataError:
+def not_formatted(name: str, error: BaseException, step: int | None = None) -> DataError:
     return DataError(
         f"a row of the {name} set cannot be put into the model's chat template"
         if step is None
@@ -425,40 +474,28 @@ def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
     tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
     seed = int(config.train.get("seed", 42))
     vocabulary = vocabulary_of(config.model)
-    rows = load_data(config.data, tokenizer, seed, sample=sample, vocabulary=vocabulary)
+    method = method_of(config.train)
+    rows = load_data(
+        config.data, tokenizer, seed, sample=sample, vocabulary=vocabulary, method=method
+    )
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)
-    return count(rows, sft_config(plain, Path("runs"), rows.settings, on_cpu=True), tokenizer)
+    args = sft_config(plain, Path("runs"), rows.settings, on_cpu=True)
+    return count(rows, args, tokenizer, method)
 
 
-def count(rows: Rows, args: Any, tokenizer: Any) -> CountedRows:
-    """Tokenize and count training rows as a trainer would; of a stream its first ones."""
-    trainer = object.__new__(AccountedTrainer)  # without a model: preparing rows needs none
-    state: Any = trainer
-    if args.eos_token is not None:  # as TRL does when it makes a trainer
-        tokenizer.eos_token = args.eos_token
-    state._tokenizer, state.chat_template = tokenizer, None
-    state.only_answers = args.assistant_only_loss
+def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
+    """Tokenize and count training rows as a method's trainer would; of a stream its first ones."""
+    from finetune.data.pairs import trainer_of
+
+    trainer: Any = object.__new__(trainer_of(method))  # preparing rows needs no model
+    trainer._tokenizer = tokenizer
     held: Any = rows.train if rows.sample is None else rows.sample
-    pairs = {"prompt", "completion"} <= set(held.column_names)
-    state.completion_only_loss = (
-        pairs if args.completion_only_loss is None else args.completion_only_loss
-    )
-    if args.completion_only_loss and not pairs:
-        raise DataError(
-            "train.completion_only_loss=true needs rows of prompt and completion",
-            where="train.completion_only_loss",
-            why=f"columns found: {', '.join(sorted(held.column_names))}",
-            fix="~train.completion_only_loss",
-        )
-    prepare = trainer._prepare_dataset
-    prepared = prepare(held, tokenizer, args, args.packing, None, "train")
+    prepared = trainer.counts(held, args)
     sampled = rows.sampled if rows.sample is None else len(held) + rows.refused
     ledger = replace(
         trainer.ledgers["train"], refused=rows.refused, sampled=sampled, in_eval=rows.shared
     )
-    if args.packing:
-        prepared = prepare(held, tokenizer, args, False, None, "train")
     return CountedRows(rows, prepared, ledger, tokenizer, args)
 
 

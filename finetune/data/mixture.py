@@ -76,12 +76,12 @@ def in_one_format(parts: list[Part], named: Dataset | None) -> tuple[list[Part],
         one ^ columns[0] <= {"labels"} for one in others
     ):
         return parts, named
-    if "token ids" in forms:
+    if alone := sorted({"token ids", "preferences"} & forms):
         raise DataError(
-            "rows of token ids and other rows cannot be in one run",
+            f"rows of {alone[-1]} and other rows cannot be in one run",
             where="; ".join(f"{part.source.label}: {part.kind}" for part in parts),
             why="all rows have the same columns: labels or none, token ids or text",
-            fix="tokenize all of them, or none",
+            fix="bring them into one format, or name one source",
         )
     convert = _as_messages if "turns" in forms else _as_pair
 
@@ -102,12 +102,14 @@ def in_one_format(parts: list[Part], named: Dataset | None) -> tuple[list[Part],
 
 
 def _form(rows: Dataset) -> str:
-    """What a row of these is: `turns`, a `prompt and completion`, `text` or `token ids`."""
+    """What a row of these is: `turns`, a `prompt and completion`, `text`, `preferences`, ids."""
     names = {*rows.column_names}
     if "input_ids" in names:
         return "token ids"
     if "text" in names:
         return "text"
+    if {"chosen", "label"} & names:
+        return "preferences"
     pair = "completion" in names and getattr(rows.features["completion"], "dtype", "") == "string"
     return "prompt and completion" if pair else "turns"
 

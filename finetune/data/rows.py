@@ -6,6 +6,7 @@
     instruction (+ input | context) + output     prompt-completion   Alpaca, Dolly (`response`)
     question + answer, prompt + response, ...    prompt-completion
     chosen (+ prompt | instruction)              the preferred answer of a preference pair, said
+                                                 (other methods: `finetune.data.preferences`)
     input_ids (+ labels)                         as it is: tokenized before
     text                                         text                (loss on every token)
 
@@ -29,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.methods import METHODS, Method
 from finetune.config.schema import DataConfig
 from finetune.data import checks
 from finetune.data.chat import (
@@ -72,6 +74,8 @@ CONTEXT = ("input", "context")
 """Columns that an instruction may have beside it."""
 SYSTEM = ("system", "system_prompt")
 """Columns of a system's text, as LLaMA-Factory and OpenOrca have them."""
+TURNS = ("messages", "conversations")
+"""Columns of whole conversations."""
 LABELS = ("label", "kto_tag")
 """Columns that are false where an answer is a bad one: TRL's and LLaMA-Factory's for KTO."""
 PREFERRED, ASKED = "preferred answers", ("prompt", "instruction", "question", "query")
@@ -87,6 +91,8 @@ class Form:
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
     vocabulary: int = checks.UNKNOWN
+    method: Method = METHODS["sft"]
+    """What the rows are for."""
     notes: list[str] = field(default_factory=list)
     """What is worth a warning."""
 
@@ -268,9 +274,13 @@ def _without(rows: Dataset, refused: dict[int, str], source: str) -> Dataset:
 
 
 def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
+    from finetune.data.preferences import recognize
+
     columns = set(rows.column_names)
     takes = probe(form.tokenizer) if form.tokenizer.chat_template else None
-    for column in ("messages", "conversations"):
+    if "answers" not in form.method.rows:
+        return recognize(columns, form.method, takes, source)
+    for column in TURNS:
         if column in columns and takes is None:
             raise DataError(
                 "these rows are chat messages, and the model's tokenizer has no chat template",
@@ -287,11 +297,11 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
         return "tokenized", partial(_tokenized, form.vocabulary)
     for kind, (ask, answer) in PAIRS.items():
         if {ask, answer} <= columns:
-            return kind, partial(_pair, ask, answer, takes)
+            return kind, partial(pair_of, ask, answer, takes)
     if "chosen" in columns:
-        return PREFERRED, partial(_preferred, takes)
+        return PREFERRED, partial(preferred, takes)
     if "text" in columns:
-        return "text", lambda row: {"text": _text(row, "text")}
+        return "text", as_text
     raise DataError(
         f"no prompt and answer columns found in {source}",
         where=source,
@@ -345,6 +355,9 @@ def unused_columns(
             "tokenized": given,  # a data collator may take any of them
             "messages": ["messages" if "messages" in given else "conversations", *SYSTEM],
             PREFERRED: [*ASKED, "chosen", *CONTEXT, *SYSTEM],
+            "preference": [*ASKED, "chosen", "rejected", *CONTEXT, *SYSTEM],
+            "unpaired": [*itertools.chain(*PAIRS.values()), *TURNS, *LABELS, *CONTEXT, *SYSTEM],
+            "prompts": given,  # a reward may look at any of them
             "text": ["text"],
         }.get(kind)
         or [*PAIRS[kind], *CONTEXT[: 2 * (PAIRS[kind][0] == "instruction")], *SYSTEM, "history"]
@@ -360,7 +373,12 @@ def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
     return dict(row)
 
 
-def _text(row: dict[str, Any], column: str) -> str:
+def as_text(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of text alone."""
+    return {"text": text_of(row, "text")}
+
+
+def text_of(row: dict[str, Any], column: str) -> str:
     value = row[column]
     if isinstance(value, date | time):  # of Parquet, which has types for them
         value = str(value)
@@ -399,10 +417,10 @@ def _messages(column: str, exact: bool, takes: Takes | None, row: dict[str, Any]
         if turn["role"] == "assistant" and is_trained(turn):
             check_answer(turn)
     assert takes is not None
-    return {"messages": _taken_turns(turns, takes, row), TRAINED_TURNS: trained, **beside(row)}
+    return {"messages": taken_turns(turns, takes, row), TRAINED_TURNS: trained, **beside(row)}
 
 
-def _taken_turns(turns: list[dict[str, Any]], takes: Takes, row: dict[str, Any]) -> list[Any]:
+def taken_turns(turns: list[dict[str, Any]], takes: Takes, row: dict[str, Any]) -> list[Any]:
     """Turns as the template takes them, behind the system's text."""
     for column in SYSTEM:
         turns = with_system(turns, row.get(column))
@@ -413,32 +431,34 @@ def _refuse_unwanted(row: dict[str, Any]) -> None:
     """Raise `BadRowError` for an answer that its row calls a bad one (KTO)."""
     for column in LABELS:
         if row.get(column) is False or str(row.get(column)).lower() == "false":
-            raise BadRowError(f"{column!r} is false: its answer is one not to give (KTO)")
+            raise BadRowError(
+                f"{column!r} is false: its answer is one not to give (train.method=kto)"
+            )
 
 
-def _preferred(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
+def preferred(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     """The preferred answer of a pair: `chosen` alone, or behind `prompt`."""
     if "prompt" in row and isinstance(row["prompt"], str) and isinstance(row["chosen"], list):
         row = {"chosen": row["chosen"]}  # the turns hold the prompt, as TRL's own examples
     for ask in (name for name in ASKED if name in row):
-        return _pair(ask, "chosen", takes, row)
+        return pair_of(ask, "chosen", takes, row)
     if isinstance(row["chosen"], list):
         if len(row["chosen"]) < 2:
             raise BadRowError("'chosen' needs a question and an answer")
         turns = row["chosen"]
-        return _turns_pair(turns[:-1], turns[-1:], takes, row)
-    return {"text": _text(row, "chosen")}
+        return turns_pair(turns[:-1], turns[-1:], takes, row)
+    return {"text": text_of(row, "chosen")}
 
 
-def _pair(ask: str, answer: str, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
+def pair_of(ask: str, answer: str, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     _refuse_unwanted(row)
     if isinstance(row[ask], list):  # TRL's conversational prompt-completion
         if not row[ask] or not row[answer]:
             raise BadRowError(f"{ask if not row[ask] else answer!r} is empty")
-        return _turns_pair(row[ask], row[answer], takes, row)
-    prompt, completion = _text(row, ask), _text(row, answer)
+        return turns_pair(row[ask], row[answer], takes, row)
+    prompt, completion = text_of(row, ask), text_of(row, answer)
     if ask == "instruction":
-        prompt = "\n\n".join([prompt, *(_text(row, key) for key in CONTEXT if row.get(key))])
+        prompt = "\n\n".join([prompt, *(text_of(row, key) for key in CONTEXT if row.get(key))])
     past = [text for pair in parsed(row.get("history"), "history") or () for text in pair]
     if takes is None:
         before = [row[key] for key in SYSTEM if row.get(key)]
@@ -448,12 +468,12 @@ def _pair(ask: str, answer: str, takes: Takes | None, row: dict[str, Any]) -> di
         for index, text in enumerate([*past, prompt])
     ]
     return {
-        "prompt": _taken_turns(turns, takes, row),
+        "prompt": taken_turns(turns, takes, row),
         "completion": [{"role": "assistant", "content": completion}],
     }
 
 
-def _turns_pair(ask: Any, answer: Any, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
+def turns_pair(ask: Any, answer: Any, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     """Turns up to an answer, and the turns of the answer, which are all trained on."""
     if takes is None:
         raise BadRowError("its turns need a chat template, and the tokenizer has none")
@@ -468,7 +488,7 @@ def _turns_pair(ask: Any, answer: Any, takes: Takes | None, row: dict[str, Any])
     for turn in completion:
         check_answer(turn)
     return {
-        "prompt": _taken_turns(prompt, takes, row),
+        "prompt": taken_turns(prompt, takes, row),
         "completion": [plain(turn, takes) for turn in completion],
         **beside(row),
     }
@@ -487,7 +507,7 @@ def workers(count: int) -> int | None:
 
 def made_by(rows: Dataset, *what: Any) -> str:
     """Name of converted rows in the cache of `datasets`: of the rows, and of the code for them."""
-    names = ("rows.py", "chat.py", "checks.py", "masks.py")
+    names = ("rows.py", "preferences.py", "chat.py", "checks.py", "masks.py")
     files = [Path(__file__).with_name(name) for name in names]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
@@ -503,7 +523,7 @@ def mapped(rows: Dataset, convert: Any) -> Dataset:
         with_indices=True,
         remove_columns=rows.column_names,
         num_proc=workers(len(rows)),
-        features=_features(first),
+        features=_features(first, rows.features),
         new_fingerprint=made_by(rows, *_arguments(convert)),
         desc="converting",
     )
@@ -523,17 +543,22 @@ def _arguments(convert: Any) -> Iterator[Any]:
         yield getattr(convert, "__name__", convert)
 
 
-def _features(first: dict[str, Any]) -> Any:
-    """Columns of converted rows, by the first of them."""
+def _features(first: dict[str, Any], given: Any) -> Any:
+    """Columns of converted rows, by the first of them; others stay of the type that they have."""
     from datasets import Features, Json, List, Value
 
-    lists = ("messages", "prompt", "completion", "tools")
+    lists = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
+    made = {*lists, "text", "label", "chat_template_kwargs", TRAINED_TURNS}
     found: dict[str, Any] = {
-        key: Value("string")  # as JSON, the text "7" would be read as a number
+        key: given[key]
+        if key in given and key not in made
+        else Value("string")  # as JSON, the text "7" would be read as a number
         if isinstance(value, str)
         else (List(Json()) if key in lists else Json())
         for key, value in first.items()
     }
     if TRAINED_TURNS in first:
         found[TRAINED_TURNS] = List(Value("bool"))
+    if "label" in first:
+        found["label"] = Value("bool")
     return Features(found)

@@ -235,10 +235,10 @@ def conditions_of(
             "rows": args.per_device_train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
             "processes": args.world_size,
-            "max_length": args.max_length,
-            "packing": args.packing and args.packing_strategy,
-            "padding_free": trainer.padding_free,
-            "pad_to_multiple_of": args.pad_to_multiple_of,
+            "max_length": getattr(args, "max_length", None),
+            "packing": getattr(args, "packing", False) and args.packing_strategy,
+            "padding_free": getattr(trainer, "padding_free", False),
+            "pad_to_multiple_of": getattr(args, "pad_to_multiple_of", None),
         },
         "length of the run": {"steps": trainer.state.max_steps},
         "data and its order": {
@@ -253,7 +253,7 @@ def conditions_of(
         "compile": compiled.partition(":")[0],
         "fused kernels": {
             "liger": args.use_liger_kernel and (args.liger_kernel_config or True),
-            "loss": args.loss_type,
+            "loss": getattr(args, "loss_type", None),
             "adapters": fused_adapters(conversion.fused) if conversion is not None else "",
         },
     }
@@ -278,7 +278,7 @@ def _checkpointing(args: Any, model: nn.Module) -> dict[str, Any]:
         "layers": sum(bool(getattr(m, "gradient_checkpointing", False)) for m in model.modules()),
         "by FSDP": bool(args.fsdp and by_sharding),
         "settings": args.gradient_checkpointing_kwargs or {},
-        "offloading": args.activation_offloading,
+        "offloading": getattr(args, "activation_offloading", False),
     }
 
 

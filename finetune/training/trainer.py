@@ -2,7 +2,8 @@
 
     preflight ─> rows, folder ─> session ─> model and trainer ─> train ─> receipt, report
 
-The stock `trl.SFTTrainer` trains, through the session that a user's own script would install.
+A stock trainer of TRL trains (`finetune.config.methods`), through the session that a user's own
+script would install.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import sft
+from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -67,7 +70,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase, TrainerCallback
     from transformers.trainer_utils import TrainOutput
-    from trl import SFTConfig, SFTTrainer
 
     from finetune.precision.planner import LayerPlan
 
@@ -177,7 +179,11 @@ class _Run:
         seed, vocabulary = int(config.train.get("seed", 42)), vocabulary_of(config.model)
         sign = counting_rows(self.console, f"reading {config.data.label}")
         with state.main_process_first(), sign:
-            self.rows = load_data(config.data, self.tokenizer, seed, vocabulary=vocabulary)
+            self.rows = load_data(
+                *(config.data, self.tokenizer, seed),
+                vocabulary=vocabulary,
+                method=method_of(config.train),
+            )
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         refuse_no_eval_rows(self.rows, self.args)
@@ -338,7 +344,9 @@ class _Run:
             ours = {"refused": self.rows.refused, "in_eval": self.rows.shared}
             self.ledgers["train"] = replace(found, **ours)
         else:
-            self.ledgers["train"] = count(self.rows, self.args, self.tokenizer).ledger
+            self.ledgers["train"] = count(
+                *(self.rows, self.args, self.tokenizer, method_of(config.train))
+            ).ledger
         if new := stop_at(self.trainer.model, self.ledgers["train"].ends):
             names = ", ".join(repr(self.tokenizer.decode([token])) for token in new)
             console.print(f"      answers end with {names}: added to generation_config.json")
@@ -416,6 +424,7 @@ class _Run:
             self.stopped = self.still.what if self.still else ""
         self.receipt.run = {
             "name": self.recipe.name,
+            "method": method_of(self.config.train).name,
             "folder": str(self.folder),
             "interrupted": self.interrupted,
             **({"exit_code": 128 + self.stop.number} if self.interrupted else {}),
@@ -474,7 +483,7 @@ class _Run:
 
 def make_trainer(
     config: RunConfig,
-    args: SFTConfig,
+    args: Any,
     *,
     train: Dataset | IterableDataset,
     held_out: Dataset | None,
@@ -482,10 +491,10 @@ def make_trainer(
     stored: Sequence[LayerPlan],
     attention: Attention,
     callbacks: list[TrainerCallback],
-    kind: type[SFTTrainer] | None = None,
+    kind: Any = None,
     resume: Path | None = None,
     given: Any = None,
-) -> SFTTrainer:
+) -> Any:
     """Load a recipe's model and build the trainer around it, under the current session.
 
     Training and measuring share it, so that measured speeds are those of the trained assembly.
@@ -495,15 +504,16 @@ def make_trainer(
         train, held_out: rows in one of TRL's formats.
         stored: plan rows of weights that are stored in FP8 from the start.
         attention: resolved `model.attention`.
-        kind: trainer class, default `trl.SFTTrainer` with a ledger of its rows.
+        kind: trainer class, default that of `train.method` with a ledger of its rows.
         resume: checkpoint to resume from.
         given: model with the run's adapters, in place of the one that would be loaded.
 
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
     """
-    from finetune.data.ledger import AccountedTrainer
+    from finetune.data.pairs import trainer_of
 
+    method = method_of(config.train)
     named = config.model.model_copy(update={"attention": attention.implementation})
     model: Any = load_model(named, stored) if given is None else take_model(given, named, stored)
     fit_trl(without_adapters(model))
@@ -515,23 +525,29 @@ def make_trainer(
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
     own = low_bit.class_and_kwargs if optimizer.library == "torchao" else lambda *_: None
+    beside = dict[str, Any]()
+    if method.reference and config.lora is None and not args.precompute_ref_log_probs:
+        beside["ref_model"] = deepcopy(model)  # TRL would read another revision from the hub
     try:
         with nf4.masters_kept(model), scope.false_warnings_ignored():
-            trainer = (kind or AccountedTrainer)(
+            trainer = (kind or trainer_of(method))(
                 model=model,
                 args=args,
                 train_dataset=train,
                 eval_dataset=held_out,
                 processing_class=tokenizer,
                 peft_config=adapters,
-                optimizer_cls_and_kwargs=own(config.train, args),
                 callbacks=callbacks,
+                **beside,
             )
+        trainer.optimizer_cls_and_kwargs = own(config.train, args)
+        if given is None and "ref" in getattr(model, "peft_config", ()):
+            model.delete_adapter("ref")  # TRL's copy of new adapters, which add nothing as well
     except Exception as error:
         refusal = isinstance(error, sft.REFUSALS) or sft.is_of_the_hub(error)
         if isinstance(error, FinetuneError) or not refusal:
             raise
-        raise sft.refused("trl.SFTTrainer", error, config.train) from error
+        raise sft.refused(method.trainer, error, config.train) from error
     if attention.implementation == VARLEN:
         fix_documents(trainer)
     return trainer

@@ -15,8 +15,9 @@ from finetune import (
 )
 from finetune.cli.app import MODULES
 from finetune.config import aliases
+from finetune.config.methods import METHODS, arguments
 from finetune.config.recipe import load_recipe
-from finetune.config.train_section import fields_of, sft_arguments
+from finetune.config.train_section import fields_of
 from finetune.errors import (
     ConfigError,
     PlanError,
@@ -98,7 +99,7 @@ def test_what_is_said_in_words_names_settings_that_there_are(name) -> None:
     said = caught.value.fix
     assert said == aliases.SETTINGS[name]
     for section, key in re.findall(r"\b(model|precision|lora|data|train)\.(\w+)", said):
-        assert key in (sft_arguments() if section == "train" else fields_of(section))
+        assert key in (arguments(METHODS["sft"]) if section == "train" else fields_of(section))
     assert all(verb in MODULES for verb in re.findall(r"-m finetune (\w+)", said))
 
 

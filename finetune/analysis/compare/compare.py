@@ -39,6 +39,7 @@ from finetune.analysis.experiment.jobs import (
     run_jobs,
 )
 from finetune.analysis.experiment.outcome import Outcome, read_outcome
+from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
@@ -351,8 +352,11 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
         tokenizer, _ = load_tokenizer(
             recipe.config.model, recipe.config.train.get("chat_template_path")
         )
-        vocabulary = vocabulary_of(recipe.config.model)
-        load_data(recipe.config.data, tokenizer, pair.seeds[0], vocabulary=vocabulary)
+        load_data(
+            *(recipe.config.data, tokenizer, pair.seeds[0]),
+            vocabulary=vocabulary_of(recipe.config.model),
+            method=method_of(recipe.config.train),
+        )
         load_tasks(recipe.config.eval)
     return differences
 

@@ -32,6 +32,7 @@ from finetune.analysis.diagnose.groups import (
 from finetune.analysis.diagnose.observer import Observer
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
+from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
@@ -138,7 +139,8 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
         description = f"{needed} rows of {length:,} random tokens"
         return Rows(drawn, None, description, {}), tokenizer, ["weights are random"]
     tokenizer, note = load_tokenizer(config.model, train.get("chat_template_path"))
-    rows = load_data(config.data, tokenizer, seed, vocabulary=vocabulary_of(config.model))
+    vocabulary, method = vocabulary_of(config.model), method_of(train)
+    rows = load_data(config.data, tokenizer, seed, vocabulary=vocabulary, method=method)
     enough = needed * MOST_PACKED if train.get("packing") else needed
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"

@@ -1,0 +1,140 @@
+"""Training methods: a row of a table for each value of `train.method`, and no branch anywhere else.
+
+    sft, continue                 a loss on text itself
+    dpo, kto, orpo, reward        preferences: answers that are better than others
+    grpo, rloo, distill           answers that the model writes while it trains
+
+A row names TRL's trainer and its configuration, which the `train` section is for, the rows that the
+trainer reads, and what is usual. To add a trainer of TRL is to add a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune.errors import ConfigError, did_you_mean
+
+RowForm = Literal["answers", "text", "preference", "unpaired", "prompts"]
+FORMS: dict[RowForm, str] = {
+    "answers": "messages; prompt and completion; instruction, input and output (Alpaca); text",
+    "text": "text",
+    "preference": "chosen and rejected, with a prompt beside them or at the start of both",
+    "unpaired": "prompt, completion and label (true for an answer to give)",
+    "prompts": "prompt (or messages, of which the last answer is left out)",
+}
+"""Form of rows -> the columns that it has."""
+KEYS = ("method", "embedding_learning_rate")
+"""Keys of the `train` section that are ours, and no configuration of TRL has."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A training method.
+
+    Attributes:
+        trainer, config: dotted names of TRL's classes (1.16).
+        rows: forms of rows that it reads.
+        rates: learning rates that are usual with all weights: lowest and highest.
+        reference: True if it compares with the model that training began with.
+        head: what the model gives: words, or one score of a text.
+        writes: True if the model writes answers while it trains.
+    """
+
+    name: str
+    trainer: str
+    config: str
+    rows: tuple[RowForm, ...]
+    rates: tuple[float, float]
+    reference: bool = False
+    head: Literal["causal", "score"] = "causal"
+    writes: bool = False
+
+    @property
+    def needs(self) -> str:
+        """The rows that it reads, for a person."""
+        return "; or ".join(FORMS[form] for form in self.rows)
+
+    @functools.cached_property
+    def trainer_class(self) -> Any:
+        """TRL's trainer; imports trl (seconds)."""
+        return _imported(self.trainer)
+
+    @functools.cached_property
+    def config_class(self) -> Any:
+        """TRL's configuration, a dataclass; imports trl (seconds)."""
+        return _imported(self.config)
+
+    def is_unusual(self, rate: float, *, lora: bool) -> bool:
+        """True for a learning rate that is three times outside of what is usual."""
+        low, high = (ADAPTERS * limit if lora else limit for limit in self.rates)
+        return not low / 3 <= rate <= 3 * high
+
+
+ADAPTERS = 10
+"""Adapters train with ten times the learning rate of all weights (TRL's documentation, PEFT)."""
+
+
+def _row(name: str, trainer: str, rows: tuple[RowForm, ...], low: float, high: float, **own: Any):
+    module, _, short = trainer.rpartition(".")
+    config = f"{module}.{short.removesuffix('Trainer')}Config"
+    return Method(name, trainer, config, rows, (low, high), **own)
+
+
+# Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
+# which its examples lower to 1e-5), and those of its example scripts.
+METHODS = {
+    row.name: row
+    for row in (
+        _row("sft", "trl.SFTTrainer", ("answers",), 5e-6, 5e-5),
+        _row("continue", "trl.SFTTrainer", ("text",), 5e-6, 6e-4),
+        _row("dpo", "trl.DPOTrainer", ("preference",), 5e-7, 5e-6, reference=True),
+        _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), 5e-7, 5e-6, reference=True),
+        _row("orpo", "trl.experimental.orpo.ORPOTrainer", ("preference",), 1e-6, 1e-5),
+        _row("reward", "trl.RewardTrainer", ("preference",), 5e-6, 1e-4, head="score"),
+        _row("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6, writes=True),
+        _row("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6, writes=True),
+        _row("distill", "trl.DistillationTrainer", ("prompts",), 1e-6, 2e-5, writes=True),
+    )
+}
+
+
+def _imported(dotted: str) -> Any:
+    module, _, name = dotted.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def method_of(train: Mapping[str, Any], where: str = "train.method") -> Method:
+    """The method of a `train` section; `sft` where it names none.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    name = str(train.get("method") or "sft")
+    if name in METHODS:
+        return METHODS[name]
+    raise ConfigError(
+        f"there is no training method {name!r}{did_you_mean(name, METHODS)}",
+        where=where,
+        fix=f"train.method={', '.join(METHODS)}",
+    )
+
+
+def methods_for(forms: Iterable[RowForm]) -> list[str]:
+    """Names of the methods that read rows of one of these forms."""
+    return [name for name, method in METHODS.items() if {*forms} & {*method.rows}]
+
+
+def methods_with(key: str) -> list[str]:
+    """Names of the methods whose configuration has a key; imports all of them."""
+    return [name for name, method in METHODS.items() if key in arguments(method)]
+
+
+def arguments(method: Method) -> tuple[str, ...]:
+    """Keys that the `train` section takes: those of TRL's configuration, and ours."""
+    import dataclasses
+
+    return (*KEYS, *(f.name for f in dataclasses.fields(method.config_class) if f.init))
