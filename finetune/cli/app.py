@@ -57,7 +57,8 @@ VERBS = {
         "evaluate": ("train", "Score a run on lm-eval tasks, and keep the result."),
     },
     "Share": {
-        "generate": ("train", "Prompt a trained model."),
+        "chat": ("train", "Talk with a trained model, or answer prompts."),
+        "generate": ("train", "Talk with a trained model, or answer prompts."),
         "report": ("analysis", "Write one page about runs: HTML, plots."),
         "export": ("runs", "Export weights, checked: adapter, merged, FP8, NVFP4."),
     },

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from finetune.cli import (
@@ -25,7 +22,6 @@ from finetune.cli import (
     RunsFolder,
     TrustCode,
 )
-from finetune.config.paths import is_text
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
@@ -140,107 +136,75 @@ def generate(
     run: RunName,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="Left out, or `-`: lines of the input."),
+        typer.Argument(
+            metavar="[PROMPT]...",
+            help="Each answered on its own; `-`: those of the input, a line each; left out: a "
+            "conversation, typed or piped.",
+        ),
     ] = None,
+    system: Annotated[str | None, typer.Option(help="Text of the system turn.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer; left out: eval.max_new_tokens.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest answer; left out: eval.max_new_tokens, and 256 in a conversation.",
+        ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Draw from this share of probability.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw from so many likeliest tokens.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Sampling seed.")] = None,
+    compare_base: Annotated[
+        bool, typer.Option("--compare-base", help="Show the untrained model's answers beside.")
+    ] = False,
     checkpoint: Checkpoint = None,
     trust_remote_code: TrustCode = False,
     out: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Prompt a trained model."""
-    if seed is not None and temperature == 0:
-        raise ConfigError(
-            "--seed would change nothing",
-            where="--seed",
-            why="without a temperature nothing is drawn",
-            fix="--temperature 0.7, or leave it out",
-        )
-    if temperature and not 1e-6 <= temperature <= 1e6:
-        raise ConfigError(
-            f"nothing can be drawn at a temperature of {temperature:g}",
-            where="--temperature",
-            why="scores divided by it are not finite, or all alike",
-            fix="0 takes the likeliest token, as the limit of small ones would; 0.7 is usual",
-        )
+    """Talk with a trained model, or answer prompts."""
     folder = find_run(run, out)
-    from transformers import TextStreamer, set_seed
-
-    from finetune.training.reload import loaded, open_trained
+    from finetune.training.chat import converse, lines, sides_of
+    from finetune.training.reload import loaded, open_trained, untrained
 
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     notes = output(stderr=True)
     if notes.is_terminal:
         notes.print(whole(f"loading {trained.weights}", "dim"), crop=False)
-    given = [] if prompts in (None, [STDIN]) else list(prompts or ())
-    options = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
-    most, answers = max_new_tokens or trained.config.eval.max_new_tokens, []
+    keeps, compute = not prompts, trained.config.precision.compute
+    most = max_new_tokens or (None if keeps else trained.config.eval.max_new_tokens)
+    asked = lines() if not prompts or prompts == [STDIN] else prompts
+    if not keeps and not as_json and (prompts == [STDIN] or len(prompts or ()) > 1):
+        asked = _above_its_answer(asked)
     with loaded(trained) as (model, tokenizer):
-        if not as_json:  # on the terminal as it grows
-            options["streamer"] = TextStreamer(
-                tokenizer, skip_prompt=True, skip_special_tokens=True
-            )
-        for prompt in given or _lines(notes):
-            if len(given) != 1 and not as_json and not (_is_typed() and sys.stdout.isatty()):
-                # Several prompts, or of a file: each is printed above its answer.
-                output().print(Text("> ") + Text(prompt), style="dim")
-            if seed is not None:
-                set_seed(seed)
-            answers.append(_answer(trained, model, tokenizer, prompt, most, **options))
+        sides = sides_of(
+            model,
+            tokenizer,
+            untrained(trained, model) if compare_base else None,
+            system=system,
+            max_new_tokens=most,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            compute=compute,
+        )
+        answers = list(converse(sides, asked, keeps=keeps, shows=not as_json))
     if as_json:
         print(json.dumps({"run": str(folder), "answers": answers}, indent=1, ensure_ascii=False))
 
 
-def _answer(
-    trained: Any, model: Any, tokenizer: Any, prompt: str, most: int, **options: Any
-) -> Any:
-    """One answer, with the seconds that it took.
-
-    Raises:
-        ConfigError: the prompt leaves no room for an answer.
-    """
-    from finetune.training.samples import answer, check_room_for, length_of, positions
-
-    length, room = length_of(tokenizer, prompt), positions(model.config)
-    check_room_for(prompt, length, most, room, "PROMPT")
-    started, compute = time.perf_counter(), trained.config.precision.compute
-    (sample,) = answer(model, tokenizer, [prompt], most, compute=compute, **options)
-    seconds = round(time.perf_counter() - started, 3)
-    return {"prompt": prompt, "answer": sample.answer, "seconds": seconds}
+chat = generate
 
 
-def _is_typed() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
-def _lines(notes: Console) -> Iterator[str]:
-    """Prompts from the input, a line each; typed ones until Ctrl-D."""
-    if sys.stdin is None:  # closed: nobody asks
-        return
-    typed = _is_typed()
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are said below
-    if typed:
-        notes.print("One prompt per line. Ctrl-D to quit.", style="dim")
-    while True:
-        if typed:
-            notes.print("> ", end="")
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if not is_text(line):
-            raise ConfigError(
-                "a prompt is not UTF-8 text",
-                where=f"standard input: {line.strip()!a}",
-                why=f"it has a NUL, or bytes that are no {sys.stdin.encoding}",
-                fix="convert it (iconv -t utf-8), or PYTHONUTF8=1 where the locale is another",
-            )
-        if line.strip():
-            yield line.strip()
+def _above_its_answer(prompts: Iterable[str]) -> Iterator[str]:
+    for prompt in prompts:
+        output().print(Text("> ") + Text(prompt), style="dim")
+        yield prompt
 
 
 # --------------------------------------------------------------------------------------- evaluate

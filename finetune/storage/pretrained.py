@@ -112,14 +112,14 @@ def no_model_in(name: str, path: Path, where: str) -> ModelNotFoundError:
 
 
 def refuse_random_base(model: ModelConfig) -> None:
-    """Reject an adapter without the weights that it was trained over.
+    """Reject what needs the weights that a run began with, where nothing has them.
 
     Raises:
         ConfigError: the run began with random weights.
     """
     if model.weights == "random":
         raise ConfigError(
-            "the weights under this adapter are stored nowhere",
+            "the weights that this run began with are stored nowhere",
             where="model.weights: random",
             why="the run drew them by chance, and other versions or devices draw others",
             fix="train it with model.weights=pretrained",

@@ -122,6 +122,20 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
         yield model.eval(), tokenizer
 
 
+def untrained(run: TrainedRun, model: Any) -> Any:
+    """The model that training began with, as `chat` takes it: True for adapters, to switch off.
+
+    Raises:
+        ConfigError: it began with random weights.
+    """
+    from finetune.training.model import load_model
+
+    if (run.weights / "adapter_config.json").is_file():
+        return True
+    refuse_random_base(run.config.model)
+    return load_model(run.config.model).to(model.device).eval()
+
+
 def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
     from finetune.training.scaling_state import load_scaling

@@ -108,15 +108,18 @@ def check_room_for(prompt: str, length: int, most: int, room: int | None, where:
         )
 
 
-def encode(tokenizer: Any, prompt: str) -> dict[str, Any]:
-    """Token ids and mask of a prompt, [1, T], as a user turn if there is a chat template."""
+def encode(tokenizer: Any, prompt: str | list[dict[str, str]]) -> dict[str, Any]:
+    """Token ids and mask, [1, T], of a prompt or of turns behind which an answer is due.
+
+    Without a chat template a prompt is text, and turns are the text that they make together.
+    """
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")
     return {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
 
 

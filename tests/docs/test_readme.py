@@ -28,6 +28,7 @@ SMALL = {
 """Verbs that take minutes as the documents have them -> what makes them short."""
 SLOW = (*SMALL, "diagnose", "estimate")
 RUN_ELSEWHERE = {
+    "chat": "tests/training/test_chat.py",
     "generate": "tests/cli/test_cli.py",
     "evaluate": "tests/cli/test_cli.py",
     "report": "tests/analysis/test_report.py",

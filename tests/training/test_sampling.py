@@ -396,7 +396,7 @@ def test_generate_interrupted(run, cli, monkeypatch) -> None:
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("finetune.training.samples.answer", stop)
+    monkeypatch.setattr("finetune.training.chat.Conversation.ask", stop)
     assert cli("generate", str(run[0].folder), "hi").code == 130
 
 

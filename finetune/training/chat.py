@@ -1,0 +1,322 @@
+"""A conversation with a model: its turns are kept, its answers printed word by word.
+
+Transformers generates and streams. What is here is around it: the turns, as the chat template takes
+them; lines that are typed or piped; Ctrl-C, which stops an answer and keeps what was said; the same
+questions to the untrained model, whose own conversation goes beside.
+
+A turn that would not fit into the context drops the oldest ones, which is said: the template would
+cut nothing, and the model go on past the positions that it has learned. Without a chat template the
+model continues the text so far; each line is put behind it.
+
+Limits: every answer reads the conversation from its beginning; one that is long costs its length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import TextStreamer, set_seed
+
+from finetune.config.paths import is_text
+from finetune.config.schema import Compute
+from finetune.data.chat import probe, without_system
+from finetune.errors import ConfigError, did_you_mean
+from finetune.logging import output, plain_table
+from finetune.training.samples import autocast, check_room_for, encode, positions, undisturbed
+
+COMMANDS = ("/reset", "/exit")
+LONGEST = 256
+"""Tokens of an answer where nobody says how many, as in `transformers chat`."""
+
+
+def chat(
+    model: Any,
+    tokenizer: Any,
+    *,
+    system: str | None = None,
+    base: Any = None,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    compute: Compute = "bf16",
+) -> list[dict[str, str]]:
+    """Talk with a model, in a terminal or a notebook; lines of a pipe are a turn each.
+
+    `/reset` forgets the conversation, `/exit` or the end of the input (Ctrl-D) leaves. Generators,
+    training modes and scales of the model are afterwards as they were.
+
+    Args:
+        model: plain or with adapters, converted or not; not sharded.
+        system: text of the system turn.
+        base: a model that answers beside; True: this one with its PEFT adapters off.
+        max_new_tokens, temperature, top_p, top_k: as in Transformers; temperature 0 is greedy,
+            and an answer has 256 tokens at most, or half of the model's context.
+        seed: drawn again before each answer.
+        compute: `precision.compute`, which decides the autocast type.
+
+    Returns:
+        The turns since the last reset: role and content.
+
+    Raises:
+        ConfigError: settings that contradict each other, or a piped line that leaves no room.
+    """
+    settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    settings |= {"max_new_tokens": max_new_tokens, "seed": seed, "system": system}
+    sides = sides_of(model, tokenizer, base, compute=compute, **settings)
+    for _ in converse(sides, lines()):
+        pass
+    return sides["trained"].turns
+
+
+class Conversation:
+    """Turns with one model.
+
+    Attributes:
+        turns: role and content of each, the system's included.
+        most: tokens of an answer.
+        dropped: turns that the last question dropped.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, system: str | None = None, compute: Compute = "bf16",
+        without_adapters: bool = False, max_new_tokens: int | None = None, **sampling: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.dropped = model, tokenizer, 0
+        self.compute: Compute = compute
+        self.as_asked = model.disable_adapter if without_adapters else contextlib.nullcontext
+        self.room = positions(model.config)
+        self.most = max_new_tokens or min(LONGEST, (self.room or 2 * LONGEST) // 2)
+        self.seed, self.options = sampling.get("seed"), _options(**sampling)
+        if system and not tokenizer.chat_template:
+            raise ConfigError(
+                "there is no place for the system's text",
+                where="system",
+                why="the tokenizer has no chat template: the model continues text",
+                fix="leave it out, or put it before the first line",
+            )
+        self.system = [{"role": "system", "content": system}] if system else []
+        self.takes_system = not system or probe(tokenizer).system
+        self.reset()
+
+    def reset(self) -> None:
+        self.turns = list(self.system)
+
+    def ask(self, prompt: str, speech: Speech) -> str:
+        """Answer a question; what was said until a Ctrl-C stays in the conversation.
+
+        Raises:
+            ConfigError: the question alone leaves no room for an answer.
+        """
+        first, self.dropped = len(self.system), 0
+        glue = "" if self.tokenizer.chat_template or not self.turns else "\n"
+        turns = [*self.turns, {"role": "user", "content": glue + prompt}]
+        while True:
+            taken = turns if self.takes_system else without_system(turns)
+            inputs = encode(self.tokenizer, taken)
+            length = inputs["input_ids"].shape[1] if prompt else 0
+            if self.room is None or length + self.most <= self.room or len(turns) == first + 1:
+                break
+            del turns[first : first + 2]
+            self.dropped += 2
+        check_room_for(prompt, length, self.most, self.room, "PROMPT")
+        inputs = {key: value.to(self.model.device) for key, value in inputs.items()}
+        if self.seed is not None:
+            set_seed(self.seed)
+        try:
+            with self.as_asked(), autocast(self.compute, self.model.device.type), torch.no_grad():
+                self.model.generate(
+                    **inputs, streamer=speech, max_new_tokens=self.most, **self.options
+                )
+        except KeyboardInterrupt:
+            speech.end()
+            raise
+        finally:
+            if speech.text:
+                self.turns = [*turns, {"role": "assistant", "content": speech.text}]
+        return speech.text.strip()
+
+
+class Speech(TextStreamer):
+    """Transformers' streamer, which also keeps the text, and prints it if it `shows`."""
+
+    def __init__(self, tokenizer: Any, *, shows: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.shows, self.text, self.tokens = shows, "", -1  # the prompt is put first
+
+    def put(self, value: Any) -> None:
+        self.tokens += 1
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        if self.shows:
+            super().on_finalized_text(text, stream_end)
+
+
+def sides_of(
+    model: Any, tokenizer: Any, base: Any = None, **settings: Any
+) -> dict[str, Conversation]:
+    """Conversations by name: with the untrained model, if there is one, and with the trained."""
+    sides = {"trained": Conversation(model, tokenizer, **settings)}
+    if base is None or base is False:
+        return sides
+    off = base is True
+    other = Conversation(model if off else base, tokenizer, without_adapters=off, **settings)
+    return {"base": other, **sides}
+
+
+def converse(
+    sides: dict[str, Conversation],
+    prompts: Iterable[str],
+    *,
+    keeps: bool = True,
+    shows: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Put each prompt to each side; yield prompt, answers and seconds.
+
+    Args:
+        keeps: the prompts are turns of one conversation, otherwise each begins one.
+        shows: print answers as they grow, or two of them in columns once both are there.
+    """
+    notes, typed = output(stderr=True), keeps and is_typed()
+    if typed:
+        notes.print(f"{', '.join(COMMANDS)}; Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
+    if not sides["trained"].tokenizer.chat_template:
+        notes.print("! no chat template: the model continues your text", style="yellow")
+    with contextlib.ExitStack() as stack:
+        for side in sides.values():
+            stack.enter_context(undisturbed(side.model))
+        for prompt in prompts:
+            if not keeps or prompt == "/reset":
+                for side in sides.values():
+                    side.reset()
+            if keeps and prompt == "/exit":
+                return
+            if keeps and prompt in COMMANDS:
+                continue
+            if typed and prompt.startswith("/") and " " not in prompt:
+                guess = did_you_mean(prompt, COMMANDS)
+                notes.print(f"! there is no command {prompt!r}{guess}", style="yellow")
+                continue
+            try:
+                yield _turn(sides, prompt, shows, notes)
+            except (KeyboardInterrupt, ConfigError) as error:
+                if not typed:
+                    raise
+                why = f"! {error.what}: {error.why}" if isinstance(error, ConfigError) else ""
+                notes.print(why or "stopped; Ctrl-C again leaves", style="yellow" if why else "dim")
+
+
+def _turn(
+    sides: dict[str, Conversation], prompt: str, shows: bool, notes: Console
+) -> dict[str, Any]:
+    """Ask each side; print the answers, what was dropped, and that one is cut."""
+    started, said = time.perf_counter(), dict[str, str]()
+    for name, side in sides.items():
+        speech = Speech(side.tokenizer, shows=shows and len(sides) == 1)
+        said[name] = side.ask(prompt, speech)
+        if side.dropped:
+            line = f"! the oldest {side.dropped} turns were dropped"
+            notes.print(f"{line}: the model has {side.room:,} positions", style="yellow")
+        if speech.tokens >= side.most and is_typed():
+            notes.print(f"(cut at max_new_tokens={side.most})", style="dim")
+    if shows and len(sides) > 1:
+        _show(said)
+    seconds = round(time.perf_counter() - started, 3)
+    return {"prompt": prompt, "answer": said.pop("trained"), **said, "seconds": seconds}
+
+
+def _show(said: dict[str, str]) -> None:
+    """Print answers in columns; in a pipe behind one another, by name."""
+    console = output()
+    if not console.is_terminal and not console.is_jupyter:
+        console.print(*(Text(f"{name}: {text}") for name, text in said.items()), sep="\n")
+        return
+    table = plain_table(*said, expand=True, fold=list(said))
+    for column in table.columns:
+        column.ratio = 1
+    table.add_row(*said.values())
+    console.print(table)
+
+
+def _options(
+    *, temperature: float = 0.0, top_p: float | None = None, top_k: int | None = None,
+    seed: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `generate` that choose the next token.
+
+    Raises:
+        ConfigError: a setting that draws nothing, or a temperature of no numbers.
+    """
+    drawing = {"top_p": top_p, "top_k": top_k, "seed": seed}
+    if idle := [name for name, value in drawing.items() if value is not None and not temperature]:
+        raise ConfigError(
+            f"--{idle[0].replace('_', '-')} would change nothing",
+            where=idle[0],
+            why="without a temperature nothing is drawn",
+            fix="--temperature 0.7, or leave it out",
+        )
+    if temperature and not 1e-6 <= temperature <= 1e6:
+        raise ConfigError(
+            f"nothing can be drawn at a temperature of {temperature:g}",
+            where="temperature",
+            why="scores divided by it are not finite, or all alike",
+            fix="0 takes the likeliest token, as the limit of small ones would; 0.7 is usual",
+        )
+    drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    given = {name: value for name, value in drawing.items() if value is not None}
+    return given | {"do_sample": True} if temperature else {"do_sample": False}
+
+
+# ------------------------------------------------------------------------------------------- input
+
+
+def is_typed() -> bool:
+    """True if a person writes the lines: in a terminal, or in a notebook's field."""
+    return "ipykernel" in sys.modules or (sys.stdin is not None and sys.stdin.isatty())
+
+
+def lines() -> Iterator[str]:
+    """Lines of the input that are not blank, to its end.
+
+    Raises:
+        ConfigError: a line that is no text.
+    """
+    if sys.stdin is None:  # closed: nobody asks
+        return
+    typed, ask = is_typed(), "> "
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are said below
+    if typed:
+        with contextlib.suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401  lets `input` edit and recall lines
+        if not sys.stdout.isatty() and "ipykernel" not in sys.modules:  # the answers go to a file
+            ask = ""
+    while True:
+        try:
+            line = input(ask if typed else "")
+        except (EOFError, KeyboardInterrupt) as end:
+            if typed:
+                print(file=sys.stderr)  # behind the prompt
+            if isinstance(end, EOFError):
+                return
+            raise
+        if not is_text(line):
+            raise ConfigError(
+                "a prompt is not UTF-8 text",
+                where=f"standard input: {line.strip()!a}",
+                why=f"it has a NUL, or bytes that are no {sys.stdin.encoding}",
+                fix="convert it (iconv -t utf-8), or PYTHONUTF8=1 where the locale is another",
+            )
+        if line.strip():
+            yield line.strip()
