@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
     from finetune.estimator.estimate import Estimate
     from finetune.estimator.search import Choices, Largest
+    from finetune.hardware.gpus import Place
 
 
 Fit = Literal["batch", "gpu", "gpus"]
@@ -61,12 +62,10 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and speed, on a GPU that need not be here."""
+    rest = {"price": price, "alternatives": alternatives, "advice": advice, "whole": whole}
     if fit is not None:
-        _refuse_idle(fit, {
-            "--gpu": gpu is not None, "--memory": memory is not None, "--gpus": gpus != 1,
-            "--tokens": tokens is not None, "--price": price is not None,
-            "--alternatives": alternatives, "--advice": advice is not None, "--whole": whole,
-        })  # fmt: skip
+        given = {"gpu": gpu, "memory": memory, "gpus": gpus != 1, "tokens": tokens, **rest}
+        _refuse_idle(fit, [f"--{x}" for x, value in given.items() if value not in (None, False)])
     if recipe is None:
         raise ConfigError(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
@@ -82,19 +81,10 @@ def estimate(
         from finetune.estimator.days import days_of
 
         if fit is not None:
-            result = _searched(fit, checked.config, gpu, memory, gpus)
+            result = _searched(fit, checked.config, places[0], gpu)
         else:
-            result = estimator.estimate(
-                checked,
-                gpu=gpu,
-                memory_gib=memory,
-                gpus=gpus,
-                tokens=budget,
-                price=price,
-                alternatives=alternatives,
-                advice=advice,
-                whole=whole,
-            )
+            where = {"gpu": gpu, "memory_gib": memory, "gpus": gpus}
+            result = estimator.estimate(checked, tokens=budget, **where, **rest)
     days = None
     if budget is not None:
         with busy(output(stderr=True), "predicting days in each precision"):
@@ -121,8 +111,9 @@ def estimate(
 
 def _tokens(text: str | None) -> int | None:
     """The number of tokens that was typed."""
-    found = None if text is None else amount(text)
-    if text is not None and not found:
+    if text is None:
+        return None
+    if not (found := amount(text)):
         raise ConfigError(
             f"{text!r} is not a number of tokens",
             where=f"--tokens {text}",
@@ -171,10 +162,9 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
     return f"next: {again} {as_typed(change)}"
 
 
-def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:
+def _refuse_idle(fit: Fit, given: list[str]) -> None:
     """Raise a `ConfigError` for given options that would change nothing."""
-    idle = [name for name, is_given in given.items() if is_given and name not in _ACTS_ON[fit]]
-    if idle:
+    if idle := [name for name in given if name not in _ACTS_ON[fit]]:
         takes = ", ".join(("RECIPE", "--fit", *_ACTS_ON[fit]))
         raise ConfigError(
             f"{', '.join(idle)} would change nothing",
@@ -184,14 +174,11 @@ def _refuse_idle(fit: Fit, given: dict[str, bool]) -> None:
         )
 
 
-def _searched(
-    fit: Fit, config: RunConfig, gpu: str | None, memory: float | None, gpus: int
-) -> Choices | Largest:
+def _searched(fit: Fit, config: RunConfig, place: Place, gpu: str | None) -> Choices | Largest:
     from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
-    from finetune.hardware.gpus import place_of
 
     if fit == "batch":
-        return largest(config, place_of(gpu, memory_gib=memory, gpus=gpus))
+        return largest(config, place)
     if fit == "gpu":
         return cheapest_gpu(config)
     if gpu is None:

@@ -21,7 +21,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.knobs import BF16, COMPILED, FP8, IN_FP8
 from finetune.estimator.memory.footprint import Fit
-from finetune.estimator.predict import predict
+from finetune.estimator.predict import Prediction, predict, tried
 from finetune.estimator.speed.timing import spread
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import compiles, resolve_there
@@ -78,20 +78,16 @@ class Days:
             why = self.spent[0].why or "the speed of this machine is not known; --gpu H100"
             yield Text(f"! no days are predicted: {why}", "yellow")
             return
-        each = [name.upper() for name in CHANGES]
-        shown = {"days": "days", "kwh": "kWh"}
-        shown |= {"cost": "cost"} if any(one.cost for one in self.spent) else {}
-        titles = [f"{unit} {name}" for unit in shown.values() for name in each]
-        titles.insert(len(each), "FP8 saves")
+        shown = ["days", "kWh", *(["cost"] if any(one.cost for one in self.spent) else [])]
+        titles = [f"{unit} {name.upper()}" for unit in shown for name in CHANGES]
+        titles.insert(len(CHANGES), "FP8 saves")
         heading = f"{count(self.tokens)} tokens"
         table = plain_table(heading, *titles, right=titles, whole=[heading], gap=1)
-        for start in range(0, len(self.spent), len(CHANGES)):
-            row = self.spent[start : start + len(CHANGES)]
-            cells = [_cell(getattr(one, key), one) for key in shown for one in row]
-            *_, bf16, fp8 = (one.days for one in row)
+        for row in zip(*[iter(self.spent)] * len(CHANGES), strict=True):
+            cells = [_cell(getattr(one, unit.lower()), one) for unit in shown for one in row]
+            bf16, fp8 = row[1].days, row[2].days
             saved = None if bf16 is None or fp8 is None else bf16 - fp8
-            cells.insert(len(each), _cell(saved))
-            table.add_row(row[0].place, *cells)
+            table.add_row(row[0].place, *cells[:3], _cell(saved), *cells[3:])
         yield table
         _, low, high = spread(1.0, max(one.scatter for one in self.spent))
         yield Text(
@@ -101,10 +97,9 @@ class Days:
         )
         if any(one.days and one.fit == "does not fit" for one in self.spent):
             yield Text("(in brackets): needs more memory than the GPU has", "dim")
-        for why in dict.fromkeys(
-            f"{one.compute.upper()} on {one.place}: {one.why}" for one in self.spent if one.why
-        ):
-            yield Text(f"! {why}", "yellow")
+        for one in self.spent:
+            if one.why:
+                yield Text(f"! {one.compute.upper()} on {one.place}: {one.why}", "yellow")
 
 
 def days_of(
@@ -116,37 +111,26 @@ def days_of(
         places: also with their own number of GPUs.
         price: of one GPU and hour; default: that of the table of GPUs, if set there.
     """
-    return Days(
-        tokens,
-        tuple(
-            _spent(config, replace(place, count=gpus), compute, tokens, price)
-            for place in places
-            for gpus in sorted({*COUNTS, place.count})
-            for compute in CHANGES
-        ),
-    )
+    numbers = [replace(at, count=gpus) for at in places for gpus in sorted({*COUNTS, at.count})]
+    spent = (_spent(config, at, compute, tokens, price) for at in numbers for compute in CHANGES)
+    return Days(tokens, tuple(spent))
 
 
 def _spent(
     config: RunConfig, place: Place, compute: str, tokens: int, price: float | None
 ) -> Spent:
-    empty = Spent(str(place), place.count, compute)
-    try:
-        found = predict(with_overrides(config, _changes(config, place, compute)), place)
-    except FinetuneError as error:
-        return replace(empty, why=error.why or error.what)
-    if found.pace is None or found.tokens_per_s is None:
-        return empty
-    hours, gpu = tokens / found.tokens_per_s / 3600, place.gpu
-    price = price or (gpu and gpu.price_usd_per_hour)
-    return replace(
-        empty,
-        days=hours / 24,
-        kwh=hours * place.count * gpu.watts / 1e3 if gpu and gpu.watts else None,
-        cost=hours * place.count * price if price else None,
-        fit=found.fit,
-        scatter=found.pace.scatter,
-    )
+
+    def changed() -> Prediction:
+        return predict(with_overrides(config, _changes(config, place, compute)), place)
+
+    (found, why), gpu = tried(changed), place.gpu
+    alone = Spent(str(place), place.count, compute, why=why)
+    if found is None or found.pace is None or gpu is None:
+        return alone
+    hours = tokens / found.pace.tokens_per_s / 3600  # of all GPUs together
+    kwh, price = gpu.watts and hours * gpu.watts / 1e3, price or gpu.price_usd_per_hour
+    spent = {"days": hours / place.count / 24, "kwh": kwh, "cost": price and hours * price}
+    return replace(alone, **spent, fit=found.fit, scatter=found.pace.scatter)
 
 
 def _changes(config: RunConfig, place: Place, compute: str) -> tuple[str, ...]:

@@ -262,6 +262,12 @@ def _rough(number: float) -> str:
     return count(float(f"{number:.2g}"))
 
 
+_IN_JSON = (
+    *("tensors", "allocated", "reserved", "shown", "margin"),
+    *("phases", "workspaces", "outside"),
+)
+
+
 def _facts(prediction: Prediction) -> dict[str, Any]:
     """Memory and time of one configuration as plain data, in bytes and seconds."""
     held, pace = prediction.footprint, prediction.pace
@@ -270,18 +276,8 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
         "parameters": prediction.parameters,
         "trainable": prediction.trainable,
         "compiled": prediction.compiled,
-        "memory": {
-            "tensors": held.tensors,
-            "allocated": held.allocated,
-            "reserved": held.reserved,
-            "shown": held.shown,
-            "margin": held.margin,
-            "peak_phase": held.highest,
-            "peak_owner": held.owner,
-            "phases": held.phases,
-            "workspaces": held.workspaces,
-            "outside": held.outside,
-        },
+        "memory": {name: getattr(held, name) for name in _IN_JSON}
+        | {"peak_phase": held.highest, "peak_owner": held.owner},
         "time": None
         if pace is None
         else {

@@ -114,7 +114,7 @@ def with_rows(rows: int, times: int) -> tuple[str, str]:
 def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, ...]:
     """Changes that may free memory, roughly from cheapest to most expensive in speed."""
     return (
-        *_free_of_charge(config, device),
+        *free_of_charge(config, device),
         *_smaller_base(config, device),
         *_smaller_batches(config),
         *_recomputed(config),
@@ -131,7 +131,8 @@ def attends_by_mask(config: RunConfig, device: Device) -> bool:
     return able and padding_free(config.train) and config.model.attention in ("sdpa", "eager")
 
 
-def _free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
+def free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
+    """Changes that take neither time nor memory, nor change what is learnt."""
     if config.train.get("optim") == "adamw_torch":
         why = "one fused kernel instead of passes over lists of tensors, which make temporaries"
         yield Change("optimizer kernel", (f"train.optim={FUSED}",), why)

@@ -12,14 +12,14 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from finetune.config.methods import METHODS, method_of
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
-from finetune.errors import ConfigError, PlanError, RehearsalError
+from finetune.errors import ConfigError, FinetuneError, PlanError, RehearsalError
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.memory.sharding import device_footprint, shares_model
@@ -47,6 +47,9 @@ class Prediction:
         pace: time of a step; None if the device's speed is unknown.
         parameters, trainable: element counts.
         compiled: decoder layers are compiled.
+        first: memory of the first micro-step, which runs uncompiled while FP8 is proven. None where
+            its layers are not compiled later, and without gradient checkpointing: then it alone has
+            that (`finetune.precision.compiling.recomputed`), and holds less than the others.
     """
 
     config: RunConfig
@@ -57,6 +60,7 @@ class Prediction:
     parameters: int
     trainable: int
     compiled: bool
+    first: Footprint | None = None
 
     @property
     def fit(self) -> Fit:
@@ -66,6 +70,14 @@ class Prediction:
     def tokens_per_s(self) -> float | None:
         """Throughput of all devices."""
         return None if self.pace is None else self.pace.tokens_per_s * self.place.count
+
+
+def tried(make: Callable[..., Prediction], *args: Any) -> tuple[Prediction | None, str]:
+    """What `make` predicts of a run, or why it cannot run."""
+    try:
+        return make(*args), ""
+    except FinetuneError as error:
+        return None, error.why or error.what
 
 
 # ------------------------------------------------------------------------------------ whole or fast
@@ -110,7 +122,7 @@ def predict_whole(
     """
     resolution, plan = known or (resolve_there(config.precision, place), None)
     whole = _rehearsed(config, place, resolution, padded=padded, plan=plan)
-    return _prediction(config, place, resolution, _step_of(config, place, resolution, whole))
+    return _at_its_highest(_step(whole, config, place, resolution))
 
 
 def predict_fast(config: RunConfig, place: Place) -> Prediction:
@@ -125,8 +137,8 @@ def predict_fast(config: RunConfig, place: Place) -> Prediction:
         with contextlib.suppress(PlanError):
             few, more = (_rehearsed(config, place, resolution, layers=n) for n in FEW)
             if few.parameters < more.parameters:  # else layers share their weights
-                few, more = (_step_of(config, place, resolution, r) for r in (few, more))
-                return _prediction(config, place, resolution, _extrapolated(few, more, layers))
+                few, more = (_step(r, config, place, resolution) for r in (few, more))
+                return _at_its_highest(_extrapolated(few, more, layers))
     return predict_whole(config, place)
 
 
@@ -193,42 +205,20 @@ _SAME_STEP = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging
 """Settings that change nothing in a rehearsed step."""
 
 
-class _Step(NamedTuple):
-    """What is read off one rehearsal, or extrapolated from two.
-
-    Attributes:
-        footprint: memory of each step but the first micro-step.
-        first: memory of the first, which runs uncompiled while FP8 is proven. None where its layers
-            are not compiled later, and without gradient checkpointing: then it alone has that
-            (`finetune.precision.compiling.recomputed`), and holds less than the others.
-        compiled: decoder layers are compiled.
-    """
-
-    footprint: Footprint
-    first: Footprint | None
-    pace: Pace | None
-    parameters: int
-    trainable: int
-    compiled: bool
-
-
-def _step_of(
-    config: RunConfig, place: Place, resolution: Resolution, rehearsal: Rehearsal
-) -> _Step:
+def _step(
+    rehearsal: Rehearsal, config: RunConfig, place: Place, resolution: Resolution
+) -> Prediction:
+    """What is read off one rehearsal, with its first micro-step still apart."""
     compiled, first = rehearsal.compiles and compiles(resolution.precision, place.device), None
     if compiled:
         if any(op.phase == "recompute" for op in rehearsal.trace.ops):
             eager = replace(rehearsal, trace=in_eager_kernels(rehearsal.trace))
             first = device_footprint(eager, config, place)
         rehearsal = _compiled(rehearsal)
-    return _Step(
-        device_footprint(rehearsal, config, place),
-        first,
-        pace_of_one(rehearsal, config, place, compiled=compiled),
-        rehearsal.parameters,
-        rehearsal.trainable,
-        compiled,
-    )
+    held = device_footprint(rehearsal, config, place)
+    pace = pace_of_one(rehearsal, config, place, compiled=compiled)
+    counts = rehearsal.parameters, rehearsal.trainable
+    return Prediction(config, place, resolution, held, pace, *counts, compiled, first)
 
 
 def in_eager_kernels(trace: Trace) -> Trace:
@@ -238,35 +228,28 @@ def in_eager_kernels(trace: Trace) -> Trace:
     return replace(trace, events=events, storages=trace.storages | passing)
 
 
-def _extrapolated(few: _Step, more: _Step, layers: int) -> _Step:
+def _extrapolated(few: Prediction, more: Prediction, layers: int) -> Prediction:
     """The step of a model with all its layers, from those with `FEW`."""
     times = (layers - FEW[0]) / (FEW[1] - FEW[0])
-    first, pace = None, None
-    if few.first is not None and more.first is not None:
-        first = sizes.extrapolated(few.first, more.first, times)
-    if few.pace is not None and more.pace is not None:
-        pace = timing.extrapolated(few.pace, more.pace, times)
-    return _Step(
-        sizes.extrapolated(few.footprint, more.footprint, times),
-        first,
-        pace,
-        round(few.parameters + times * (more.parameters - few.parameters)),
-        round(few.trainable + times * (more.trainable - few.trainable)),
-        more.compiled,
+
+    def grown(a: int, b: int) -> int:
+        return round(a + times * (b - a))
+
+    return replace(
+        more,
+        footprint=sizes.extrapolated(few.footprint, more.footprint, times),
+        first=few.first and more.first and sizes.extrapolated(few.first, more.first, times),
+        pace=few.pace and more.pace and timing.extrapolated(few.pace, more.pace, times),
+        parameters=grown(few.parameters, more.parameters),
+        trainable=grown(few.trainable, more.trainable),
     )
 
 
-def _prediction(config: RunConfig, place: Place, resolution: Resolution, step: _Step) -> Prediction:
-    return Prediction(
-        config,
-        place,
-        resolution,
-        step.footprint if step.first is None else sizes.with_first(step.footprint, step.first),
-        step.pace,
-        step.parameters,
-        step.trainable,
-        step.compiled,
-    )
+def _at_its_highest(found: Prediction) -> Prediction:
+    """The prediction at the higher of its peaks in the first and later micro-steps."""
+    if found.first is None:
+        return found
+    return replace(found, footprint=sizes.with_first(found.footprint, found.first))
 
 
 def are_alike(shape: PretrainedConfig) -> bool:

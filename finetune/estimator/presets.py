@@ -16,7 +16,7 @@ from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
 from finetune.errors import ConfigError, did_you_mean
-from finetune.estimator.knobs import BF16, COMPILED, FUSED, UNMASKED, Change, changes
+from finetune.estimator.knobs import BF16, COMPILED, Change, changes, free_of_charge
 from finetune.hardware.device import Device
 
 FP8_GPU = Device("cuda", "H100", (9, 0), 80.0)
@@ -41,10 +41,8 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
         yield Change("checkpointing", (f"train.{CHECKPOINTING}=auto",), why)
     if not train.get("packing"):
         yield Change("packing", ("train.packing=true",), "full rows: a step has more tokens")
-    if train.get("optim") == "adamw_torch":
-        yield Change("optimizer", (f"train.optim={FUSED}",), "one kernel for the whole update")
-    if config.model.attention in ("sdpa", "eager"):
-        yield Change("attention", (UNMASKED,), "packed documents are kept apart without a mask")
+    packed = config.model_copy(update={"train": train | {"packing": True}})
+    yield from free_of_charge(packed, FP8_GPU)
 
 
 def _least_memory(config: RunConfig) -> Iterator[Change]:

@@ -32,11 +32,10 @@ from rich.text import Text
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
-from finetune.errors import FinetuneError
 from finetune.estimator.caveats import ONE_MACHINE
 from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting
 from finetune.estimator.memory.footprint import Fit
-from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast
+from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast, tried
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape
@@ -195,8 +194,8 @@ class Choice:
     """A run at one place, with the overrides it needs; `why` says why it is impossible."""
 
     change: tuple[str, ...]
-    prediction: Prediction | None
     place: Place
+    prediction: Prediction | None
     why: str = ""
 
     @property
@@ -253,19 +252,15 @@ class Choices:
         titles = ("GPU", *right[:2], "", *(right[2:] if priced else right[2:3]))
         table = plain_table(*titles, right=right, title=self.order, title_justify="left")
         for choice in self.choices:
-            if choice.prediction is None:
-                table.add_row(str(choice.place), "-", "-", choice.why, style="dim")
-                continue
-            speed, cost = choice.tokens_per_s, choice.usd_per_million
-            table.add_row(
-                str(choice.place),
-                f"{choice.prediction.footprint.shown / GIB:.1f}",
-                f"{choice.place.memory_bytes / GIB:.1f}",
-                choice.fit,
-                "?" if speed is None else count(speed),
-                *([f"{cost:.3f}" if cost is not None else ""] if priced else []),
-                style=None if choice.fit == "fits" else "dim",
-            )
+            cells = ["-", "-", choice.why]
+            if choice.prediction is not None:
+                speed, cost = choice.tokens_per_s, choice.usd_per_million
+                sizes = (choice.prediction.footprint.shown, choice.place.memory_bytes)
+                cells = [f"{nbytes / GIB:.1f}" for nbytes in sizes]
+                cells += [choice.fit, "?" if speed is None else count(speed)]
+                cells += [f"{cost:.3f}" if cost is not None else ""] if priced else []
+            style = None if choice.fit == "fits" else "dim"
+            table.add_row(str(choice.place), *cells, style=style)
         lines: list[RenderableType] = [table]
         if self.best is not None and self.best.change:
             lines.append(Text(f"settings: {as_typed(self.best.change)}"))
@@ -282,28 +277,22 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
     and both before an H200 without a price.
     """
     check_sizes(config)
-    found: list[Choice] = []
-    for gpu in gpus_with_own() if gpus is None else gpus:
-        place = place_of(gpu)
-        try:
-            found.append(Choice((), predict(config, place), place))
-        except FinetuneError as error:
-            found.append(Choice((), None, place, error.what))
-    found.sort(key=_rank)
+    places = map(place_of, gpus_with_own() if gpus is None else gpus)
+    found = sorted(
+        (Choice((), place, *tried(predict, config, place)) for place in places), key=_rank
+    )
     priced = any(choice.usd_per_million is not None for choice in found)
     order = "the cheapest first" if priced else "the fastest that fits first; no prices known"
     return Choices(tuple(found), order)
 
 
-def _rank(choice: Choice) -> tuple[int, int, float, float]:
+def _rank(choice: Choice) -> tuple[float, ...]:
     """Sort key: verdict, then cost if known, then speed, then memory."""
     memory, cost, speed = choice.place.memory_bytes, choice.usd_per_million, choice.tokens_per_s
     if choice.prediction is None:
         return len(_VERDICTS), 0, 0.0, memory
-    verdict = _VERDICTS.index(choice.fit)
-    if cost is not None:
-        return verdict, 0, cost, memory
-    return verdict, 1, -(speed or 0.0), memory
+    order = (1, -(speed or 0.0)) if cost is None else (0, cost)
+    return _VERDICTS.index(choice.fit), *order, memory
 
 
 def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
@@ -319,16 +308,15 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     config, place = _saving(config), place_of(gpu)
     alone = tuple(f"~train.{key}" for key in config.train if "fsdp" in key)  # refused on one GPU
     shared = () if config.train.get("fsdp") else SHARDED
-    tried = [Choice(alone, predict_fast(config, place), place)]
-    while tried[-1].fit != "fits" and tried[-1].prediction and place.count < MOST_GPUS:
+
+    def sharded(place: Place) -> Prediction:
+        return predict_fast(with_overrides(config, shared), place)
+
+    found = [Choice(alone, place, predict_fast(config, place))]
+    while found[-1].fit != "fits" and found[-1].prediction and place.count < MOST_GPUS:
         place = replace(place, count=2 * place.count)
-        change, found, why = (f"--gpus {place.count}", *shared), None, ""
-        try:
-            found = predict_fast(with_overrides(config, shared), place)
-        except FinetuneError as error:
-            why = error.why or error.what
-        tried.append(Choice(change, found, place, why))
-    tried.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
-    fits = tried[0].fit == "fits"
+        found.append(Choice((f"--gpus {place.count}", *shared), place, *tried(sharded, place)))
+    found.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
+    fits = found[0].fit == "fits"
     order = "the smallest number that fits" if fits else "none of these numbers fits"
-    return Choices(tuple(tried), order)
+    return Choices(tuple(found), order)

@@ -18,7 +18,6 @@ from rich.table import Table
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING
-from finetune.errors import FinetuneError
 from finetune.estimator.knobs import (
     BF16,
     CHECKPOINTED,
@@ -35,7 +34,7 @@ from finetune.estimator.knobs import (
     typed,
 )
 from finetune.estimator.memory.footprint import Fit
-from finetune.estimator.predict import Prediction, predict_fast
+from finetune.estimator.predict import Prediction, predict_fast, tried
 from finetune.estimator.speed.roofline import shared
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval, Pace, spread
@@ -160,13 +159,15 @@ def with_changes(asked: Prediction, made: Sequence[Change]) -> Variant:
     """A run with some changes made, one after the other."""
     label = made[0].kind if made else ""
     change, rank = typed(made), RANKS[max((RANKS.index(c.rank) for c in made), default=0)]
-    try:
+
+    def predict() -> Prediction:
         config, place = changed(asked, made)
         check_optimizer_here(config.train, place.device)
-        found = predict_fast(config, place)
-    except FinetuneError as error:
-        return Variant(asked, change, None, error.why or error.what, label, rank)
-    return Variant(asked, change, found, "; ".join(c.why for c in made), label, rank)
+        return predict_fast(config, place)
+
+    found, why_not = tried(predict)
+    why = "; ".join(c.why for c in made) if found else why_not
+    return Variant(asked, change, found, why, label, rank)
 
 
 def changed(asked: Prediction, made: Iterable[Change]) -> tuple[RunConfig, Place]:

@@ -102,16 +102,11 @@ def _tensors_in(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001  what is no pickle may raise anything
-        code, why, fix = (
-            list[str](),
-            first_line(error),
-            "copy it again: it is cut off, or no such file",
-        )
+        why, fix = first_line(error), "copy it again: it is cut off, or no such file"
         with contextlib.suppress(Exception):
-            code = sorted(get_unsafe_globals_in_checkpoint(file))
-        if code:
-            why = f"it holds objects of {some(code)}, whose code would run"
-            fix = f"if you trust it, where it was trained: {PLAIN}; then import weights.pt"
+            if code := sorted(get_unsafe_globals_in_checkpoint(file)):
+                why = f"it holds objects of {some(code)}, whose code would run"
+                fix = f"if you trust it, where it was trained: {PLAIN}; then import weights.pt"
         what = f"{file.name} cannot be read as tensors"
         raise ConfigError(what, where=str(file), why=why, fix=fix) from None
     held = found if isinstance(found, Mapping) else {}
