@@ -29,6 +29,10 @@ FORMS: dict[RowForm, str] = {
 """Form of rows -> the columns that it has."""
 KEYS = ("method", "embedding_learning_rate")
 """Keys of the `train` section that are ours, and no configuration of TRL has."""
+REWARDS = "reward_funcs"
+"""The same, of a method whose answers are rewarded; TRL's own command line has it, too."""
+TEACHER = "teacher_model_name_or_path"
+"""Key of a configuration of TRL whose trainer takes a second model to learn from."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Method:
         reference: True if it compares with the model that training began with.
         head: what the model gives: words, or one score of a text.
         writes: True if the model writes answers while it trains.
+        rewarded: True if `train.reward_funcs` judges these.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Method:
     reference: bool = False
     head: Literal["causal", "score"] = "causal"
     writes: bool = False
+    rewarded: bool = False
 
     @property
     def needs(self) -> str:
@@ -84,6 +90,7 @@ def _row(name: str, trainer: str, rows: tuple[RowForm, ...], low: float, high: f
     return Method(name, trainer, config, rows, (low, high), **own)
 
 
+REWARDED: dict[str, Any] = {"writes": True, "rewarded": True}
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
 # which its examples lower to 1e-5), and those of its example scripts.
 METHODS = {
@@ -95,8 +102,8 @@ METHODS = {
         _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), 5e-7, 5e-6, reference=True),
         _row("orpo", "trl.experimental.orpo.ORPOTrainer", ("preference",), 1e-6, 1e-5),
         _row("reward", "trl.RewardTrainer", ("preference",), 5e-6, 1e-4, head="score"),
-        _row("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6, writes=True),
-        _row("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6, writes=True),
+        _row("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6, **REWARDED),
+        _row("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6, **REWARDED),
         _row("distill", "trl.DistillationTrainer", ("prompts",), 1e-6, 2e-5, writes=True),
     )
 }
@@ -137,4 +144,5 @@ def arguments(method: Method) -> tuple[str, ...]:
     """Keys that the `train` section takes: those of TRL's configuration, and ours."""
     import dataclasses
 
-    return (*KEYS, *(f.name for f in dataclasses.fields(method.config_class) if f.init))
+    own = (*KEYS, REWARDS) if method.rewarded else KEYS
+    return (*own, *(f.name for f in dataclasses.fields(method.config_class) if f.init))

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from finetune.config.methods import METHODS
+from finetune.config.methods import METHODS, REWARDS
 from finetune.config.section import BUILTIN as BUILTIN
 from finetune.config.section import (
     CheckpointsConfig,
@@ -351,6 +351,14 @@ TRAIN: dict[str, Any] = {
         "type": "number",
         "description": "learning rate of embeddings and output head, where they train; left out: "
         "train.learning_rate",
+    },
+    REWARDS: {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "method grpo or rloo: what judges the answers: `rewards.py:exact` (a "
+        "function of a file), `my_rewards.exact` (of a module), `builtin:last_number` (packaged), "
+        "`think_format_reward` (of TRL), `me/reward-model`; several are added up by "
+        "`train.reward_weights`",
     },
 }
 """Keys of the `train` section that are ours."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from finetune.config.methods import KEYS, arguments, method_of
+from finetune.config.methods import KEYS, REWARDS, arguments, method_of
 from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing
@@ -62,7 +62,8 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
     """
     method = method_of(config.train)
     assert not decides_checkpointing(config), "preflight decides it"
-    train = {k: v for k, v in config.train.items() if k not in (*KEYS, "resume_from_checkpoint")}
+    ours = (*KEYS, REWARDS, "resume_from_checkpoint")
+    train = {k: v for k, v in config.train.items() if k not in ours}
     if train.get("optim") in OWN_NAMES:
         del train["optim"]  # Transformers knows no such name: the class is given to the trainer
     if train.get("fsdp") and on_cpu:

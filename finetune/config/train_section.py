@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from finetune.config.aliases import in_recipe
-from finetune.config.methods import METHODS, Method, arguments, method_of, methods_with
+from finetune.config.methods import METHODS, REWARDS, Method, arguments, method_of, methods_with
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
 from finetune.config.section import check_text
@@ -26,6 +26,8 @@ OWNED_BY_US = {
     "bf16": "precision.compute decides it",
     "fp16": "precision.compute decides it",
     "model_init_kwargs": "the model section decides it",
+    "teacher_model_init_kwargs": "a teacher is loaded as the model is",
+    "teacher_model_revision": "a teacher is loaded as the model is, from a folder for a revision",
     **dict.fromkeys(_COMPILING, "precision.compile decides it"),
 }
 """Keys of TRL's configurations that a recipe may not set, and why."""
@@ -120,6 +122,7 @@ def convert_train(
     kind = method.config_class
     fields, types = arguments(method), typing.get_type_hints(kind)
     types |= {"method": str | None, "embedding_learning_rate": float | None}
+    types[REWARDS] = list[str]
     result: dict[str, Any] = {}
     for key, value in train.items():
         at = ("train", key)

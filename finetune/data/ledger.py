@@ -131,6 +131,8 @@ class Ledger:
         if self.sampled is not None:
             yield False, f"the first {self.sampled:,} rows, which stand for all:"
         facts = [f"{self.kept:,} tokens", f"{self.share:.1%} of them trained{self.on}"]
+        if not self.trained:  # refused, but for prompts
+            facts = [f"{self.tokens:,} tokens of prompts, whose answers are written in training"]
         facts.append(f"longest row {self.longest:,}")
         if self.efficiency is not None:
             facts.append(f"packed into {self.bins:,} rows, {self.efficiency:.0%} full")

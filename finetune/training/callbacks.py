@@ -337,7 +337,8 @@ class StepTimer(TrainerCallback):
         self.close()
 
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if not module.training or self._begin is None:
+            # Without gradients it writes answers, or is its own reference.
+            if not (module.training and torch.is_grad_enabled()) or self._begin is None:
                 return
             mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
             if isinstance(mask, Tensor) and mask.dim() == 2:

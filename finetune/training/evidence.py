@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from finetune.config.methods import REWARDS
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, gemm_engine
@@ -57,8 +58,12 @@ def refuse_disagreement(receipt: Receipt) -> None:
             )
 
 
-def standstill(receipt: Receipt) -> ProofError | None:
-    """The error for a run of which not one number has changed, on any process; None if one has."""
+def standstill(receipt: Receipt, known: str = "") -> ProofError | None:
+    """The error for a run of which not one number has changed, on any process; None if one has.
+
+    Args:
+        known: why, where it is known.
+    """
     from accelerate.utils import gather_object
 
     everyone = gather_object([changed_numbers(receipt.movement)])
@@ -68,9 +73,15 @@ def standstill(receipt: Receipt) -> ProofError | None:
     return ProofError(
         f"0 of {numbers:,} trainable parameters changed",
         where=f"all steps ({receipt.movement['now']['steps']})",
-        why="the model that was saved is the one that training began with: the learning rate was "
-        "zero, or its updates were smaller than the weights' type can hold",
-        fix="train for more steps than warm up (train.warmup_steps=0 has no warm-up), or raise "
+        why="the model that was saved is the one that training began with: "
+        + (
+            known
+            or "the learning rate was zero, or its updates were smaller than the weights' type can "
+            "hold"
+        ),
+        fix=f"change train.{REWARDS}, or the prompts"
+        if known
+        else "train for more steps than warm up (train.warmup_steps=0 has no warm-up), or raise "
         "train.learning_rate; with BF16 weights train.optim=adamw_torch_8bit or "
         "model.dtype=float32",
     )

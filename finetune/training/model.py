@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.methods import TEACHER
 from finetune.config.schema import ModelConfig, RunConfig
 from finetune.config.sft import padding_free
 from finetune.errors import ConfigError, FinetuneError, first_line
@@ -273,6 +274,24 @@ def _build_random(
         return build_stored(shape, names, granularity, device=device, **kwargs)
     with torch.device(device):
         return auto_class(shape).from_config(shape, **kwargs)
+
+
+def load_teacher(config: RunConfig) -> PreTrainedModel:
+    """The model that `train.teacher_model_name_or_path` names, of the type of the one that trains.
+
+    Raises:
+        ConfigError: none is named.
+        ModelNotFoundError: there is no such model.
+    """
+    if not (name := config.train.get(TEACHER)):
+        raise ConfigError(
+            "there is no teacher to learn from",
+            where=f"train.{TEACHER}",
+            fix=f"train.{TEACHER}=NAME: a larger model with the same tokenizer, on the hub or in "
+            "a folder",
+        )
+    given = {"name": name, "weights": "pretrained", "storage": None, "revision": None}
+    return load_model(config.model.model_copy(update=given), ())
 
 
 def _load_pretrained(

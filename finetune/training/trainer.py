@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import sft
-from finetune.config.methods import method_of
+from finetune.config.methods import REWARDS, TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -51,7 +51,13 @@ from finetune.training import low_bit, resume, scope
 from finetune.training.evaluate import TaskScorer, load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, write_failure
-from finetune.training.model import VARLEN, Attention, load_model, take_model
+from finetune.training.model import (
+    VARLEN,
+    Attention,
+    load_model,
+    load_teacher,
+    take_model,
+)
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.run_folder import (
     check_disk,
@@ -298,6 +304,7 @@ class _Run:
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
         from finetune.training.memory_meter import MemoryMeter
+        from finetune.training.rewards import RewardWatch
         from finetune.training.samples import SampleWriter
 
         config, console, folder = self.config, self.console, self.folder
@@ -311,6 +318,7 @@ class _Run:
             session.resolution.label, self.facts, self.resume, config.checkpoints
         )
         self.timer = StepTimer(session.device.kind, folder / "steps.jsonl")
+        self.judged = RewardWatch(self._warn)
         prompts = prompts_of(config, self.rows, self.tokenizer)
         self.samples = SampleWriter(
             config, prompts, self.tokenizer, self.metrics, console, self.meter
@@ -330,7 +338,7 @@ class _Run:
                 given=self.model,
                 callbacks=[
                     *(self.samples, self.metrics, self.bar, self.stop),
-                    *(self.keeper, self.meter, self.timer),
+                    *(self.keeper, self.meter, self.timer, self.judged),
                 ],
             )
         refuse_unreadable(self.resume)
@@ -368,7 +376,8 @@ class _Run:
         from transformers.trainer_utils import has_length
 
         args, rows = self.trainer.args, self.trainer.train_dataset
-        count = len(rows) if has_length(rows) else None
+        each = getattr(args, "num_generations", 1)  # a row is as many as it has answers
+        count = each * len(rows) if has_length(rows) else None
         found = schedule_of(args, count, self.config.data.min_steps)
         found.check()
         args.gradient_accumulation_steps = found.args.gradient_accumulation_steps
@@ -412,7 +421,9 @@ class _Run:
         for watcher in (self.meter, self.timer, self.bar, self.monitor):
             watcher.close()
         self.receipt = self.session.receipt()
-        self.receipt.notes, self.receipt.memory = self.notes, self.meter.reading()
+        equal = self.judged.learned_nothing
+        self.receipt.notes = [*self.notes, equal] if equal else self.notes
+        self.receipt.memory = self.meter.reading()
         self.receipt.energy = self.metrics.energy(sum(row["tokens"] for row in self.timer.rows))
         self.receipt.conditions = self.session.conditions(self.trainer)
         if late := sum(map(int, self.rows.late)):
@@ -420,7 +431,7 @@ class _Run:
             self._warn(f"{late:,} rows of the stream cannot be trained on and were skipped")
         self.receipt.data = {name: found.as_json() for name, found in self.ledgers.items()}
         if ended and self.resume is None:  # the last steps of a run may change nothing
-            self.still = standstill(self.receipt)
+            self.still = standstill(self.receipt, equal)
             self.stopped = self.still.what if self.still else ""
         self.receipt.run = {
             "name": self.recipe.name,
@@ -513,7 +524,13 @@ def make_trainer(
     """
     from finetune.data.pairs import trainer_of
 
-    method = method_of(config.train)
+    method, beside = method_of(config.train), dict[str, Any]()
+    if method.rewarded:
+        from finetune.training.rewards import rewards_of
+
+        beside["reward_funcs"] = rewards_of(config.train.get(REWARDS) or ())
+    if TEACHER in arguments(method):
+        beside["teacher_model"] = load_teacher(config)
     named = config.model.model_copy(update={"attention": attention.implementation})
     model: Any = load_model(named, stored) if given is None else take_model(given, named, stored)
     fit_trl(without_adapters(model))
@@ -525,7 +542,6 @@ def make_trainer(
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
     own = low_bit.class_and_kwargs if optimizer.library == "torchao" else lambda *_: None
-    beside = dict[str, Any]()
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)  # TRL would read another revision from the hub
     try:

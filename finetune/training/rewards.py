@@ -1,0 +1,269 @@
+"""Rewards of answers: functions of a recipe, by name, checked at each call and watched over a run.
+
+    train.reward_funcs: [builtin:last_number]       packaged
+                        [rewards.py:exact]          a function of a file
+                        [my_rewards.exact]          a function of a module, here or installed
+                        [think_format_reward]       one of `trl.rewards`
+                        [me/reward-model]           a reward model of the hub, or a folder
+
+A function is called as TRL calls it, `f(prompts, completions, **columns)`, with a column for each
+column of the rows, and returns a number for each completion (None: it has nothing to say).
+
+A method that compares answers to one prompt learns nothing from a group whose rewards are all
+equal: each advantage is zero. TRL logs the share of these groups (`frac_reward_zero_std`) and
+trains on; where all groups are so, first to last, `RewardWatch` says that nothing was learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+
+from finetune.config.paths import user_path
+from finetune.config.section import BUILTIN
+from finetune.errors import ConfigError, DataError, did_you_mean, first_line
+
+WHERE = "train.reward_funcs"
+UP_TO_TWENTY = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen twenty
+"""
+NUMBERS = {word: value for value, word in enumerate(UP_TO_TWENTY.split())}
+"""Numbers as words -> their values."""
+_NUMBER = re.compile(rf"-?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(NUMBERS)})\b")
+
+
+def text_of(completion: Any) -> str:
+    """Text of a completion: as it is, or of its turns."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(str(turn.get("content") or "") for turn in completion)
+
+
+def last_number_of(text: str) -> float | None:
+    """The last number of a text, in digits or, up to twenty, as a word; None without one.
+
+    >>> last_number_of("Two plus three is five."), last_number_of("#### 1,450"), last_number_of("?")
+    (5.0, 1450.0, None)
+    """
+    found = _NUMBER.findall(text.lower())
+    return float(NUMBERS.get(found[-1], found[-1].replace(",", ""))) if found else None
+
+
+def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 for a completion whose last number is that of column `answer`, else 0."""
+    asked = [last_number_of(str(one)) for one in answer]
+    given = [last_number_of(text_of(one)) for one in completions]
+    return [float(a is not None and a == b) for a, b in zip(asked, given, strict=True)]
+
+
+PACKAGED: dict[str, Callable[..., list[float]]] = {f"{BUILTIN}last_number": last_number}
+
+
+def rewards_of(names: Sequence[str]) -> list[Any]:
+    """The functions of `train.reward_funcs`, checked at each call; reward models by their name.
+
+    Raises:
+        ConfigError: there is none, or no such function, or its file cannot be run.
+    """
+    if not names:
+        raise ConfigError(
+            "answers need a reward to be compared by, and none is named",
+            where=WHERE,
+            fix=f"{WHERE}=[rewards.py:exact] for a function of yours, [my_rewards.exact] for one "
+            f"of a module, [{next(iter(PACKAGED))}] for a packaged one",
+        )
+    return [_found(name) for name in names]
+
+
+def _found(name: str) -> Any:
+    file, colon, function = name.rpartition(":")
+    if name.startswith(BUILTIN):
+        return checked(name, _of_names(name, PACKAGED, name))
+    if colon and file.endswith(".py"):
+        return checked(name, _of_names(function, vars(_module_of(user_path(file))), name))
+    if "/" in name or user_path(name).is_dir():
+        return name  # a reward model, which TRL loads
+    module, _, function = name.rpartition(".")
+    if not module:  # as TRL's own command line has them
+        module, others = "trl.rewards", PACKAGED
+    else:
+        others = {}
+    return checked(name, _of_names(function, others | _public(module, name), name))
+
+
+def _module_of(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None  # it ends with .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _not_run(str(file), error) from error
+    return module
+
+
+def _public(module: str, name: str) -> dict[str, Any]:
+    """Names of a module, of the folder that the command was typed in or installed."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        raise _not_run(name, error) from error
+    names = (n for n in getattr(found, "__all__", None) or vars(found) if not n.startswith("_"))
+    return {n: getattr(found, n, None) for n in names}
+
+
+def _not_run(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the reward {name!r} cannot be imported",
+        where=WHERE,
+        why=f"{type(error).__name__}: {first_line(error)}",
+        fix=f"{WHERE}=[FILE.py:FUNCTION], or [MODULE.FUNCTION] of a module that this folder has",
+    )
+
+
+def _of_names(wanted: str, known: dict[str, Any], name: str) -> Callable[..., Any]:
+    functions = {key: one for key, one in known.items() if callable(one)}
+    if wanted in functions:
+        return functions[wanted]
+    raise ConfigError(
+        f"there is no reward {name!r}{did_you_mean(wanted, functions)}",
+        where=WHERE,
+        fix=f"one of {', '.join(sorted(functions)[:12]) or 'none: it has no functions'}; a file: "
+        f"{WHERE}=[FILE.py:FUNCTION]",
+    )
+
+
+# -------------------------------------------------------------------------------- at each call
+
+
+def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward that raises `DataError` where it fails, or gives something that is no reward.
+
+    TRL would end with a traceback, or train on NaN and infinity.
+    """
+
+    def check(given: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
+        if not hasattr(given, "__len__") or len(given) != len(completions):
+            count = len(given) if hasattr(given, "__len__") else f"{given!r}, not a list"
+            what = f"the reward {name!r} gave {count} for {len(completions)} completions"
+            raise _refused(what, prompts[0], completions[0], "return one number for each of them")
+        found: list[float | None] = []
+        for i, value in enumerate(given):
+            try:
+                number = None if value is None else float(value)
+            except (TypeError, ValueError):
+                number = math.nan
+            if number is not None and not math.isfinite(number):
+                what = f"the reward {name!r} gave {value!r}, and a reward is a finite number"
+                fix = "return a number, or None where it has nothing to say of an answer"
+                raise _refused(what, prompts[i], completions[i], fix)
+            found.append(number)
+        return found
+
+    def failed(error: Exception, prompts: Any, completions: Any, columns: Any) -> DataError:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
+        beside = [key for key in columns if key not in OF_TRL]
+        fix = f"mend it; columns beside the prompt: {', '.join(beside) or 'none'}"
+        if isinstance(error, TypeError):
+            fix += "; name yours by 'data.columns={answer: NAME}', and end with **kwargs"
+        return _refused(f"the reward {name!r} failed", prompts[0], completions[0], fix, said)
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def later(prompts: Any, completions: Any, **columns: Any) -> Any:
+            try:
+                given = await function(prompts=prompts, completions=completions, **columns)
+            except Exception as error:
+                raise failed(error, prompts, completions, columns) from error
+            return check(given, prompts, completions)
+
+        return later
+
+    @functools.wraps(function)
+    def now(prompts: Any, completions: Any, **columns: Any) -> Any:
+        try:
+            given = function(prompts=prompts, completions=completions, **columns)
+        except Exception as error:
+            raise failed(error, prompts, completions, columns) from error
+        return check(given, prompts, completions)
+
+    return now
+
+
+OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL (1.16) hands to a reward beside the columns of the rows."""
+
+
+def _refused(what: str, prompt: Any, completion: Any, fix: str, why: str = "") -> DataError:
+    asked, said = (shorten(text_of(x), 200) for x in (prompt, completion))
+    row = f"prompt {asked!r}, completion {said!r}"
+    return DataError(what, where=WHERE, why=f"{why}; {row}" if why else row, fix=fix)
+
+
+# ---------------------------------------------------------------------------------- over a run
+
+FLAT = "frac_reward_zero_std"
+"""TRL's log (1.16): share of groups whose rewards are all equal."""
+EARLY = 10
+"""Logs without a group that could be learned from, after which a run says so."""
+
+
+class RewardWatch(TrainerCallback):
+    """Says where rewards do not differ, so that nothing is learned.
+
+    Attributes:
+        flat: shares of groups with equal rewards, of each log.
+        rewards: mean rewards, of each log.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.flat: list[float] = []
+        self.rewards: list[float] = []
+
+    @property
+    def learned_nothing(self) -> str:
+        """Why no group could be learned from; empty where one could, or nothing was logged."""
+        if not self.flat or min(self.flat) < 1:
+            return ""
+        low, high = min(self.rewards), max(self.rewards)
+        seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        return (
+            f"the rewards of every group were equal (mean {seen}): every advantage was zero, and "
+            "nothing was learned from them. Easier or harder prompts, a reward in degrees, a "
+            "higher train.temperature or more train.num_generations make them differ"
+        )
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any):
+        if FLAT not in (logs or {}):
+            return
+        self.flat.append(logs[FLAT])
+        self.rewards.append(logs["reward"])
+        if len(self.flat) == EARLY and self.learned_nothing:
+            self.say(f"step {state.global_step}: {self.learned_nothing}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        share = sum(self.flat) / max(len(self.flat), 1)
+        if share > 0.5:
+            self.say(
+                self.learned_nothing
+                or f"{share:.0%} of the groups had equal rewards: nothing is learned from these"
+            )

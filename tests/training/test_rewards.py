@@ -1,0 +1,129 @@
+"""Rewards: found by name, refused where they give none, watched for groups that teach nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune.config.paths import ASSETS
+from finetune.errors import ConfigError, DataError
+from finetune.training.rewards import EARLY, FLAT, RewardWatch, rewards_of
+from tests.asset_makers.make_sums import sums
+
+ROWS: dict[str, Any] = {
+    "prompts": ["Two plus two?", "One plus two?"],
+    "completions": [[{"role": "assistant", "content": "It is four."}], "3, or 4"],
+    "answer": ["4", "#### 3"],
+}
+SOURCE = """
+def exact(completions, answer, **columns):
+    return [float(a in str(c)) for c, a in zip(completions, answer)]
+
+def broken(completions, **columns): return [1 / 0 for _ in completions]
+def short(completions, **columns): return [1.0]
+def word(completions, **columns): return [1.0, "good"]
+def infinite(completions, **columns): return [1.0, float("inf")]
+def one(completions, **columns): return 1.0
+def quiet(completions, **columns): return [None, 0]
+async def late(completions, **columns): return [0.5, float("nan")]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards_of_tests.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("builtin:last_number", [1.0, 0.0]),
+        ("my_rewards_of_tests.py:exact", [0.0, 0.0]),
+        ("my_rewards_of_tests.exact", [0.0, 0.0]),
+        ("my_rewards_of_tests.quiet", [None, 0.0]),
+    ],
+)
+def test_a_reward_is_found_and_gives_what_it_gives(folder, name, given):
+    (found,) = rewards_of([name])
+    assert found(**ROWS) == given
+    assert found.__name__ in name, "TRL's logs are named by it"
+
+
+def test_rewards_of_trl_and_reward_models_are_trls(folder):
+    assert rewards_of(["think_format_reward", "me/model"])[1] == "me/model"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], "none is named"),
+        (["builtin:last_numbr"], "did you mean 'builtin:last_number'?"),
+        (["my_rewards_of_tests.exat"], "did you mean 'exact'?"),
+        (["my_rewards_of_tests.py:exat"], "did you mean 'exact'?"),
+        (["nowhere.exact"], "ModuleNotFoundError"),
+        (["nowhere.py:exact"], "FileNotFoundError"),
+        (["think_formt_reward"], "did you mean 'think_format_reward'?"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_refused(folder, names, said):
+    with pytest.raises(ConfigError) as refused:
+        rewards_of(names)
+    assert said in str(refused.value)
+    assert "train.reward_funcs" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broken", ["ZeroDivisionError", "my_rewards_of_tests.py:5", "beside the prompt: answer"]),
+        ("short", ["gave 1 for 2 completions"]),
+        ("one", ["gave 1.0, not a list for 2"]),
+        ("word", ["gave 'good'", "One plus two?", "3, or 4"]),
+        ("infinite", ["gave inf", "One plus two?"]),
+        ("late", ["gave nan", "One plus two?"]),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_its_row(folder, name, said):
+    (found,) = rewards_of([f"my_rewards_of_tests.{name}"])
+    with pytest.raises(DataError) as refused:
+        asyncio.run(found(**ROWS)) if name == "late" else found(**ROWS)
+    assert f"my_rewards_of_tests.{name}" in refused.value.what
+    assert all(words in str(refused.value) for words in said)
+
+
+def test_a_column_that_rows_lack_is_named(folder):
+    rows = {key: value for key, value in ROWS.items() if key != "answer"}
+    with pytest.raises(DataError, match=r"columns beside the prompt: none.*data\.columns"):
+        rewards_of(["builtin:last_number"])[0](**rows)
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ([1.0] * EARLY, ["step 9: the rewards of every", "the rewards of every"]),
+        ([1.0] * EARLY + [0.5] * 2, ["step 9: the rewards of every", "92% of the groups"]),
+        ([0.25, 0.5], []),
+        ([], []),
+    ],
+)
+def test_equal_rewards_are_said_early_and_at_the_end(shares, said):
+    lines: list[str] = []
+    watch, state = RewardWatch(lines.append), SimpleNamespace(global_step=0)
+    for state.global_step, share in enumerate(shares):
+        watch.on_log(None, state, None, {FLAT: share, "reward": 0.0})
+    watch.on_log(None, state, None, {"loss": 1.0})
+    watch.on_train_end(None, state, None)
+    assert [line[: len(part)] for line, part in zip(lines, said, strict=True)] == said
+    assert bool(watch.learned_nothing) == (bool(shares) and math.isclose(min(shares), 1))
+
+
+def test_the_packaged_sums_are_those_that_their_maker_makes():
+    lines = (ASSETS / "data" / "sums.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == sums()
