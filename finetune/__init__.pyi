@@ -9,6 +9,9 @@ from finetune.config.paths import list_recipes as list_recipes
 from finetune.config.recipe import load_recipe as load_recipe
 from finetune.config.schema import PrecisionConfig as PrecisionConfig
 from finetune.config.schema import RunConfig as RunConfig
+from finetune.door.door import add_lora as add_lora
+from finetune.door.door import load as load
+from finetune.door.door import trainer as trainer
 from finetune.errors import FinetuneError as FinetuneError
 from finetune.estimator.estimate import estimate as estimate
 from finetune.export.export import export_run as export_run

@@ -120,15 +120,25 @@ def in_python(text: str) -> str:
     >>> in_python("precision.keep=[a, b], or ~precision.format; train.max_grad_norm=1")
     "keep=['a', 'b'], or leave fp8_format out; max_grad_norm=1"
     """
-    return _SETTING.sub(_argument, text)
+    return _SETTING.sub(as_argument, text)
 
 
-def _argument(found: re.Match[str]) -> str:
+def keyword(section: str, key: str) -> str:
+    """The name of a recipe's key as an argument in Python.
+
+    >>> keyword("precision", "format"), keyword("lora", "alpha"), keyword("train", "optim")
+    ('fp8_format', 'lora_alpha', 'optim')
+    """
+    own = ARGUMENTS if section == "precision" else {}
+    return own.get(key) or _ELSEWHERE.get(f"{section}.{key}", key)
+
+
+def as_argument(found: re.Match[str]) -> str:
+    """A setting of a recipe as an argument: groups `~`, section, key, part of a map, value."""
     off, section, key, part, value = found.groups()
     if (section, key) == ("precision", "compute") and value not in (None, "fp8"):
         return f"{value.upper()}, without setup_fp8_mixed_precision_training()"
-    own = ARGUMENTS if section == "precision" else {}
-    name = own.get(key) or _ELSEWHERE.get(f"{section}.{key}", key)
+    name = keyword(section, key)
     if off:
         return f"leave {name} out"
     if value is None:

@@ -130,7 +130,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 section[last] = _override_value(value, item)
             else:
                 section.pop(last, None)
-    _replace(data, written, overrides)
+    replace(data, written, overrides)
     return data
 
 
@@ -188,8 +188,12 @@ def _override_value(text: str, item: str) -> Any:
     return PlainText(text)
 
 
-def _replace(data: dict[str, Any], written: Mapping[str, Any], overrides: Sequence[str]) -> None:
+def replace(data: dict[str, Any], written: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Take out what the recipe says beside a setting that is typed, and that belonged to it.
+
+    Args:
+        data: sections with what was typed, changed in place; `written`: without.
+        overrides: `section.key=value`, or the keys alone.
 
     What is typed itself stays. Of `precision.map`, parts in FP8 go with FP8 compute.
     """
@@ -258,18 +262,35 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
                 return f"{file}:{lines[at[:length]]}"
         return file
 
-    try:
-        config = RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise _first_problem(error, where) from None
-    train = convert_train(config.train, where) if check_train else config.train
-    if check_train and (tokens := config.data.max_tokens):
-        train["max_steps"] = steps_of_tokens(train, tokens, where)
+    config = checked(data, where, check_train=check_train)
     # `runs/<recipe>/<time>-<id>/config.yaml` keeps the name of its recipe.
     ran = any((source.parent / file).is_file() for file in ("receipt.json", "run.json"))
     # It names a folder of runs, which `..` (of `...yaml`) would be outside of.
     name = (recipe_of(source.parent) if ran else "") or source.stem.strip(".") or "recipe"
-    return Recipe(name, source, config.model_copy(update={"train": train}))
+    return Recipe(name, source, config)
+
+
+def checked(
+    data: Mapping[str, Any], where: Callable[[KeyPath], str], *, check_train: bool = True
+) -> RunConfig:
+    """Configuration of plain data, section -> key -> value as read from a file.
+
+    Args:
+        where: from a path such as `("train", "optim")` to its place for messages.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise _first_problem(error, where) from None
+    if not check_train:
+        return config
+    train = convert_train(config.train, where)
+    if tokens := config.data.max_tokens:
+        train["max_steps"] = steps_of_tokens(train, tokens, where)
+    return config.model_copy(update={"train": train})
 
 
 def _check_unset(

@@ -1,0 +1,1 @@
+"""Python door for notebooks and scripts: `finetune.load`, `add_lora`, `trainer`."""

@@ -1,0 +1,332 @@
+"""Python door: `load`, `add_lora`, `trainer`, for notebooks and scripts.
+
+    load("Qwen/Qwen3-8B", precision="fp8") ─> model, tokenizer     sections model, precision
+    add_lora(model, r=16) ─> model                                 section lora
+    trainer(model, tokenizer, data="mine.jsonl") ─> trainer        data, train, checkpoints, eval
+    trainer.train() ─> Run: folder, receipt, export(...)
+
+Each keyword is a key of a recipe, by the name that Transformers, PEFT and TRL have for it. Together
+they are a recipe, and it is trained as `python -m finetune` trains one: preflight, session, rows,
+run folder, proof and receipt are the same, and `config.yaml` of the run folder repeats the run.
+Models, adapters and trainers are those of Transformers, PEFT and TRL.
+
+What a call says of a model is kept beside it (`_SAID`), by the model inside of adapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import set_seed
+
+from finetune.config.aliases import keyword
+from finetune.config.paths import user_path
+from finetune.config.recipe import load_recipe
+from finetune.config.section import BUILTIN
+from finetune.config.train_section import fields_of
+from finetune.data.sources import LOADERS
+from finetune.door.keywords import Settings, by_section, recipe_of, speaks
+from finetune.door.run import WAITING, OneRun, abandon
+from finetune.errors import ConfigError
+from finetune.estimator.gate import MemoryForecast
+from finetune.hardware.device import this_device
+from finetune.hardware.requirements import check_here, resolve
+from finetune.logging import output
+from finetune.precision.layers import without_adapters
+from finetune.precision.stored import stored_weights
+from finetune.storage.pretrained import load_tokenizer
+from finetune.training import scope
+from finetune.training.model import load_model
+from finetune.training.preflight import check_storage
+from finetune.training.trainer import begun
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import SFTTrainer
+
+DEFAULTS = {True: "llama_8b_lora_fp8", False: "llama_8b_full_fp8"}
+"""With adapters, or without: the recipe whose `train` section has the defaults."""
+SEED = 42
+"""Of what is drawn before there is a trainer, as `train.seed` has it."""
+_SAID: WeakKeyDictionary[Any, Settings] = WeakKeyDictionary()
+
+
+# ------------------------------------------------------------------------------ load, add_lora
+
+
+@speaks()
+def load(
+    name: str | Path,
+    precision: str | Mapping[str, Any] | None = None,
+    *,
+    load_in_fp8: bool = False,
+    load_in_4bit: bool = False,
+    **settings: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, and check that this machine has the precision.
+
+    Args:
+        name: hub id, local folder, or `builtin:tiny_llama`.
+        precision: of the matmuls in training, `bf16` (the default), `fp8`, `fp16` or `fp32`; or
+            a recipe's `precision` section, `{"compute": "fp8", "scaling": "rowwise"}`.
+        load_in_fp8: store linear layers as FP8 codes while they are read, for adapters; computes in
+            FP8, unless `precision` says otherwise.
+        load_in_4bit: store them in NF4 (QLoRA), which computes in BF16.
+        **settings: keys of a recipe's `model` and `precision` sections: `dtype`, `revision`,
+            `attn_implementation`, `emulation="allow"` where there is no FP8 unit, ...
+
+    Returns:
+        A model of Transformers, on the host until it trains, and its tokenizer.
+
+    Raises:
+        PrecisionError: the precision cannot be had on this machine.
+        ModelNotFoundError: no such model.
+        ConfigError: settings that do not go together.
+        UnknownArgumentError: a setting that does not exist.
+    """
+    said = by_section("load", settings)
+    said["model"] = {"name": str(name), **said.get("model", {})}
+    if not isinstance(precision, Mapping):
+        precision = {"compute": precision or ("fp8" if load_in_fp8 else "bf16")}
+    said["precision"] = {**precision, **said.get("precision", {})}
+    in_codes = load_in_fp8 and said["precision"]["compute"] == "fp8"
+    if load_in_4bit or (load_in_fp8 and not in_codes):
+        said["model"]["storage"] = "nf4" if load_in_4bit else "fp8"
+    held = "storage" in said["model"] or in_codes
+    config = recipe_of("load", said, {"lora": {}} if held else {}).config
+    if held:
+        check_storage(config, None)
+    check_here(config, this_device())
+    _say(resolve(config.precision, this_device()).fallback)
+    tokenizer, note = load_tokenizer(config.model)
+    _say(note)
+    if config.model.weights == "random":
+        set_seed(SEED)
+    model = load_model(config.model.model_copy(update={"storage": "fp8"} if in_codes else {}))
+    _SAID[model] = said
+    return model, tokenizer
+
+
+def _say(line: str) -> None:
+    if line:
+        output().print(f"! {line}", style="yellow")
+
+
+@speaks()
+def add_lora(
+    model: PreTrainedModel, r: int = 16, *, random_state: int = SEED, **settings: Any
+) -> PeftModel:
+    """Put low-rank adapters on a model, by PEFT: the base does not train.
+
+    Args:
+        model: from `load`, or a plain one of Transformers.
+        r: rank.
+        random_state: draws the adapters.
+        **settings: keys of a recipe's `lora` section, `alpha` and `dropout` as `lora_alpha`
+            (left out: 2 r) and `lora_dropout`; `target_modules` is `all-linear` if left out.
+
+    Raises:
+        ConfigError: the model has adapters, or cannot have these.
+        UnknownArgumentError: a setting that does not exist.
+    """
+    if without_adapters(model) is not model:
+        raise ConfigError(
+            "this model has adapters already",
+            where="finetune.add_lora(model)",
+            why="adapters over adapters would train one of them, and merge neither",
+            fix="train it as it is; for others take model = model.unload() first, or load it again",
+        )
+    said = _said_of(model)
+    lora = {"r": r, "alpha": 2 * r, **by_section("add_lora", settings).get("lora", {})}
+    config = recipe_of("add_lora", said, {"lora": lora}).config
+    set_seed(random_state)
+    adapted = scope.attach(model, config)
+    said["lora"] = lora
+    return adapted
+
+
+def _said_of(model: Any) -> Settings:
+    """What was said of a model; of one that a script has loaded, what its configuration says.
+
+    Raises:
+        ConfigError: it has no name or folder, or adapters that a recipe does not know.
+    """
+    base = without_adapters(model)
+    name = getattr(base, "name_or_path", "")
+    if base not in _SAID and not name:
+        raise ConfigError(
+            "this model has no name and no folder",
+            where=type(base).__name__,
+            why="its recipe names the weights that it begins with: a resumed run and an export of "
+            "merged adapters read them",
+            fix="model.save_pretrained('base'), tokenizer.save_pretrained('base'), and "
+            "finetune.load('base')",
+        )
+    plain = {"name": name, "dtype": str(getattr(base, "dtype", "")).removeprefix("torch.")}
+    said = _SAID.setdefault(base, {"model": plain, "precision": {"compute": "bf16"}})
+    if base is not model and "lora" not in said:
+        said["lora"] = _section_of(model)
+    return said
+
+
+def _section_of(model: Any) -> dict[str, Any]:
+    """The `lora` section of adapters that a script has put on with PEFT."""
+    peft = model.peft_config[model.active_adapter].to_dict()
+    names = {keyword("lora", key): key for key in fields_of("lora")}
+    given = {names[word]: value for word, value in peft.items() if word in names and value}
+    lists = {key: sorted(value) for key, value in given.items() if isinstance(value, set | list)}
+    begin = given.get("init_lora_weights")
+    return given | lists | {"init_lora_weights": "default" if begin is True else begin}
+
+
+# ------------------------------------------------------------------------------- trainer, run
+
+
+@speaks()
+def trainer(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: str | Path | list[Any] | dict[str, float] | Dataset,
+    *,
+    precision: str | Mapping[str, Any] | None = None,
+    train_on_responses_only: bool | None = None,
+    eval: Mapping[str, Any] | None = None,
+    out: Path | str = "runs",
+    force: bool = False,
+    **settings: Any,
+) -> SFTTrainer:
+    """Make the trainer of a model: what `python -m finetune` would make of the same recipe.
+
+    Args:
+        model: from `load` or `add_lora`, or a plain one of Transformers or PEFT.
+        tokenizer: its tokenizer; the chat template is used as it is.
+        data: file, folder, glob, hub id, `builtin:harbour`; several as a list, or a mixture by
+            weight as a dict; or rows, as a list of dicts or a `datasets.Dataset`.
+        precision: as in `load`, of a model that a script has loaded, or instead of what `load` had.
+        train_on_responses_only: train on the assistant's turns alone, as chat rows are anyway
+            (`assistant_only_loss`); False: on every token.
+        eval: a recipe's `eval` section, such as `{"tasks": ["hellaswag"]}`.
+        out: folder of runs.
+        force: train even where memory is expected to be too small.
+        **settings: any argument of `trl.SFTConfig`, and keys of a recipe's `data` and `checkpoints`
+            sections. Left out: as in the recipe `llama_8b_lora_fp8`, of a model without adapters
+            `llama_8b_full_fp8` (`python -m finetune cat` shows them).
+
+    Returns:
+        An `SFTTrainer` of TRL, whose `train()` makes a run folder and returns a `Run`.
+
+    Raises:
+        FinetuneError: anything that the user can put right, see `finetune.errors`.
+    """
+    abandon()
+    said = _said_of(model)
+    typed = by_section("trainer", settings)
+    if precision is not None:
+        one = precision if isinstance(precision, Mapping) else {"compute": precision}
+        said["precision"] = dict(one)
+    _note_storage(model, said)
+    if train_on_responses_only is False:
+        typed.setdefault("train", {}).update(assistant_only_loss=False, completion_only_loss=False)
+    if eval is not None:
+        typed["eval"] = dict(eval)
+    typed["data"] = _source_of(data, Path(out)) | typed.get("data", {})
+    usual = load_recipe(DEFAULTS["lora" in said], check_train=False).config
+    train = dict(usual.train)
+    if "save_strategy" in typed.get("train", {}):
+        del train["save_steps"]  # that of the usual strategy
+    before = said | {"train": train, "data": {"min_steps": usual.data.min_steps}}
+    recipe = recipe_of("trainer", before, typed, _name_of(said))
+    if model.device.type == "cuda":  # trained before: what it takes is not taken twice
+        model.to("cpu")
+        torch.cuda.empty_cache()
+    begins = begun(
+        recipe, forecast=MemoryForecast(), out=out, force=force, given=(model, tokenizer)
+    )
+    run = WAITING.enter_context(begins)
+    if train_on_responses_only and "text" in (run.rows.train.column_names or ()):
+        abandon()
+        raise ConfigError(
+            "train_on_responses_only was requested of rows of plain text",
+            where="finetune.trainer(train_on_responses_only=True)",
+            why="there is no mark of where a response begins",
+            fix="rows of prompt and completion, or of messages; or leave it out",
+        )
+    if run.console.is_jupyter:
+        from transformers.utils.notebook import NotebookProgressCallback
+
+        run.trainer.remove_callback(run.bar)
+        run.trainer.add_callback(NotebookProgressCallback)
+    found: Any = run.trainer
+    found.__class__ = type(type(found).__name__, (OneRun, type(found)), {"run": run})
+    return found
+
+
+def _note_storage(model: Any, said: Settings) -> None:
+    """Let the recipe say how the base is stored, by what is there.
+
+    Raises:
+        ConfigError: it is stored as codes, and all weights were to train.
+    """
+    kind = next(iter(stored_weights(model)), None)
+    multiplied = kind == "fp8" and said["precision"].get("compute") == "fp8"
+    said["model"]["storage"] = None if multiplied else kind
+    if kind and "lora" not in said:
+        raise ConfigError(
+            f"all weights were to train, and they are stored as {kind.upper()} codes",
+            where="finetune.trainer(model, ...)",
+            why="codes get no gradient, and an update would be lost between two of their levels",
+            fix="model = finetune.add_lora(model) first; or load without load_in_fp8 and "
+            "load_in_4bit (precision='fp8' alone computes in FP8, and trains all weights)",
+        )
+
+
+def _name_of(said: Settings) -> str:
+    """Name of a recipe as shipped ones are named: `qwen3-8b_lora_fp8`."""
+    model = Path(said["model"]["name"].removeprefix(BUILTIN)).name or "model"
+    quantized = "q" if said["model"]["storage"] else ""
+    method = f"{quantized}lora" if "lora" in said else "full"
+    return f"{model}_{method}_{said['precision'].get('compute', 'bf16')}".lower()
+
+
+def _source_of(data: Any, out: Path) -> dict[str, Any]:
+    """The `data` section of rows as they are given; those in memory are written to a file.
+
+    Raises:
+        ConfigError: something else than rows, or where they are.
+    """
+    from datasets import Dataset
+
+    if isinstance(data, str | Path):
+        text = str(data)
+        marked = set(Path(text).suffixes) & LOADERS.keys() or set(text) & set("*?[")
+        local = isinstance(data, Path) or marked or text.startswith((".", "/", "~"))
+        return {"path" if local or os.path.exists(user_path(text)) else "name": text}
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
+        return {"path": dict(data)}
+    if isinstance(data, list | tuple) and data:
+        if not isinstance(data[0], Mapping):
+            return {"path": [str(path) for path in data]}
+        data = Dataset.from_list(list(data))
+    if not isinstance(data, Dataset):
+        raise ConfigError(
+            f"rows cannot be taken from a {type(data).__name__}",
+            where="finetune.trainer(data=...)",
+            why="a run's rows are a file or a data set, so that it can be resumed and compared",
+            fix="a path, a hub id, a list of dicts, or a datasets.Dataset (of a DatasetDict its "
+            "['train'])",
+        )
+    lines = io.BytesIO()
+    data.to_json(lines)
+    file = out / "rows" / f"{hashlib.sha256(lines.getvalue()).hexdigest()[:12]}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(lines.getvalue())
+    return {"path": str(file)}

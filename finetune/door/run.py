@@ -1,0 +1,143 @@
+"""What `trainer.train()` of the door does and returns: a whole run, once, and its result."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import TrainOutput
+
+from finetune.analysis.report.curves import loss_plots
+from finetune.analysis.report.figures import LIGHT, svgs
+from finetune.analysis.report.run_source import RunSource
+from finetune.door.keywords import speaks
+from finetune.errors import ConfigError, OrderError
+from finetune.export.export import Export, export_run
+from finetune.runs.receipt import Receipt, RunReport
+from finetune.training import session
+
+WAITING = contextlib.ExitStack()
+"""Holds the session of a trainer that was made and has not trained."""
+
+
+def abandon() -> None:
+    """End what a trainer holds that was made and never trained, and remove its empty folder."""
+    with contextlib.suppress(KeyboardInterrupt), WAITING:
+        raise KeyboardInterrupt
+
+
+class Run(TrainOutput):
+    """Result of a run: a `TrainOutput` of Transformers, with what the run left behind.
+
+    A notebook shows its losses and its receipt.
+
+    Attributes:
+        report: losses, speed, samples and scores.
+    """
+
+    report: RunReport
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.report.folder
+
+    @property
+    def receipt(self) -> Receipt:
+        """What was requested, what ran, and on what evidence."""
+        return self.report.receipt
+
+    def export(self, to: str, out: Path | str, *, force: bool = False) -> Export:
+        """Export the trained weights and check them against the run's model.
+
+        Args:
+            to: a target of `python -m finetune export`, such as `adapter`, `merged` or `fp8`.
+            out: folder to make; `force` replaces one that is there.
+
+        Raises:
+            FinetuneError: the run has no trained weights, or the export is not what was trained.
+        """
+        trust = bool(self.report.receipt.environment.get("trust_remote_code"))
+        return export_run(self.folder, to, out, force=force, trust_remote_code=trust)
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def _repr_html_(self) -> str:
+        plots = [
+            plot
+            for row in loss_plots([RunSource(self.folder, self.folder)])[:1]
+            for plot in row.plots
+        ]
+        colors = ";".join(f"--{name}:{color}" for name, color in LIGHT.items())
+        drawn = "".join(svgs(plot)["wide"] for plot in plots)
+        shown = self.report._repr_mimebundle_([], [])["text/html"]
+        return f'<div style="{colors};background:#fff">{drawn}</div>{shown}'
+
+
+class OneRun:
+    """Mixin of a trainer whose `train()` is a run, from its first step to its report.
+
+    Attributes:
+        run: the run, begun.
+        began: True from the first call on.
+    """
+
+    run: Any
+    state: Any
+    began = False
+
+    def train(self, resume_from_checkpoint: Any = None) -> Any:
+        """Train, and write receipt, report and model to the run folder.
+
+        Ctrl-C, or a notebook's interrupt, ends the step, saves a checkpoint and returns.
+
+        Returns:
+            A `Run`.
+
+        Raises:
+            OrderError: it has trained, or another trainer or set-up took its place.
+            FinetuneError: what ended the run.
+        """
+        if self.began and self.run.output is None and session.in_force() is self.run.session:
+            inner: Any = super()
+            return inner.train(resume_from_checkpoint=resume_from_checkpoint)
+        with speaks():
+            self._refuse(resume_from_checkpoint)
+            self.began = True
+            with WAITING:
+                report = self.run.train()
+        run = Run(*(self.run.output or (self.state.global_step, math.nan, {})))
+        run.report = report
+        if self.run.is_main:
+            self.run.console.print(report.summary, crop=False)
+        return run
+
+    def _refuse(self, checkpoint: Any) -> None:
+        again = "finetune.trainer(model, tokenizer, data=...)"
+        if checkpoint:
+            raise ConfigError(
+                "the checkpoint was to be chosen after the trainer was made",
+                where="trainer.train(resume_from_checkpoint=...)",
+                why="its settings and rows are compared with the run's before a model trains",
+                fix=f"{again[:-1]}, resume_from_checkpoint={str(checkpoint)!r}).train()",
+            )
+        if self.began:
+            folder = str(self.run.folder / "checkpoints")
+            raise OrderError(
+                "this trainer has trained: its run is finished",
+                where=str(self.run.folder),
+                why="a run folder is of one run; another call would write over its receipt",
+                fix=f"{again} trains the model further, as a run of its own; with "
+                f"resume_from_checkpoint={folder!r} it resumes an interrupted one",
+            )
+        if session.in_force() is not self.run.session:
+            raise OrderError(
+                "this trainer's place was taken before it trained",
+                where="another finetune.trainer(...), a recipe, or "
+                "setup_fp8_mixed_precision_training() came after it",
+                why="its precision is no longer in effect: it would train in BF16 in silence",
+                fix=f"trainer = {again}, and then trainer.train()",
+            )

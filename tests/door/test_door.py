@@ -1,0 +1,147 @@
+"""The Python door trains as the command line does, returns stock objects, and says mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import TrainOutput
+from trl import SFTTrainer
+
+import finetune
+from finetune.config.paths import TINY_LLAMA
+from finetune.errors import FinetuneError, OrderError, PrecisionError
+from finetune.hardware.device import this_device
+from finetune.training import session
+
+EMULATED = {"precision": "fp8", "emulation": "allow"}
+SHORT = {
+    "max_steps": 3, "max_length": 128, "packing": False, "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1, "max_rows": 24, "save_strategy": "no", "logging_steps": 1,
+    "eval_strategy": "no", "gradient_checkpointing": False, "eval": {"samples": False},
+}  # fmt: skip
+
+
+def losses(folder) -> list[float]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.fixture
+def loaded():
+    return finetune.load("builtin:tiny_llama", **EMULATED)
+
+
+@pytest.mark.long
+def test_eight_lines_are_the_run_of_their_recipe(tmp_path):
+    """Stock objects; losses bit for bit those of `config.yaml`; proof, page, export; once."""
+    model, tokenizer = finetune.load("builtin:tiny_llama", **EMULATED)
+    assert isinstance(model, PreTrainedModel)
+    model = finetune.add_lora(model, r=8)
+    trainer = finetune.trainer(model, tokenizer, data="builtin:harbour", out=tmp_path, **SHORT)
+    run = trainer.train()
+    assert isinstance(model, PeftModel)
+    assert isinstance(trainer, SFTTrainer)
+    assert isinstance(run, TrainOutput)
+    assert run.global_step == 3
+    assert run.receipt.status == "proven"
+    assert run.receipt.fp8_flop_share > 0.5
+    assert session.in_force() is None
+    twin = finetune.train(finetune.load_recipe(str(run.folder / "config.yaml")), out=tmp_path)
+    assert losses(twin.folder) == losses(run.folder)
+    page = run._repr_html_()
+    assert "<svg" in page
+    assert run.receipt.headline.split(":")[0] in page
+    run.export("merged", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    with pytest.raises(OrderError, match="has trained"):
+        trainer.train()
+    with pytest.raises(FinetuneError, match="has adapters"):
+        finetune.add_lora(model)
+
+
+@pytest.mark.long
+def test_an_interrupt_saves_and_the_next_trainer_resumes(tmp_path, loaded):
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    model, tokenizer = loaded
+    trainer = finetune.trainer(
+        finetune.add_lora(model), tokenizer, "builtin:harbour", out=tmp_path, **SHORT
+    )
+    trainer.add_callback(Interrupt())
+    run = trainer.train()
+    assert run.report.interrupted
+    assert run.global_step == 2
+    resumed = finetune.trainer(
+        trainer.model, tokenizer, "builtin:harbour", out=tmp_path, **SHORT,
+        resume_from_checkpoint=str(run.folder / "checkpoints"),
+    ).train()  # fmt: skip
+    assert resumed.global_step == 3
+    assert len(losses(resumed.folder)) == 1
+
+
+@pytest.mark.slow
+def test_a_script_s_own_model_and_rows_become_a_recipe(tmp_path):
+    """Adapters by PEFT and rows in memory; the next trainer takes the place of one that waits."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    adapters = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"], use_rslora=True)
+    plain = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32)
+    model = get_peft_model(plain, adapters)
+    rows = [{"prompt": f"{n}?", "completion": f" {n}."} for n in range(20)]
+    precision = {"compute": "fp8", "emulation": "allow"}
+    asked = SHORT | {"precision": precision, "out": tmp_path}
+    first = finetune.trainer(model, tokenizer, rows, **asked)
+    config = first.run.config
+    assert config.model.name == str(TINY_LLAMA)
+    assert config.model.dtype == "float32"
+    assert (config.lora.r, config.lora.alpha, config.lora.use_rslora) == (4, 4, True)
+    assert set(config.lora.target_modules) == {"q_proj", "v_proj"}
+    assert config.precision.frozen == "fp8"
+    assert len(first.train_dataset) + len(first.eval_dataset) == 20
+    second = finetune.trainer(model, tokenizer, rows, **asked)
+    assert not first.run.folder.exists()
+    assert second.run.folder.exists()
+    with pytest.raises(OrderError, match="place was taken"):
+        first.train()
+    finetune.teardown_fp8_mixed_precision_training()
+    with pytest.raises(OrderError, match="place was taken"):
+        second.train()
+
+
+@pytest.mark.slow
+def test_mistakes_are_answered_with_what_to_write(tmp_path, loaded):
+    model, tokenizer = loaded
+
+    def said(function, *args, **kwargs) -> str:
+        with pytest.raises(FinetuneError) as caught:
+            function(*args, **kwargs)
+        return str(caught.value)
+
+    def trainer(data="builtin:harbour", **settings):
+        return finetune.trainer(model, tokenizer, data, out=tmp_path, **settings)
+
+    assert "builtin:tiny_llama" in said(finetune.load, "builtin:tiny_lama")
+    assert "max_length=9 in finetune.trainer" in said(
+        finetune.load, "builtin:tiny_llama", max_seq_length=9
+    )
+    assert "precision='bf16'" in said(finetune.load, "builtin:tiny_llama", "fp8", load_in_4bit=True)
+    assert "'learning_rate'" in said(trainer, learning_rat=1)
+    assert "no argument 'rank'" in said(finetune.add_lora, model, rank=8)
+    assert "per_device_train_batch_size=4" in said(trainer, batch_size=4)
+    assert "mine.jsonl" in said(trainer, "mine.jsonl")
+    assert "max_steps=" in said(trainer, max_steps="many")
+    codes, _ = finetune.load("builtin:tiny_llama", load_in_fp8=True, emulation="allow")
+    assert "add_lora" in said(finetune.trainer, codes, tokenizer, "builtin:harbour")
+    if not this_device().has_fp8:
+        with pytest.raises(PrecisionError, match="emulation='allow'"):
+            finetune.load("builtin:tiny_llama", precision="fp8")
+    assert not list(tmp_path.glob("*/*"))
