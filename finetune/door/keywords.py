@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.aliases import as_argument, in_python, keyword
+from finetune.config.methods import arguments, method_of
 from finetune.config.recipe import Recipe, checked, replace
 from finetune.config.section import BUILTIN
-from finetune.config.train_section import elsewhere, fields_of, sft_arguments
+from finetune.config.train_section import elsewhere, fields_of
 from finetune.config.yaml import PlainText
 from finetune.errors import UnknownArgumentError, did_you_mean, speaking
 
@@ -37,7 +38,7 @@ def by_section(function: str, settings: Mapping[str, Any]) -> Settings:
     """
     known: dict[str, tuple[str, str]] = {}
     for section in FUNCTIONS[function]:
-        for key in sft_arguments() if section == "train" else fields_of(section):
+        for key in arguments(method_of(settings)) if section == "train" else fields_of(section):
             known.setdefault(keyword(section, key), (section, key))
     found: Settings = {}
     for word, value in settings.items():
