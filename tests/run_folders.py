@@ -116,6 +116,7 @@ def _receipt(recipe: str, *, fp8: bool) -> dict[str, Any]:
             "dgrad": "fp32", "wgrad": "fp32", "calls": {}, "flops": 240_000_000,
             "reason": "output head: errors here hit the loss directly"}  # fmt: skip
     precision = {"asked": ran, "ran": ran, "fallback": "", "compile": "off", "reason": ""}
+    precision["storage"] = {}
     if fp8:
         precision |= {"backend": "emulated", "scaling": "delayed", "format": "hybrid"}
         precision["reason"] = "emulation is allowed: exact FP8 rounding, no FP8 speed"

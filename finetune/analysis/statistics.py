@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from finetune.analysis.compare.result import Gap, Interval, LossGap, Verdict
+from finetune.analysis.compare.result import EndGap, Gap, Interval, LossGap, Verdict
 
 MOST_SEEDS = 50
 """Largest number of seeds that is recommended."""
@@ -57,14 +57,19 @@ def student(values: Sequence[float], confidence: float, n: int = 0) -> Interval:
 
 
 def loss_gap(
-    a: Sequence[float], b: Sequence[float], *, margin: float, confidence: float
-) -> LossGap:
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    margin: float,
+    confidence: float,
+    kind: type[EndGap] = LossGap,
+) -> EndGap:
     """Relative gap of paired losses (one a seed, above zero), its intervals, and the verdict.
 
     `margin` is the relative gap that counts as none, such as 0.01. Each one-sided test errs in at
-    most 1 - `confidence` (above 0.5) of the cases.
+    most 1 - `confidence` (above 0.5) of the cases. Of another `kind` the gap is a difference.
     """
-    found = LossGap(a=list(a), b=list(b))
+    found = kind(a=list(a), b=list(b))
     return found.model_copy(update=tested(found, margin=margin, confidence=confidence))
 
 

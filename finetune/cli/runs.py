@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
+from finetune.config.measures import LOSSES
 from finetune.errors import ConfigError
 from finetune.logging import output, print_rows, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
@@ -41,13 +42,15 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
     console = output()
     if runs:
         right = ("steps", "loss", "eval loss", "tok/s", "memory")
-        print_rows(console, list(map(_row, runs)), right=right, least=5)
+        scored = any(run["scores"] for run in runs)
+        print_rows(console, [_row(run, scored=scored) for run in runs], right=right, least=5)
     if compared:
         console.print(Text("\ncomparisons" if runs else "comparisons", style="bold"))
-        print_rows(console, list(map(_comparison_row, compared)))
+        scored = any(one["gap"].keys() - {*LOSSES} for one in compared)
+        print_rows(console, [_comparison_row(one, scored=scored) for one in compared])
 
 
-def _row(run: dict[str, Any]) -> dict[str, Any]:
+def _row(run: dict[str, Any], *, scored: bool) -> dict[str, Any]:
     """A run in a line, what matters most first: its name has its precision at the end."""
     ended = "" if run["state"] == "finished" else f" {run['state']}"
     return {
@@ -58,10 +61,15 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
         ),
         "loss": _shown(run["loss"], ".3f"),
         "eval loss": _shown(run["eval_loss"], ".3f"),
+        **({"score": _scores(run["scores"])} if scored else {}),
         "precision": run["precision"],
         "tok/s": _shown(run["tokens_per_s"], ",.0f"),
         "memory": "-" if run["memory_gib"] is None else size_of_gib(run["memory_gib"]),
     }
+
+
+def _scores(scores: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in scores.items()) or "-"
 
 
 def _verified(run: dict[str, Any]) -> Text:
@@ -89,12 +97,16 @@ def _comparison(folder: Path) -> dict[str, Any]:
         "b": found.b.recipe,
         "seeds": len(found.seeds),
         "verdict": found.verdict,
-        "gap": {name: loss.gap for name, loss in found.losses.items()},
+        "gap": {name: gap.gap for name, gap in found.gaps.items()},
         "speed": found.speed and found.speed.ratio,
     }
 
 
-def _comparison_row(one: dict[str, Any]) -> dict[str, Any]:
+def _comparison_row(one: dict[str, Any], *, scored: bool) -> dict[str, Any]:
+    points = {
+        name: f"{gap * 100:+z.2f} pt" for name, gap in one["gap"].items() if name not in LOSSES
+    }
+    scores = ", ".join(f"{name} {gap}" for name, gap in points.items()) or "-"
     return {
         "folder": one["folder"],
         "verdict": Text(one["verdict"], style="" if one["verdict"] == "equivalent" else "yellow"),
@@ -102,6 +114,7 @@ def _comparison_row(one: dict[str, Any]) -> dict[str, Any]:
         "seeds": str(one["seeds"]),
         "loss": _shown(one["gap"].get("train"), "+z.2%"),
         "eval loss": _shown(one["gap"].get("eval"), "+z.2%"),
+        **({"score": scores} if scored else {}),
         "speed": _shown(one["speed"], ".2f") + "x" * (one["speed"] is not None),
     }
 

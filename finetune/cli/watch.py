@@ -22,6 +22,7 @@ from rich.text import Text
 from finetune.cli import INTERRUPTED, RunName, RunsFolder
 from finetune.cli.runs import DEFAULT_OUT
 from finetune.cli.tensorboard import serve
+from finetune.config.measures import MEASURES
 from finetune.errors import ConfigError
 from finetune.logging import output, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
@@ -142,6 +143,7 @@ def _table(run: Run) -> Table:
         "step": f"{run.last_step} of {planned or '?'}{share}",
         "loss": shown("loss", "{:.4f}"),
         "eval loss": shown("eval_loss", "{:.4f}"),
+        **{MEASURES[name].name: f"{end:.4f}" for name, end in run.scores.items()},
         "speed": ", ".join(filter(None, speed)),
         "time left": elapsed(pace * left) if left and pace and run.state == "running" else "",
         "memory": f"at most {size_of_gib(memory)}" if memory else "",

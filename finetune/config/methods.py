@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from finetune.config.measures import LOSSES
 from finetune.errors import ConfigError, did_you_mean
 
 RowForm = Literal["answers", "text", "preference", "unpaired", "prompts"]
@@ -46,7 +47,7 @@ class Method:
         reference: True if it compares with the model that training began with.
         head: what the model gives: words, or one score of a text.
         writes: True if the model writes answers while it trains.
-        rewarded: True if `train.reward_funcs` judges these.
+        judged: measures that its runs are judged by (`finetune.config.measures`).
     """
 
     name: str
@@ -57,7 +58,12 @@ class Method:
     reference: bool = False
     head: Literal["causal", "score"] = "causal"
     writes: bool = False
-    rewarded: bool = False
+    judged: tuple[str, ...] = LOSSES
+
+    @property
+    def rewarded(self) -> bool:
+        """True if `train.reward_funcs` judges what the model writes."""
+        return self.judged == REWARD
 
     @property
     def needs(self) -> str:
@@ -90,7 +96,10 @@ def _row(name: str, trainer: str, rows: tuple[RowForm, ...], low: float, high: f
     return Method(name, trainer, config, rows, (low, high), **own)
 
 
-REWARDED: dict[str, Any] = {"writes": True, "rewarded": True}
+PAIRS, REWARD = (*LOSSES, "accuracy"), ("reward",)
+"""Measures: of pairs of answers, and of answers that are rewarded, whose loss says nothing."""
+
+
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
 # which its examples lower to 1e-5), and those of its example scripts.
 METHODS = {
@@ -98,12 +107,16 @@ METHODS = {
     for row in (
         _row("sft", "trl.SFTTrainer", ("answers",), 5e-6, 5e-5),
         _row("continue", "trl.SFTTrainer", ("text",), 5e-6, 6e-4),
-        _row("dpo", "trl.DPOTrainer", ("preference",), 5e-7, 5e-6, reference=True),
+        _row("dpo", "trl.DPOTrainer", ("preference",), 5e-7, 5e-6, reference=True, judged=PAIRS),
         _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), 5e-7, 5e-6, reference=True),
-        _row("orpo", "trl.experimental.orpo.ORPOTrainer", ("preference",), 1e-6, 1e-5),
-        _row("reward", "trl.RewardTrainer", ("preference",), 5e-6, 1e-4, head="score"),
-        _row("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6, **REWARDED),
-        _row("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6, **REWARDED),
+        _row(
+            "orpo", "trl.experimental.orpo.ORPOTrainer", ("preference",), 1e-6, 1e-5, judged=PAIRS
+        ),
+        _row(
+            "reward", "trl.RewardTrainer", ("preference",), 5e-6, 1e-4, head="score", judged=PAIRS
+        ),
+        _row("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6, writes=True, judged=REWARD),
+        _row("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6, writes=True, judged=REWARD),
         _row("distill", "trl.DistillationTrainer", ("prompts",), 1e-6, 2e-5, writes=True),
     )
 }
@@ -128,6 +141,11 @@ def method_of(train: Mapping[str, Any], where: str = "train.method") -> Method:
         where=where,
         fix=f"train.method={', '.join(METHODS)}",
     )
+
+
+def judged_by(train: Mapping[str, Any]) -> tuple[str, ...]:
+    """Measures of a `train` section; losses where its method is of another version."""
+    return METHODS[name].judged if (name := str(train.get("method"))) in METHODS else LOSSES
 
 
 def methods_for(forms: Iterable[RowForm]) -> list[str]:

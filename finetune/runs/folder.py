@@ -32,6 +32,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
+from finetune.config.measures import scores_of
+from finetune.config.methods import judged_by
 from finetune.config.paths import recipe_of
 from finetune.config.secrets import redacted
 from finetune.config.yaml import parse_yaml, plain_data, read_text
@@ -240,6 +242,16 @@ class Run:
         asked = self.config.get("precision", {}).get("compute", "")
         return str(ran.get("ran") or asked).upper()
 
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """Names of the measures that its method is judged by."""
+        return judged_by(self.config.get("train", {}))
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Where its method's own measures end, by name; reads the end of `metrics.jsonl` only."""
+        return scores_of(self.tail, self.judged)
+
     @cached_property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
         """(step, prompts with their answers), oldest first; those of the trained model last."""
@@ -288,6 +300,7 @@ class Run:
             "steps": self.planned_steps,
             "loss": finite(report.get("final_loss") or self.logged("loss")),
             "eval_loss": finite(report.get("eval_loss") or self.logged("eval_loss")),
+            "scores": self.scores,
             "tokens_per_s": finite(report.get("tokens_per_s") or self.logged("tokens_per_s")),
             "memory_gib": finite(memory or report.get("peak_memory_gib")),
         }

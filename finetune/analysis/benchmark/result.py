@@ -178,8 +178,8 @@ class Row(BaseModel):
         tokens = {step.tokens for step in run.steps} - {self.tokens}
         if trained:
             self.tokens = round(statistics.median(step.tokens for step in run.steps))
-            self.losses.append(run.train)
-            self.eval_losses += [run.eval] if run.eval is not None else []
+            for ends, name in ((self.losses, "train"), (self.eval_losses, "eval")):
+                ends += [end] if (end := run.end(name)) is not None else []
         elif tokens:
             self.error = f"a step had {tokens.pop()} tokens, and {self.tokens} were requested"
             return

@@ -39,7 +39,7 @@ from finetune.analysis.experiment.jobs import (
     run_jobs,
 )
 from finetune.analysis.experiment.outcome import Outcome, read_outcome
-from finetune.config.methods import method_of
+from finetune.config.methods import judged_by, method_of
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
@@ -107,8 +107,9 @@ def compare(
     _check_numbers(margin, confidence)
     at_once, threads = places(device, jobs, cores())
     pair = make_pair(a, b, overrides, seeds, device)
-    tasks = [task for side in (pair.a, pair.b) for task in side.recipe.config.eval.tasks]
-    by_name = parse_margins(margins, tasks) if margins is not None else {}
+    both = [side.recipe.config for side in (pair.a, pair.b)]
+    tasks = [task for config in both for task in config.eval.tasks]
+    by_name = parse_margins(margins, judged_by(both[0].train), tasks) if margins is not None else {}
     differences = check_pair(pair, device, allow=allow, force=force)
     names = [side.recipe.name for side in (pair.a, pair.b)]
     folder = new_folder(Path(out) / "compare" / "-vs-".join(names), out)
@@ -157,7 +158,8 @@ def judge_again(
     found = read_comparison(folder)
     pairs = _outcomes(found)
     tasks = [task for pair in pairs for side in pair for task in side.tasks]
-    by_name = parse_margins(margins, tasks) if margins is not None else found.margins
+    judged = pairs[0][0].run.judged
+    by_name = parse_margins(margins, judged, tasks) if margins is not None else found.margins
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence
     _check_numbers(margin, confidence)
@@ -169,7 +171,8 @@ def judge_again(
         "margin": margin, "margins": by_name, "confidence": confidence,
         "allowed": found.allowed or allow,
         "differences": [d for d in found.differences if not d.where.startswith(_EXECUTED)],
-        "notes": notes, "losses": {}, "band": {}, "speed": None, "memory": None, "tasks": None,
+        "notes": notes, "losses": {}, "scores": {}, "band": {}, "speed": None, "memory": None,
+        "tasks": None,
     }  # fmt: skip
     return _judged(found.model_copy(update=changes), pairs)
 

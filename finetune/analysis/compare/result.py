@@ -23,13 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.analysis.compare.margins import TASKS
+from finetune.config.measures import LOSSES, MEASURES
 from finetune.errors import ConfigError
 from finetune.logging import plain_table
 from finetune.runs.folder import COMPARISON, Run, write_whole
 from finetune.units import percent, plural, shortened
 
 AGAIN = "compare again: python -m finetune compare RECIPE"
-NAMES = {"train": "training loss", "eval": "eval loss"}
 STYLES = {
     "equivalent": "bold green", "not equivalent": "bold red", "undecided": "bold yellow",
     "refused": "bold red",
@@ -106,17 +106,32 @@ class Gap(_Part):
         return text.replace("%", cls.unit)
 
 
-class LossGap(Gap):
-    """Final losses per seed (nats per token); the gap is the geometric mean of a / b, less 1.
+class EndGap(Gap):
+    """Where a measure ends; the gap is the mean of a - b.
 
     Attributes:
-        a, b: one loss a seed, in the order of `seeds`.
+        a, b: one a seed, in the order of `seeds`.
     """
 
-    unit = "%"
+    unit = "pt"
 
     a: list[float]
     b: list[float]
+
+    @property
+    def pairs(self) -> list[float]:
+        return [a - b for a, b in zip(self.a, self.b, strict=True)]
+
+    @property
+    def of_seeds(self) -> list[float]:
+        """Gap of each seed."""
+        return [self.as_gap(pair) for pair in self.pairs]
+
+
+class LossGap(EndGap):
+    """Final losses (nats per token); the gap is the geometric mean of a / b, less 1."""
+
+    unit = "%"
 
     @property
     def pairs(self) -> list[float]:
@@ -126,11 +141,6 @@ class LossGap(Gap):
     @staticmethod
     def as_gap(value: float) -> float:
         return math.expm1(value)
-
-    @property
-    def of_seeds(self) -> list[float]:
-        """Gap of each seed."""
-        return [a / b - 1 for a, b in zip(self.a, self.b, strict=True) if b]
 
 
 class SpeedRatio(_Part):
@@ -195,7 +205,8 @@ class Comparison(JupyterMixin, _Part):
         differences: fairness conditions that differ; with `allowed`, the user accepted them.
         notes: settings that were made the same on both sides, and remarks on the figures.
         losses: `train` (mean over the last part of the steps) and `eval` (at the end).
-        band: relative spread, (max - min) / mean, of the final losses of `b` over the seeds.
+        scores: other measures of the method (`config/measures.py`); none in older files.
+        band: spread, max - min, of the ends of `b` over the seeds; of losses over their mean.
         speed, memory: ratios; None with the reason in `notes`.
         energy: ratio; None where a run did not measure it, as its receipt says.
         tasks: scores by task, where `eval.tasks` is set.
@@ -214,6 +225,7 @@ class Comparison(JupyterMixin, _Part):
     allowed: bool = False
     notes: list[str] = Field(default_factory=list)
     losses: dict[str, LossGap] = Field(default_factory=dict)
+    scores: dict[str, EndGap] = Field(default_factory=dict)
     band: dict[str, float] = Field(default_factory=dict)
     speed: SpeedRatio | None = None
     memory: MemoryRatio | None = None
@@ -229,16 +241,23 @@ class Comparison(JupyterMixin, _Part):
         return EMULATED in self.notes
 
     def margin_of(self, name: str) -> float | None:
-        """Margin of a loss, or of a task; None for a task that is not judged."""
-        return self.margins.get(name, self.margin if name in NAMES else self.margins.get(TASKS))
+        """Margin of a measure, or of a task; None for a task that is not judged."""
+        if (measure := MEASURES.get(name)) is None:
+            return self.margins.get(name, self.margins.get(TASKS))
+        return self.margins.get(name, self.margin if measure.unit == "%" else measure.margin)
+
+    @property
+    def gaps(self) -> dict[str, EndGap]:
+        """Gaps of all measures, by name."""
+        return self.losses | self.scores
 
     @property
     def within(self) -> str:
         """`1 %`, or `2 % (train), 3 % (eval), 1 pt (tasks)`."""
-        if not self.margins:
+        if not self.margins and not self.scores:
             return LossGap.shown(self.margin, None)
-        margins = dict.fromkeys(NAMES, self.margin) | self.margins
-        kinds = ((LossGap if name in NAMES else TaskScore, name, x) for name, x in margins.items())
+        margins = {n: self.margin_of(n) or 0.0 for n in self.gaps or LOSSES} | self.margins
+        kinds = ((LossGap if name in LOSSES else EndGap, name, x) for name, x in margins.items())
         return ", ".join(f"{kind.shown(x, None)} ({name})" for kind, name, x in kinds)
 
     def to_json(self) -> str:
@@ -267,7 +286,7 @@ class Comparison(JupyterMixin, _Part):
 
     def __rich__(self) -> RenderableType:
         parts = [self._differences()]
-        if self.losses:
+        if self.gaps:
             parts += [[self._loss_table()], self._ratios()]
         notes = [Text(f"  {note}", style="dim") for note in self.notes]
         parts += [self._task_table(), self._samples(), notes]
@@ -291,21 +310,22 @@ class Comparison(JupyterMixin, _Part):
         return lines
 
     def _loss_table(self) -> Table:
-        """Losses per seed and their means; column `seeds` is `band`."""
+        """Losses and other measures per seed, and their means; column `seeds` is `band`."""
         level = percent(self.confidence, 0, space=True)
         right = (self.a.label, self.b.label, "gap", f"{level} interval", "seeds")
-        table = plain_table("final loss", *right, "verdict", right=right, gap=1)
-        for name, gap in self.losses.items():
-            for seed, a, b in zip(self.seeds, gap.a, gap.b, strict=True):
-                cells = (f"  seed {seed}", f"{a:.4f}", f"{b:.4f}", signed(a / b - 1))
+        title = "at the end" if self.scores else "final loss"
+        table = plain_table(title, *right, "verdict", right=right, gap=1)
+        for name, gap in self.gaps.items():
+            for seed, a, b, own in zip(self.seeds, gap.a, gap.b, gap.of_seeds, strict=True):
+                cells = (f"  seed {seed}", f"{a:.4f}", f"{b:.4f}", gap.shown(own))
                 table.add_row(*cells, style="dim")
-            low_high = gap.interval
+            low_high, band = gap.interval, self.band.get(name)
             table.add_row(
-                NAMES[name],
+                MEASURES[name].name,
                 *(f"{fmean(side):.4f}" for side in (gap.a, gap.b)),
-                signed(gap.gap),
-                f"{low_high[0] * 100:+z.2f} to {signed(low_high[1])}" if low_high else "-",
-                percent(self.band[name], 1, space=True) if name in self.band else "-",
+                gap.shown(gap.gap),
+                f"{low_high[0] * 100:+z.2f} to {gap.shown(low_high[1])}" if low_high else "-",
+                "-" if band is None else f"{band * 100:.1f} {gap.unit}",
                 _verdict(gap),
             )
         return table
@@ -382,10 +402,6 @@ def read_comparison(path: Path | str) -> Comparison:
         raise ConfigError(f"{file.name} cannot be read: {said}", where=where, fix=AGAIN) from None
     found.folder = file.parent
     return found
-
-
-def signed(share: float) -> str:
-    return percent(share, 2, sign=True, space=True)
 
 
 def as_text(value: object) -> str:

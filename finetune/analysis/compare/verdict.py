@@ -1,10 +1,11 @@
 """The verdict on finished pairs of runs, and the figures it rests on.
 
-The verdict is the worst of those on the final training loss, on the final eval loss, and on the
-tasks that have a margin. A gap of losses above `margins.FAILED` is `not equivalent` even where its
-interval decides nothing: that rule is a convention, without an error rate. A loss of A alone that
-is not finite is `not equivalent`, without figures. Everything is read from the run folders
-(`experiment.outcome`), so that a comparison can be judged again.
+The verdict is the worst of those on what the method is judged by (`config/measures.py`: the final
+training and eval loss, a reward, an accuracy), and on the tasks that have a margin. A gap of losses
+above `margins.FAILED` is `not equivalent` even where its interval decides nothing: that rule is a
+convention, without an error rate. A loss of A alone that is not finite is `not equivalent`, without
+figures. Everything is read from the run folders (`experiment.outcome`), so that a comparison can be
+judged again.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from finetune.analysis import statistics
 from finetune.analysis.compare.margins import ADVISED, FAILED, TASKS
 from finetune.analysis.compare.result import (
     EMULATED,
-    NAMES,
     Comparison,
     Difference,
+    EndGap,
     EnergyRatio,
     Gap,
     LossGap,
@@ -31,6 +32,7 @@ from finetune.analysis.compare.result import (
 from finetune.analysis.experiment.fairness import executed_differences
 from finetune.analysis.experiment.outcome import Outcome
 from finetune.analysis.statistics import SECTIONS, step_ratios, warm_up_steps
+from finetune.config.measures import LOSSES, MEASURES
 from finetune.runs.receipt import metrics_of
 
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
@@ -52,17 +54,26 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     ]
     if not found.allowed:
         refused += [f"{d.condition}: {d.why}" for d in differences]
-    ends = {name: [[getattr(o, name) for o in side] for side in (a, b)] for name in NAMES}
-    if unheld := sum(loss is None for side in ends["eval"] for loss in side):
-        del ends["eval"]
-        if unheld < 2 * len(pairs):
-            refused.append(f"{unheld} of {2 * len(pairs)} runs logged no eval loss")
+    ends = dict[str, list[list[float]]]()
+    for name in a[0].run.judged:
+        every = [[o.end(name) for o in side] for side in (a, b)]
+        ends[name] = [[end for end in side if end is not None] for side in every]
+        logged = sum(map(len, ends[name]))
+        if 0 < logged < 2 * len(pairs):
+            gone = f"{2 * len(pairs) - logged} of {2 * len(pairs)} runs"
+            refused.append(f"{gone} logged no {MEASURES[name].name}")
+        if logged < 2 * len(pairs):
+            del ends[name]
+    if not ends:
+        refused.append(
+            f"the runs logged no {' and no '.join(MEASURES[n].name for n in a[0].run.judged)}"
+        )
     broken_a, broken_b = (  # have no ratio
         [
-            f"{NAMES[name]}: {label}, seed {seed}, ends at {loss:g}"
+            f"{MEASURES[name].name}: {label}, seed {seed}, ends at {end:g}"
             for name, sides in ends.items()
-            for seed, loss in zip(found.seeds, sides[i], strict=True)
-            if not (math.isfinite(loss) and loss > 0)
+            for seed, end in zip(found.seeds, sides[i], strict=True)
+            if not (math.isfinite(end) and (end > 0 or name not in LOSSES))
         ]
         for i, label in enumerate((found.a.label, found.b.label))
     )
@@ -72,22 +83,28 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         found.verdict = "refused" if refused else "not equivalent"
         found.reasons = refused or broken_a
         return found
-    if "eval" not in ends:
+    if "eval" not in ends and "eval" in a[0].run.judged:
         found.notes.append("there are no eval rows: the verdict is about the training loss alone")
-    found.notes.append(f"the training loss is the mean of the last {len(a[0].losses)} steps")
-    found.losses = {name: _loss_gap(found, name, *sides) for name, sides in ends.items()}
+    found.notes += [
+        f"the {MEASURES[name].name} is the mean of the last {last} steps"
+        for name in ends
+        if (last := len(a[0].last(name))) > 1
+    ]
+    gaps = {name: _gap(found, name, *sides) for name, sides in ends.items()}
+    found.losses = {name: gap for name, gap in gaps.items() if isinstance(gap, LossGap)}
+    found.scores = {name: gap for name, gap in gaps.items() if name not in found.losses}
     found.band = {k: statistics.band(g.b) for k, g in found.losses.items() if len(g.b) > 1}
+    found.band |= {k: max(g.b) - min(g.b) for k, g in found.scores.items() if len(g.b) > 1}
     found.speed, found.memory = _speed(found, pairs), _memory(found, a, b)
     found.energy = _energy(a, b)
     found.tasks = _tasks(found, (a, b)) or None
     scores = {(k, s.metric): s for k, v in (found.tasks or {}).items() for s in v if s.verdict}
-    gaps = {(k, NAMES[k]): gap for k, gap in found.losses.items()} | {
-        (task, f"{task} {metric}"): score for (task, metric), score in scores.items()
-    }
-    missing = found.margins.keys() - {TASKS, *NAMES} - {task for task, _ in scores}
-    verdicts = [gap.verdict for gap in gaps.values()] + ["undecided"] * bool(missing)
+    judged: dict[tuple[str, str], Gap] = {(k, MEASURES[k].name): g for k, g in gaps.items()}
+    judged |= {(task, f"{task} {metric}"): score for (task, metric), score in scores.items()}
+    missing = found.margins.keys() - {TASKS, *MEASURES} - {task for task, _ in scores}
+    verdicts = [gap.verdict for gap in judged.values()] + ["undecided"] * bool(missing)
     found.verdict = next(v for v in WORSE if v in verdicts)
-    found.reasons = [_reason(found, *names, gap) for names, gap in gaps.items()]
+    found.reasons = [_reason(found, *names, gap) for names, gap in judged.items()]
     found.reasons += [f"{task}: no score between 0 and 1 of all runs" for task in sorted(missing)]
     if any(abs(gap.gap) > ADVISED for gap in found.losses.values()):
         found.notes.append(
@@ -98,10 +115,10 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     return found
 
 
-def _loss_gap(found: Comparison, name: str, a: Sequence[float], b: Sequence[float]) -> LossGap:
-    margin = found.margins.get(name, found.margin)
-    gap = statistics.loss_gap(a, b, margin=margin, confidence=found.confidence)
-    failed = abs(gap.gap) > max(FAILED, margin)
+def _gap(found: Comparison, name: str, a: Sequence[float], b: Sequence[float]) -> EndGap:
+    kind, margin = LossGap if name in LOSSES else EndGap, found.margin_of(name) or 0.0
+    gap = statistics.loss_gap(a, b, margin=margin, confidence=found.confidence, kind=kind)
+    failed = kind is LossGap and abs(gap.gap) > max(FAILED, margin)
     return gap.model_copy(update={"verdict": "not equivalent"}) if failed else gap
 
 

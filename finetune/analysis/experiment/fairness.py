@@ -22,6 +22,7 @@ import yaml
 
 from finetune.analysis.compare.result import Difference
 from finetune.analysis.statistics import Step
+from finetune.config.methods import method_of
 from finetune.config.paths import ASSETS
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
@@ -151,11 +152,11 @@ def requested_differences(one: RunConfig, other: RunConfig, *, on_cpu: bool) -> 
     first, second = (dict(_settings(config, on_cpu=on_cpu)) for config in (one, other))
     found = []
     for where in first:
-        if first[where] != second[where]:
+        if first[where] != second.get(where):  # another method has other settings
             section, _, name = where.partition(".")
             known = (name if section == "train" else where, f"{section}.")
             condition = next((_OF_SETTING[key] for key in known if key in _OF_SETTING), _OTHER)
-            a, b = _unequal(first[where], second[where])
+            a, b = _unequal(first[where], second.get(where))
             if isinstance(a, dict) and isinstance(b, dict):
                 found += [_difference(condition, f"{where}.{key}", a[key], b[key]) for key in a]
             else:
@@ -175,6 +176,7 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
     for name in ("compile", "fused_adapters", "health_every"):
         yield f"precision.{name}", getattr(config.precision, name)
     train, args = config.train, sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
+    args["method"] = method_of(train).name
     args["resume_from_checkpoint"] = train.get("resume_from_checkpoint")
     args["optim"] = train.get("optim") or args["optim"]  # SFTConfig has none of our own optimizers
     plain = (bool, int, float, str, dict, list, type(None))

@@ -1,24 +1,16 @@
-"""Figures of a finished run, from `metrics.jsonl`, `steps.jsonl` and `receipt.json` of its folder.
-
-The final training loss is the mean over the last tenth of the steps, at least ten: the loss of one
-step is that of eight rows or so. It contains the rounding of the FP8 forward, a constant few
-thousandths of a nat, which dominates where a run has memorized its rows. The final eval loss is the
-last evaluation, in high precision unless `precision.eval` differs: it judges the learned weights.
-"""
+"""Figures of a finished run, from its `metrics.jsonl`, `steps.jsonl` and `receipt.json`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from finetune.analysis.statistics import Step
+from finetune.config.measures import MEASURES
 from finetune.errors import ConfigError
 from finetune.runs.folder import Run, scores_in
-
-LAST_SHARE, LAST_LEAST = 0.1, 10
 
 
 @dataclass(frozen=True)
@@ -35,21 +27,13 @@ class Outcome:
     def steps(self) -> list[Step]:
         return [Step(row["step"], row["seconds"], row["tokens"]) for row in self.run.steps]
 
-    @cached_property
-    def losses(self) -> list[float]:
-        """Training losses of the last steps, nats per token; empty if none was logged."""
-        losses = [row["loss"] for row in self.run.rows if "loss" in row]
-        return losses[-max(LAST_LEAST, round(len(losses) * LAST_SHARE)) :]
+    def last(self, name: str) -> list[float]:
+        """The values whose mean is the end of a measure; none if it was never logged."""
+        return MEASURES[name].last(self.run.rows)
 
-    @property
-    def train(self) -> float:
-        """Final training loss: the mean of `losses`."""
-        return fmean(self.losses)
-
-    @property
-    def eval(self) -> float | None:
-        """Last eval loss; None without evaluation rows."""
-        return next((r["eval_loss"] for r in reversed(self.run.rows) if "eval_loss" in r), None)
+    def end(self, name: str) -> float | None:
+        """Where a measure ends; None if it was never logged."""
+        return MEASURES[name].end(self.run.rows)
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.analysis.compare.result import Comparison, as_text
+from finetune.analysis.compare.result import Comparison, EndGap, as_text
 from finetune.analysis.report.curves import (
     UNIT,
     Curve,
@@ -44,12 +44,12 @@ from finetune.analysis.report.elements import (
 )
 from finetune.analysis.report.run_page import table_of
 from finetune.analysis.report.run_source import RunSource
+from finetune.config.measures import MEASURES
 from finetune.runs.card import without_paths
 from finetune.runs.folder import COMPARISON as FILE
 from finetune.runs.lookup import is_run
 from finetune.units import count, percent, size_of_gib
 
-LOSSES = {"train": ("Training loss", "loss"), "eval": ("Eval loss", "eval_loss")}
 TONES: dict[str, Tone] = {"equivalent": "good", "undecided": "plain"}
 """Tone of a verdict; that of others is bad."""
 SEEDS: dict[str, Any] = {"size": "half", "least_points": 2}
@@ -148,43 +148,56 @@ def _members(found: Comparison, source: Source, side: str) -> dict[int, RunSourc
 
 
 def _gaps(c: Sides) -> tuple[list[Row], Table]:
-    """Forest plot of the gaps, and their table."""
-    gaps = {key: c.found.losses[key] for key in LOSSES if key in c.found.losses}
-    rows = [
-        (
-            LOSSES[key][0],
-            c.num(f"losses.{key}.a, mean over seeds", fixed(float(np.mean(gap.a)))),
-            c.num(f"losses.{key}.b, mean over seeds", fixed(float(np.mean(gap.b)))),
-            *(c.cell(f"losses.{key}.{column}", signed)
-              for column in ("gap", "interval", "equivalence_interval")),
-            c.cell(f"band.{key}", lambda spread: percent(spread, 2)),
-            c.cell(f"losses.{key}.verdict", str),
-        )
-        for key, gap in gaps.items()
-    ]  # fmt: skip
+    """Forest plot of the gaps of losses, and a table of those of all measures."""
+    rows = [_ends(c, f"losses.{key}", gap) for key, gap in c.found.losses.items()]
+    rows += [_ends(c, f"scores.{key}", gap) for key, gap in c.found.scores.items()]
     a, b = c.labels
     head = ("", a, b, "gap", "interval", "for equivalence", f"band of {b}", "verdict")
     table = Table(head, rows, (1, 2, 3, 4, 5, 6))
+    gaps = {MEASURES[key].title: gap for key, gap in c.found.losses.items()}
     if not gaps:
         return [], table
     forest = Forest(
         *("gap", "Gap of losses", "%"),
-        "; ".join(f"{LOSSES[key][0]}: {signed(gap.gap)}" for key, gap in gaps.items()),
+        "; ".join(f"{title}: {signed(gap.gap)}" for title, gap in gaps.items()),
         note=f"dot: gap over all seeds; thin line: {percent(c.found.confidence, 0)} interval; "
         "thick line: the interval that has to lie inside the margin (shaded) to be equivalent; "
         "ticks: single seeds",
         sources=(c.num("losses", FILE),),
         size="wide",
-        gaps={LOSSES[key][0]: gap for key, gap in gaps.items()},
-        margins=[c.found.margin_of(key) or 0.0 for key in gaps],
+        gaps=gaps,
+        margins=[c.found.margin_of(key) or 0.0 for key in c.found.losses],
     )
     return row_of(forest), table
 
 
+def _ends(c: Sides, at: str, gap: EndGap) -> tuple[Cell, ...]:
+    """Where a measure ends, its gap and the verdict: a row of the table."""
+    key = at.partition(".")[2]
+
+    def shown(value: float) -> str:
+        return _text(gap.shown(value))
+
+    return (
+        MEASURES[key].title,
+        c.num(f"{at}.a, mean over seeds", fixed(float(np.mean(gap.a)))),
+        c.num(f"{at}.b, mean over seeds", fixed(float(np.mean(gap.b)))),
+        *(
+            c.cell(f"{at}.{column}", shown)
+            for column in ("gap", "interval", "equivalence_interval")
+        ),
+        c.cell(f"band.{key}", lambda spread: _text(f"{100 * spread:.2f} {gap.unit}")),
+        c.cell(f"{at}.verdict", str),
+    )
+
+
 def _trajectories(c: Sides) -> list[Row]:
-    """Losses of both sides, beside the gap of the seeds that both have."""
+    """What both sides are judged by, beside the gap of the seeds that both have."""
     rows, both = list[Row](), sorted(c.sides[0].keys() & c.sides[1].keys())  # one may be gone
-    for key, (title, column) in LOSSES.items():
+    members = [s for side in c.sides for s in side.values()]
+    for key in members[0].run.judged if members else ():
+        measure = MEASURES[key]
+        column, relative = measure.column(members[0].run.rows), measure.unit == "%"
         links = [
             [s.num(f"{s.run.recipe}, seed {seed}", METRICS, column) for seed, s in side.items()]
             for side in c.sides
@@ -192,15 +205,18 @@ def _trajectories(c: Sides) -> list[Row]:
         every = [_seeds([*side.values()], column) for side in c.sides]
         a, b = (_seeds([side[seed] for seed in both], column) for side in c.sides)
         steps, at_a, at_b = np.intersect1d(a.x, b.x, return_indices=True)
-        gap = Curve(steps, a.y[:, at_a] / b.y[:, at_b] - 1)
+        of_a, of_b = a.y[:, at_a], b.y[:, at_b]
+        gap = Curve(steps, of_a / of_b - 1 if relative else of_a - of_b)
         margin = c.found.margin_of(key) or 0.0
         lines = ((margin, "margin"), (-margin, ""))
-        gap_title = f"{title}: gap over steps", f"{' / '.join(c.labels)} − 1"
+        between = " / ".join(c.labels) + " − 1" if relative else " − ".join(c.labels)
+        gap_title = f"{measure.title}: gap over steps", between
         rows += row_of(
             plot_of([Drawn(*one) for one in zip(c.labels, every, links, (0, 1), strict=True)],
-                    column, title, UNIT, log=True, **SEEDS),
+                    re.sub(r"\W", "_", column), measure.title, UNIT * relative,
+                    log=relative, **SEEDS),
             plot_of([Drawn("gap", gap, [*links[0], *links[1]], 0)],
-                    f"gap_{key}", *gap_title, lines=lines, percent=True, **SEEDS),
+                    f"gap_{key}", *gap_title, lines=lines, percent=relative, **SEEDS),
         )  # fmt: skip
     return rows
 

@@ -18,10 +18,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from finetune.analysis.report.elements import METRICS, Line, Num, Plot, Row, Series, Source
-from finetune.analysis.report.figures import style
+from finetune.analysis.report.figures import TEMPLATES, style
 from finetune.runs.folder import finite
 from finetune.runs.progress import OPERANDS
 
@@ -32,7 +33,7 @@ LEAST_POINTS = 3
 """Logged values below which a small plot is not drawn."""
 CROWDED = 60
 """Points above which three or more lines are thin."""
-NOISY = {"loss", "grad_norm", "tokens_per_s"}
+NOISY = {"loss", "grad_norm", "tokens_per_s", "reward", "rewards/accuracies", "rewards/margins"}
 """Metrics of single steps, which are smoothed."""
 UNIT = "nats per token"
 """Unit of a loss."""
@@ -244,6 +245,24 @@ def speed_plots(runs: Sequence[Source]) -> list[Row]:
         metric_plot(runs, gradient, "gradient_norm", "Gradient norm", "L2", **HALF),
         metric_plot(runs, speed, "speed", "Speed", "tokens per second", **HALF),
     )
+
+
+OF_METHODS = yaml.safe_load((TEMPLATES / "methods.yaml").read_text("utf-8"))
+
+
+def method_plots(runs: Sequence[Source]) -> list[Row]:
+    """Rewards, accuracies and answers over steps, of methods that have them."""
+    rows, seen = list[Row](), {key for s in runs for row in s.run.rows for key in row}
+    for row in OF_METHODS:
+        plots = []
+        for kind in row:
+            fields = dict(kind)
+            columns = {k: label for k, label in fields.pop("columns").items() if k in seen}
+            if len(runs) > 1:  # a line for each, of the first
+                columns = dict.fromkeys([*columns][:1], "")
+            plots.append(metric_plot(runs, columns, **fields, size="half"))
+        rows += row_of(*plots)
+    return rows
 
 
 # ------------------------------------------------------------------------------------------ health

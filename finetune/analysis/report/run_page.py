@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.analysis.benchmark.result import BENCHMARK, RIGHT, Benchmark
-from finetune.analysis.report.curves import health, loss_plots, speed_plots
+from finetune.analysis.report.curves import health, loss_plots, method_plots, speed_plots
 from finetune.analysis.report.elements import (
     CONFIG,
     MISSING,
@@ -24,7 +24,7 @@ from finetune.runs.folder import Run
 
 def page_of(runs: Sequence[RunSource]) -> Page:
     """The page of one run, or a table of several with shared plots and what differs."""
-    parts = {"loss": loss_plots(runs), "speed": speed_plots(runs)}
+    parts = {"loss": loss_plots(runs), "rewards": method_plots(runs), "speed": speed_plots(runs)}
     if len(runs) == 1:
         (s,) = runs
         parts = {"s": s, "health": health(s)} | parts
@@ -73,16 +73,20 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def table_of(runs: Sequence[RunSource]) -> Table:
     """Runs in a line each: precision, verdict, losses, speed and memory."""
-    head = ("run", "precision", "verdict", "state", "steps", "loss", "eval loss", "tokens/s")
+    scores = [{m.name: text for m, text, _ in s.scores} for s in runs]
+    names = [*dict.fromkeys(name for one in scores for name in one)]
+    head = ("run", "precision", "verdict", "state", "steps", "loss", "eval loss", *names)
     rows = [
         (
             *(s.link(s.label), s.num(s.run.precision, RECEIPT, "precision"), s.verdict[0]),
             *(s.run.state, s.last_step, s.course("loss").last, s.course("eval_loss").last),
+            *(own.get(name, MISSING) for name in names),
             *(s.speed, s.memory),
         )
-        for s in runs
+        for s, own in zip(runs, scores, strict=True)
     ]
-    return Table((*head, "memory"), rows, numeric=(4, 5, 6, 7, 8))
+    numeric = tuple(range(4, len(head) + 2))
+    return Table((*head, "tokens/s", "memory"), rows, numeric)
 
 
 def _differences(runs: Sequence[RunSource]) -> Table:

@@ -26,6 +26,7 @@ from finetune.analysis.report.elements import (
     figure,
     fixed,
 )
+from finetune.config.measures import MEASURES, Measure
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import finite, scores_in
 from finetune.runs.receipt import Receipt, group_layers, metrics_of
@@ -167,9 +168,17 @@ class RunSource(Source):
         return Course(first, last, least, len(y))
 
     @property
+    def scores(self) -> Iterator[tuple[Measure, Num, Course]]:
+        """What the method is judged by besides losses: where it ended, and its course."""
+        for name, end in self.run.scores.items():
+            column = MEASURES[name].column(self.run.rows)
+            key = f"{column}, mean of the last" * (not column.startswith("eval_")) or column
+            yield MEASURES[name], self.num(fixed(end), METRICS, key), self.course(column)
+
+    @property
     def perplexity(self) -> Num | None:
-        """Perplexity of the last eval loss."""
-        losses = curve(self.run.rows, "eval_loss").y
+        """Perplexity of the last eval loss, if it is one of words."""
+        losses = [] if self.run.scores else curve(self.run.rows, "eval_loss").y
         shown = perplexity(losses[-1]) if len(losses) else ""
         return self.num(shown, METRICS, "eval_loss") if shown else None
 
