@@ -46,10 +46,16 @@ class Matrix(Benchmark):
     """Rows of the matrix, and what they say of the figures in circulation.
 
     Attributes:
+        recipe: its name; none in older files.
         gpu: predicted for it; empty where rows were measured.
     """
 
+    recipe: str = ""
     gpu: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"{self.recipe or 'A recipe'} from {REFERENCE} to {[*MATRIX][-1]}"
 
     @property
     def headline(self) -> str:
@@ -66,7 +72,7 @@ class Matrix(Benchmark):
         shown = [pair for pair in losses if any(getattr(row, pair[1]) for row in self.rows)]
         head = ["", "batch x length", "optimizer", "weights", "activations", "total"]
         head += ["tokens/s", "steps/s", *(title for title, _ in shown)]
-        head += ["predicted" if self.gpu else "proven"]
+        head += ["fits" if self.gpu else "proven"]
         keys = [key for _, key in shown]
         rows = [[*self._figures(row), *self._losses(row, keys), _state(row)] for row in self._rows]
         said = ["", "batch x length", "of FP32's", "said", "here", "verdict"]
@@ -121,8 +127,11 @@ class Matrix(Benchmark):
         return bool(self.gpu) or device.get("kind") == "cuda"
 
     def notes(self) -> list[str]:
-        lines = [f"{row.label}, {row.at}: {row.error or row.note}" for row in self._rows
-                 if row.error or row.note]  # fmt: skip
+        said: dict[tuple[str, str], list[str]] = {}
+        for row in self._rows:
+            if why := row.error or row.note * (row.note != _state(row)):
+                said.setdefault((row.label, why), []).append(row.at)
+        lines = [f"{label}, {' and '.join(points)}: {why}" for (label, why), points in said.items()]
         if self.gpu:
             lines.append(f"all figures are predicted for {self.gpu}: nothing was run")
         else:

@@ -58,7 +58,10 @@ def matrix(
         Variant(label, replace(recipe, config=configs.get(label, recipe.config)))
         for label in MATRIX
     ]
-    found = Matrix(kind="matrix", references=[REFERENCE], alike="; ".join(notes), gpu=gpu or "")
+    found = Matrix(
+        kind="matrix", recipe=recipe.name, references=[REFERENCE], alike="; ".join(notes),
+        gpu=gpu or "",
+    )  # fmt: skip
     measuring = Measuring(
         *(variants, points_of(grid, recipe.config), place, steps, rounds), force=force, say=say,
         refused=refused, seeds=chosen,

@@ -315,6 +315,11 @@ class Benchmark(JupyterMixin, BaseModel):
     # ------------------------------------------------------------------------------------- display
 
     @property
+    def title(self) -> str:
+        """What was measured."""
+        return " · ".join(dict.fromkeys(row.label for row in self.rows))
+
+    @property
     def headline(self) -> str:
         done = sum(row.state == "proven" for row in self.rows)
         return f"{done} of {len(self.rows)} points measured and verified"
@@ -328,13 +333,17 @@ class Benchmark(JupyterMixin, BaseModel):
         head += [*["efficiency", "waits"] * several, *against, "precision", "proven"]
         return [[head, *(self._cells_of(row, several) for row in self.rows)]]
 
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = []
+    def shown_tables(self) -> Iterator[list[list[str]]]:
+        """The tables without the column of points where there is one point."""
         for lines in self.tables():
             if "batch x length" in lines[0] and len({row.at for row in self.rows}) < 2:
                 at = lines[0].index("batch x length")
                 lines = [[*line[:at], *line[at + 1 :]] for line in lines]
-            head, *rows = lines
+            yield lines
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        for head, *rows in self.shown_tables():
             table = plain_table(*head, right=RIGHT, whole=("", "precision", "proven"), fold=head)
             for cells in rows:
                 table.add_row(*cells, style="yellow" if cells[-1] in STATES else None)

@@ -50,13 +50,13 @@ def benchmark_page(found: Benchmark, source: Source) -> Page:
             [[source.num(text, BENCHMARK, "rows") for text in row] for row in rows],
             tuple(i for i, title in enumerate(head) if title in RIGHT),
         )
-        for head, *rows in found.tables()
+        for head, *rows in found.shown_tables()
     ]
     whole = not any(row.error for row in found.rows)
     return Page(
-        title=Line((" · ".join(dict.fromkeys(row.label for row in found.rows)),)),
+        title=Line((found.title,)),
         setting=Line(),
-        verdict=source.num(found.headline, BENCHMARK, "rows"),
+        verdict=source.num(found.headline, BENCHMARK, "rows").capitalized,
         tone="good" if whole else "plain",
         template="benchmark.j2",
         parts={"tables": tables, "notes": found.notes(), "folder": source.link(source.folder.name)},
