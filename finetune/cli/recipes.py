@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finetune.cli import AsJson, Overrides, RecipeName
-from finetune.config.paths import ASSETS, find_recipe, list_recipes
+from finetune.config.paths import (
+    ASSETS,
+    find_recipe,
+    list_recipes,
+    shipped_shape,
+    shipped_shapes,
+)
 from finetune.errors import (
     ConfigError,
     DataNotFoundError,
@@ -39,6 +45,8 @@ REACH_SECONDS = 3
 ROWS = ASSETS / "recipes.json"
 """Rows of `ls`, each with the checksum of its recipe and predicted speeds on several GPUs; made by
 `tests.asset_makers.make_recipes`."""
+FAMILIES = ASSETS / "families.json"
+"""Families of models, each with what was measured of it; written by `tests.benchmarks.families`."""
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
 
@@ -79,9 +87,15 @@ def row_of(name: str) -> dict[str, Any]:
 def ls(
     runs: Annotated[bool, typer.Option("--runs", help="List runs instead.")] = False,
     out: Annotated[Path | None, typer.Option(help="With --runs: folder of runs.")] = None,
+    models: Annotated[bool, typer.Option("--models", help="List model families instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes, or with --runs the runs."""
+    """List recipes, runs (--runs) or model families (--models)."""
+    if runs and models:
+        raise ConfigError("--runs and --models are two lists", where="ls", fix="one of them")
+    if models:
+        _list_families(as_json=as_json)
+        return
     if runs:
         from finetune.cli.runs import list_runs
 
@@ -123,6 +137,52 @@ def ls(
         f"{gpu},\nbeside compiled BF16; where there is more memory, the faster run takes it\n"
         "(`estimate` has its figure); `-`: does not fit, or no FP8 twin\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
+        style="dim",
+    )
+
+
+def families() -> list[dict[str, Any]]:
+    """A row for each model whose shape is packaged, and for each other family of the matrix.
+
+    `full` and `lora` are shares of matmul FLOPs in FP8, `exports` logit errors, or why there is no
+    export, of a tiny random model: `tests.benchmarks.families` measures and writes them.
+    """
+    measured: dict[str, dict[str, Any]] = json.loads(FAMILIES.read_text())
+    shapes = {name: shipped_shape(name) for name in shipped_shapes()}
+    found = [
+        (json.loads(path.read_text())["model_type"], name) for name, path in shapes.items() if path
+    ]
+    others = measured.keys() - {family for family, _ in found}
+    return [
+        {"model": name, "family": family} | measured.get(family, {})
+        for family, name in (*sorted(found), *((family, None) for family in sorted(others)))
+    ]
+
+
+def _list_families(*, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(families(), indent=1))
+        return
+    from finetune.units import percent
+
+    shown = list[dict[str, Any]]()
+    for row in families():
+        exports = row.get("exports", {})
+        failed = {name.split()[1] for name, x in exports.items() if isinstance(x, str)}
+        good = dict.fromkeys(name.split()[1] for name in exports if name.split()[1] not in failed)
+        trained = [method for method in ("full", "lora") if method in row]
+        shares = {f"FP8 {x}": percent(row[x], 0) if x in row else "-" for x in ("full", "lora")}
+        verified = ", ".join(["trained", *good]) if trained else "only estimated"
+        model = (row["model"] or "-").rpartition("/")[2]
+        shown.append({"model": model, "family": row["family"], **shares, "verified": verified})
+    console = output()
+    print_rows(console, shown, right=("FP8 full", "FP8 lora"), gap=1)
+    console.print(
+        "\nmodel: its shape is packaged, `estimate` needs no network; `-`: any of them\n"
+        "FP8: proven share of the matmul FLOPs of a tiny random model, whose head weighs\n"
+        "more than in a real one. trained: that model, in full and LoRA; merged, fp8:\n"
+        "exported so, reloaded by Transformers alone, logits compared. only estimated:\n"
+        "not trained yet, in any size. On a GPU no family has been measured yet",
         style="dim",
     )
 

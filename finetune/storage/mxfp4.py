@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Mxfp4Config, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.storage.pretrained import in_mxfp4
 

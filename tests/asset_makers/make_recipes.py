@@ -1,11 +1,12 @@
 """Make `recipes.json`: the facts of each shipped recipe that `finetune ls` shows.
 
-Run as ``python -m tests.asset_makers.make_recipes`` after a change of a recipe or of the estimator;
-it takes some minutes. `tests/cli` compares the facts of the file with fresh ones, and a slow test
-what is predicted of one recipe.
+Run as ``python -m tests.asset_makers.make_recipes [RECIPE ...]`` after a change of a recipe (that
+one alone) or of the estimator (all: some minutes). `tests/cli` compares the facts of the file with
+fresh ones, and a slow test what is predicted of one recipe.
 """
 
 import json
+import sys
 
 from finetune.cli.recipes import ROWS, checksum, row_of
 from finetune.config.paths import list_recipes
@@ -53,9 +54,10 @@ def _compiled(recipe: str) -> RunConfig:
 
 
 if __name__ == "__main__":
-    table = {}
-    for name in list_recipes():
+    table = json.loads(ROWS.read_text())
+    for name in sys.argv[1:] or list_recipes():
         row = row_of(name) | {"preview_gib": preview_gib(name)}
         table[name] = {"crc32": checksum(name), "row": row, "tokens_per_s": speeds(name)}
-        print(name, row["preview_gib"], table[name]["tokens_per_s"].get("H100"))
-    ROWS.write_text(json.dumps(table, indent=1) + "\n")
+        print(name, row["preview_gib"], table[name]["tokens_per_s"].get("H100"), flush=True)
+    ordered = {name: table[name] for name in list_recipes() if name in table}
+    ROWS.write_text(json.dumps(ordered, indent=1) + "\n")

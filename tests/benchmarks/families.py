@@ -1,6 +1,7 @@
 """FP8 share and predicted memory of many families, in full fine-tuning and LoRA.
 
     python -m tests.benchmarks.families [FAMILY ...] [--method full|lora] [--traced]
+    python -m tests.benchmarks.families [FAMILY ...] --export --write
 
 Each row is a run of three steps on the CPU, of a tiny random model (`tests.families`): the proven
 share of matmul FLOPs in FP8, how far the measured memory is from the predicted one, and what stays
@@ -9,26 +10,35 @@ attention scores and the head weigh more.
 
 `--traced`: as on a GPU, full fine-tuning in torchao and decoder layers compiled, here as far as
 AOTAutograd; the graphs of each run, and what breaks them.
+
+`--export`: then exported, merged and in FP8, reloaded by Transformers alone, and its logits
+compared with the run's (`finetune.export.parity`). `--write` puts what was found into the table of
+`finetune ls --models`: a new family is a line in `tests.families` and one command.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from finetune import load_recipe, train
+from finetune.cli.recipes import FAMILIES as TABLE
 from finetune.errors import FinetuneError
+from finetune.export.export import export_run
 from finetune.logging import quiet_libraries
 from finetune.runs.receipt import Receipt
-from tests.families import FAMILIES, folder_of
+from finetune.storage.pretrained import auto_class
+from tests.families import FAMILIES, config_of, folder_of
 from tests.traced import traced
 
 Method = Literal["full", "lora"]
@@ -52,8 +62,11 @@ class Row:
     family: str
     method: Method
     receipt: Receipt | None
+    folder: Path = Path()
     error: str = ""
     graphs: str = ""
+    exports: dict[str, float | str] = field(default_factory=dict)
+    """`merged` and `fp8` -> logit error, or why there is none."""
 
     @property
     def memory_error(self) -> float | None:
@@ -81,8 +94,29 @@ def run(family: str, method: Method, folder: Path, *overrides: str) -> Row:
         recipe = load_recipe(f"tiny_{method}_fp8", [name, *SMALL, *overrides])
         report = train(recipe, out=folder / "runs", console=Console(quiet=True))
     except FinetuneError as error:
-        return Row(family, method, None, str(error))
-    return Row(family, method, report.receipt)
+        return Row(family, method, None, error=str(error))
+    return Row(family, method, report.receipt, folder=report.folder)
+
+
+TRAINED = ("model.weights=pretrained", "train.learning_rate=1e-2")
+"""Weights of a folder, which an export is of; and adapters that move the logits in three steps."""
+
+
+def run_exported(family: str, method: Method, folder: Path, *overrides: str) -> Row:
+    """The same from weights in a folder, and exported."""
+    home, config = folder_of(family, folder / "models"), config_of(family)
+    torch.manual_seed(0)
+    auto_class(config).from_config(config).save_pretrained(home)
+    more = TRAINED[: 1 + (method == "lora")]
+    row = run(family, method, folder, *more, *overrides)
+    for to in ("merged", "fp8") if row.receipt else ():
+        out, quiet = folder / f"{family}_{method}_{to}", Console(quiet=True)
+        try:
+            found = export_run(row.folder, to, out, console=quiet)
+            row.exports[to] = float(f"{found.parity.logit_error:.2g}")
+        except FinetuneError as error:
+            row.exports[to] = error.what
+    return row
 
 
 def run_traced(family: str, method: Method, folder: Path, *overrides: str) -> Row:
@@ -102,9 +136,20 @@ def table(rows: list[Row]) -> Table:
         share = f"{row.receipt.fp8_flop_share:.1%}" if row.receipt else "-"
         off = "-" if row.memory_error is None else f"{row.memory_error:+.1%}"
         notes = row.receipt.notes if row.receipt else [row.error]
-        said = [*([row.graphs] if row.graphs else []), *row.high, *notes]
+        exports = [f"{to} {x}" for to, x in row.exports.items()]
+        said = [*exports, *([row.graphs] if row.graphs else []), *row.high, *notes]
         found.add_row(row.family, row.method, share, off, Text("; ".join(said)))
     return found
+
+
+def write(rows: list[Row]) -> None:
+    """Put one family into the table of `finetune ls --models`."""
+    known = json.loads(TABLE.read_text())
+    shares = {r.method: round(r.receipt.fp8_flop_share, 3) for r in rows if r.receipt}
+    exports = {f"{r.method} {to}": x for r in rows for to, x in r.exports.items()}
+    known[rows[0].family] = shares | ({"exports": exports} if exports else {})
+    ordered = {family: known[family] for family in FAMILIES if family in known}
+    TABLE.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def main() -> None:
@@ -114,13 +159,17 @@ def main() -> None:
     parser.add_argument("--method", choices=("full", "lora"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument("--traced", action="store_true", help="compiled as far as AOTAutograd")
+    parser.add_argument("--export", action="store_true", help="export, reload, compare logits")
+    parser.add_argument("--write", action="store_true", help=f"into {TABLE.name}")
     given = parser.parse_args()
-    one = run_traced if given.traced else run
+    one = run_traced if given.traced else run_exported if given.export else run
     methods: tuple[Method, ...] = (given.method,) if given.method else ("full", "lora")
     with tempfile.TemporaryDirectory() as folder:
         for family in given.families:
             rows = [one(family, method, Path(folder), *given.overrides) for method in methods]
             Console(width=160).print(table(rows))
+            if given.write:
+                write(rows)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ from finetune.cli import recipes
 from finetune.cli.analysis import _is_override
 from finetune.cli.app import VERBS, command_of
 from finetune.cli.recipes import _as_argument
-from finetune.config.paths import find_recipe, list_recipes, recipes_folder
+from finetune.config.paths import find_recipe, list_recipes, recipes_folder, shipped_shapes
 from finetune.config.recipe import load_recipe
 from finetune.errors import install_hint
 from finetune.logging import plain_table
 from finetune.runs.checkpoints import launcher_of
 from tests.asset_makers import make_recipes
 from tests.conftest import CPU, H100
+from tests.families import FAMILIES
 
 
 def process(*words: str, **kwargs) -> subprocess.CompletedProcess:
@@ -54,7 +55,7 @@ print(json.dumps(found))
 
 
 def test_looking_around_imports_no_torch(tmp_path):
-    quick = [[], ["--help"], ["--version"], ["ls"], ["ls", "--json"], ["estimate", "--help"]]
+    quick = [[], ["--help"], ["--version"], ["ls"], ["ls", "--models"], ["estimate", "--help"]]
     quick += [["cat", "tiny_lora_fp8"], ["cp", "tiny_lora_fp8", str(tmp_path)], ["watch"]]
     done = json.loads(process("-c", IMPORTS, json.dumps(quick)).stdout)
     assert [done[" ".join(words)] for words in quick] == [[]] * len(quick)
@@ -226,6 +227,23 @@ def test_ls_as_json_has_every_recipe(cli):
     assert rows["llama_8b_lora32_bf16"]["method"] == "LoRA r=32"
     assert 17 < rows["llama_8b_lora32_bf16"]["preview_gib"] < 26
     assert rows["tiny_full_fp8"]["precision"] == "fp8 delayed"
+
+
+def test_ls_models_has_every_packaged_shape_and_every_family_that_was_trained(cli):
+    rows = json.loads(cli("ls", "--models", "--json").out)
+    measured = json.loads(recipes.FAMILIES.read_text())
+    assert {row["model"] for row in rows} - {None} == set(shipped_shapes())
+    assert {row["family"] for row in rows} >= set(measured)
+    assert set(measured) <= set(FAMILIES), "python -m tests.benchmarks.families --write"
+    done = cli("ls", "--models")
+    lines = {
+        line.split()[0]: line.rstrip() for line in done.out.partition("\n\n")[0].splitlines()[1:]
+    }
+    assert {name.rpartition("/")[2] for name in shipped_shapes()} <= set(lines)
+    assert lines["Qwen3-30B-A3B"].endswith("trained, merged"), "no FP8 export of its experts"
+    assert max(map(len, done.out.splitlines())) <= 80
+    both = cli("ls", "--models", "--runs")
+    assert (both.code, "one of them" in both.err) == (2, True)
 
 
 def test_cat_prints_a_recipe_as_written(cli):

@@ -14,7 +14,7 @@ from finetune.precision.planner import plan
 from finetune.storage.pretrained import auto_class, beside_text
 from finetune.training.model import sketch
 from finetune.training.scope import notes
-from tests.benchmarks.families import run
+from tests.benchmarks.families import run, run_exported
 from tests.families import FAMILIES, config_of, folder_of
 
 TOWERS = {
@@ -95,6 +95,28 @@ def test_every_family_is_proven_in_fp8_and_its_memory_predicted(family, method, 
         assert row.receipt.notes[0].startswith("frozen: model.vis")
     if family in ("qwen3_moe", "mixtral") and method == "lora":
         assert row.receipt.fp8_flop_share > 0.5
+
+
+EXPORTED = ("llama", "qwen3", "qwen3_moe", "gemma3", "mistral", "phi3", "gpt_oss", "smollm3")
+NO_FP8 = ("qwen3_moe", "gpt_oss")
+"""Experts in one parameter."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("family", EXPORTED)
+def test_a_family_is_exported_and_reloaded_by_transformers_alone(family, method, tmp_path) -> None:
+    """As `--export` of the benchmark prints it; an error above the bounds of parity is text."""
+    row = run_exported(family, method, tmp_path)
+    assert (row.error, row.exports.keys()) == ("", {"merged", "fp8"})
+    merged, fp8 = row.exports["merged"], row.exports["fp8"]
+    assert isinstance(merged, float)
+    assert (merged > 0) == (method == "lora"), "an adapter is rounded into the weights"
+    if family in NO_FP8:
+        assert "experts in one parameter" in str(fp8)
+    else:
+        assert isinstance(fp8, float)
+        assert fp8 > merged
 
 
 def test_a_model_that_generates_nothing_is_refused() -> None:
