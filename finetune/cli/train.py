@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from finetune.cli import (
@@ -168,31 +169,23 @@ def generate(
 ) -> None:
     """Talk with a trained model, or answer prompts."""
     folder = find_run(run, out)
-    from finetune.training.chat import converse, lines, sides_of
+    from finetune.training.chat import converse, generation, lines, sides_of
     from finetune.training.reload import loaded, open_trained, untrained
 
+    words = generation(max_new_tokens, temperature, top_p, top_k, seed)
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
-    notes = output(stderr=True)
+    config, keeps, notes = trained.config, not prompts, output(stderr=True)
     if notes.is_terminal:
         notes.print(whole(f"loading {trained.weights}", "dim"), crop=False)
-    keeps, compute = not prompts, trained.config.precision.compute
-    most = max_new_tokens or (None if keeps else trained.config.eval.max_new_tokens)
+    if not keeps:
+        words = {"max_new_tokens": config.eval.max_new_tokens, **words}
     asked = lines() if not prompts or prompts == [STDIN] else prompts
-    if not keeps and not as_json and (prompts == [STDIN] or len(prompts or ()) > 1):
-        asked = _above_its_answer(asked)
+    if prompts == [STDIN] or len(prompts or ()) > 1:
+        asked = _above_its_answer(asked, output(quiet=as_json))
+    settings: Any = {"system": system, "seed": seed, "compute": config.precision.compute}
     with loaded(trained) as (model, tokenizer):
-        sides = sides_of(
-            model,
-            tokenizer,
-            untrained(trained, model) if compare_base else None,
-            system=system,
-            max_new_tokens=most,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            compute=compute,
-        )
+        base = untrained(trained, model) if compare_base else None
+        sides = sides_of(model, tokenizer, words, base, **settings)
         answers = list(converse(sides, asked, keeps=keeps, shows=not as_json))
     if as_json:
         print(json.dumps({"run": str(folder), "answers": answers}, indent=1, ensure_ascii=False))
@@ -201,9 +194,9 @@ def generate(
 chat = generate
 
 
-def _above_its_answer(prompts: Iterable[str]) -> Iterator[str]:
+def _above_its_answer(prompts: Iterable[str], console: Console) -> Iterator[str]:
     for prompt in prompts:
-        output().print(Text("> ") + Text(prompt), style="dim")
+        console.print(Text("> ") + Text(prompt), style="dim")
         yield prompt
 
 

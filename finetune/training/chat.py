@@ -70,12 +70,41 @@ def chat(
     Raises:
         ConfigError: settings that contradict each other, or a piped line that leaves no room.
     """
-    settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    settings |= {"max_new_tokens": max_new_tokens, "seed": seed, "system": system}
-    sides = sides_of(model, tokenizer, base, compute=compute, **settings)
+    words = generation(max_new_tokens, temperature, top_p, top_k, seed)
+    sides = sides_of(model, tokenizer, words, base, system=system, seed=seed, compute=compute)
     for _ in converse(sides, lines()):
         pass
     return sides["trained"].turns
+
+
+def generation(
+    max_new_tokens: int | None, temperature: float, top_p: float | None, top_k: int | None,
+    seed: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `generate`.
+
+    Raises:
+        ConfigError: a setting that changes nothing, or a temperature of no numbers.
+    """
+    drawing = {"top_p": top_p, "top_k": top_k}
+    for name, value in {**drawing, "seed": seed}.items():
+        if value is not None and not temperature:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} would change nothing",
+                where=name,
+                why="without a temperature nothing is drawn",
+                fix="--temperature 0.7, or leave it out",
+            )
+    if temperature and not 1e-6 <= temperature <= 1e6:
+        raise ConfigError(
+            f"nothing can be drawn at a temperature of {temperature:g}",
+            where="temperature",
+            why="scores divided by it are not finite, or all alike",
+            fix="0 takes the likeliest token, as the limit of small ones would; 0.7 is usual",
+        )
+    given = {"max_new_tokens": max_new_tokens, **drawing, "temperature": temperature or None}
+    told = {name: value for name, value in given.items() if value is not None}
+    return told | {"do_sample": temperature > 0}
 
 
 class Conversation:
@@ -88,15 +117,15 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, system: str | None = None, compute: Compute = "bf16",
-        without_adapters: bool = False, max_new_tokens: int | None = None, **sampling: Any,
+        self, model: Any, tokenizer: Any, words: dict[str, Any], *, system: str | None,
+        seed: int | None, compute: Compute, without_adapters: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.dropped = model, tokenizer, 0
+        self.model, self.tokenizer, self.seed, self.dropped = model, tokenizer, seed, 0
         self.compute: Compute = compute
         self.as_asked = model.disable_adapter if without_adapters else contextlib.nullcontext
         self.room = positions(model.config)
-        self.most = max_new_tokens or min(LONGEST, (self.room or 2 * LONGEST) // 2)
-        self.seed, self.options = sampling.get("seed"), _options(**sampling)
+        self.most = words.get("max_new_tokens", min(LONGEST, (self.room or 2 * LONGEST) // 2))
+        self.words = words | {"max_new_tokens": self.most}
         if system and not tokenizer.chat_template:
             raise ConfigError(
                 "there is no place for the system's text",
@@ -134,9 +163,7 @@ class Conversation:
             set_seed(self.seed)
         try:
             with self.as_asked(), autocast(self.compute, self.model.device.type), torch.no_grad():
-                self.model.generate(
-                    **inputs, streamer=speech, max_new_tokens=self.most, **self.options
-                )
+                self.model.generate(**inputs, streamer=speech, **self.words)
         except KeyboardInterrupt:
             speech.end()
             raise
@@ -164,15 +191,14 @@ class Speech(TextStreamer):
 
 
 def sides_of(
-    model: Any, tokenizer: Any, base: Any = None, **settings: Any
+    model: Any, tokenizer: Any, words: dict[str, Any], base: Any = None, **settings: Any
 ) -> dict[str, Conversation]:
     """Conversations by name: with the untrained model, if there is one, and with the trained."""
-    sides = {"trained": Conversation(model, tokenizer, **settings)}
-    if base is None or base is False:
-        return sides
-    off = base is True
-    other = Conversation(model if off else base, tokenizer, without_adapters=off, **settings)
-    return {"base": other, **sides}
+    asked: Any = {} if base is None else {"base": (model, True) if base is True else (base, False)}
+    return {
+        name: Conversation(side, tokenizer, words, without_adapters=off, **settings)
+        for name, (side, off) in {**asked, "trained": (model, False)}.items()
+    }
 
 
 def converse(
@@ -197,12 +223,12 @@ def converse(
         for side in sides.values():
             stack.enter_context(undisturbed(side.model))
         for prompt in prompts:
+            if keeps and prompt == "/exit":
+                return
             if not keeps or prompt == "/reset":
                 for side in sides.values():
                     side.reset()
-            if keeps and prompt == "/exit":
-                return
-            if keeps and prompt in COMMANDS:
+            if keeps and prompt == "/reset":
                 continue
             if typed and prompt.startswith("/") and " " not in prompt:
                 guess = did_you_mean(prompt, COMMANDS)
@@ -249,35 +275,6 @@ def _show(said: dict[str, str]) -> None:
     console.print(table)
 
 
-def _options(
-    *, temperature: float = 0.0, top_p: float | None = None, top_k: int | None = None,
-    seed: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Arguments of `generate` that choose the next token.
-
-    Raises:
-        ConfigError: a setting that draws nothing, or a temperature of no numbers.
-    """
-    drawing = {"top_p": top_p, "top_k": top_k, "seed": seed}
-    if idle := [name for name, value in drawing.items() if value is not None and not temperature]:
-        raise ConfigError(
-            f"--{idle[0].replace('_', '-')} would change nothing",
-            where=idle[0],
-            why="without a temperature nothing is drawn",
-            fix="--temperature 0.7, or leave it out",
-        )
-    if temperature and not 1e-6 <= temperature <= 1e6:
-        raise ConfigError(
-            f"nothing can be drawn at a temperature of {temperature:g}",
-            where="temperature",
-            why="scores divided by it are not finite, or all alike",
-            fix="0 takes the likeliest token, as the limit of small ones would; 0.7 is usual",
-        )
-    drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    given = {name: value for name, value in drawing.items() if value is not None}
-    return given | {"do_sample": True} if temperature else {"do_sample": False}
-
-
 # ------------------------------------------------------------------------------------------- input
 
 
@@ -294,17 +291,14 @@ def lines() -> Iterator[str]:
     """
     if sys.stdin is None:  # closed: nobody asks
         return
-    typed, ask = is_typed(), "> "
+    typed, notebook = is_typed(), "ipykernel" in sys.modules
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are said below
-    if typed:
-        with contextlib.suppress(ImportError):  # not on Windows
-            import readline  # noqa: F401  lets `input` edit and recall lines
-        if not sys.stdout.isatty() and "ipykernel" not in sys.modules:  # the answers go to a file
-            ask = ""
+    with contextlib.suppress(ImportError):  # not on Windows
+        import readline  # noqa: F401  lets `input` edit and recall lines
     while True:
         try:
-            line = input(ask if typed else "")
+            line = input("> " if notebook or (typed and sys.stdout.isatty()) else "")
         except (EOFError, KeyboardInterrupt) as end:
             if typed:
                 print(file=sys.stderr)  # behind the prompt

@@ -24,17 +24,20 @@ def tokenizer():
 
 
 @pytest.fixture
-def talk(make_llama, tokenizer, monkeypatch, capsys):
-    """Talk over a pipe with a random model; returns turns, both outputs, and the model."""
-    model = make_llama(vocab_size=1536, max_position_embeddings=128).eval()
+def plain(make_llama):
+    return make_llama(vocab_size=1536, max_position_embeddings=128).eval()
 
-    def run(*lines: str, model=model, **settings):
+
+@pytest.fixture
+def talk(plain, tokenizer, monkeypatch, capsys):
+    """Talk over a pipe with a random model; returns turns and both outputs."""
+
+    def run(*lines: str, model=plain, **settings):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         settings = {"max_new_tokens": NEW, "compute": "fp32"} | settings
         turns = chat(model, tokenizer, **settings)
         return turns, capsys.readouterr()
 
-    run.model = model
     return run
 
 
@@ -47,23 +50,23 @@ def reference(model, tokenizer, turns) -> str:
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_each_answer_is_that_of_transformers_to_all_turns_before_it(talk, tokenizer) -> None:
+def test_each_answer_is_that_of_transformers_to_all_turns_before_it(talk, plain, tokenizer) -> None:
     turns, shown = talk("Old.", "/reset", "Hello.", "", "And you?", system="Be brief.")
     assert [t["role"] for t in turns] == ["system", *("user", "assistant") * 2]
     for i in (2, 4):
-        assert turns[i]["content"] == reference(talk.model, tokenizer, turns[:i])
+        assert turns[i]["content"] == reference(plain, tokenizer, turns[:i])
     assert shown.out.endswith(f"{turns[2]['content']}\n{turns[4]['content']}\n")
     assert ">" not in shown.out.replace("<unk>", "")
 
 
-def test_what_does_not_fit_is_dropped_from_the_front_and_said(talk, tokenizer, monkeypatch) -> None:
-    lengths, plain = [], talk.model.generate
+def test_what_does_not_fit_is_dropped_from_the_front_and_said(talk, plain, monkeypatch) -> None:
+    lengths, generates = [], plain.generate
 
     def generate(*args, **kwargs):
         lengths.append(kwargs["input_ids"].shape[1])
-        return plain(*args, **kwargs)
+        return generates(*args, **kwargs)
 
-    monkeypatch.setattr(talk.model, "generate", generate)
+    monkeypatch.setattr(plain, "generate", generate)
     turns, shown = talk(*["What is a word?"] * 9, system="Be brief.")
     assert max(lengths) + NEW <= 128
     assert max(lengths) > 90  # no more than must
@@ -77,13 +80,13 @@ def test_what_does_not_fit_is_dropped_from_the_front_and_said(talk, tokenizer, m
 def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(talk, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
-    calls, plain = [], LlamaForCausalLM.forward
+    calls, runs = [], LlamaForCausalLM.forward
 
     def forward(*args, **kwargs):
         calls.append(kwargs["input_ids"].shape[1])
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return plain(*args, **kwargs)
+        return runs(*args, **kwargs)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(KeyboardInterrupt):  # of a pipe the first one leaves
@@ -105,7 +108,7 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(talk, monkeypatch) -> No
     assert calls[3] > calls[2]  # behind what the first answer had said
 
 
-def test_base_and_trained_answers_stand_beside_each_other(talk, make_llama, tokenizer) -> None:
+def test_base_and_trained_answers_stand_beside_each_other(talk, plain, make_llama) -> None:
     alone, _ = talk("Hello.")
     adapted = get_peft_model(
         make_llama(vocab_size=1536, max_position_embeddings=128), LoraConfig(r=4)
@@ -118,16 +121,16 @@ def test_base_and_trained_answers_stand_beside_each_other(talk, make_llama, toke
     assert turns[1]["content"] != alone[1]["content"]
     texts = {"base": alone[1]["content"], "trained": turns[1]["content"]}
     assert shown.out == "".join(f"{name}: {text.strip()}\n" for name, text in texts.items())
-    _, beside = talk("Hello.", model=adapted, base=talk.model)
+    _, beside = talk("Hello.", model=adapted, base=plain)
     assert beside.out == shown.out
 
 
-def test_without_a_chat_template_text_is_continued(talk, tokenizer) -> None:
+def test_without_a_chat_template_text_is_continued(talk, plain, tokenizer) -> None:
     tokenizer.chat_template = None
     turns, shown = talk("Once upon", "And then")
     assert "the model continues your text" in shown.err
     text = "".join(turn["content"] for turn in turns[:3])
-    ids = talk.model.generate(
+    ids = plain.generate(
         **tokenizer(text, return_tensors="pt"), do_sample=False, max_new_tokens=NEW
     )
     assert tokenizer.decode(ids[0], skip_special_tokens=True).endswith(turns[3]["content"])
