@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial as bind
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -41,6 +41,7 @@ from finetune.export.folder import (
 )
 from finetune.export.merge import merged
 from finetune.export.parity import Batches, Observation, Parity, batches_of, load_stock
+from finetune.hardware.device import this_device
 from finetune.hardware.requirements import require
 from finetune.hardware.versions import version
 from finetune.logging import output
@@ -50,7 +51,7 @@ from finetune.runs.lookup import read_run, refuse_foreign_code
 from finetune.storage.loading import quantization_of
 from finetune.storage.pretrained import auto_class, loading, locate
 
-TARGETS = tuple(parity.BOUNDS)
+TARGETS = tuple(parity.MULTIPLES)
 QUANTIZED = ("fp8", "nvfp4")
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "compressed-tensors")
 
@@ -171,7 +172,7 @@ def export_run(
         say(f"reference: {source}" + (f" + {adapter}" if adapter else ""))
         with loading(str(finished.model)):
             batches, reference, inputs = _observe_reference(
-                finished, source, quantized if to == "nvfp4" else []
+                finished, source, to, quantized if to == "nvfp4" else []
             )
         if to == "adapter":
             write_adapter(finished.model, folder, *_base_name(config.model))
@@ -189,9 +190,9 @@ def export_run(
         say(f"written: {mib:,.1f} MiB; now loading it to compare")
         measured = check_export(folder, to, finished, batches.evaluation, reference)
         layers = {"quantized": quantized, "kept_in_high_precision": kept}
-        record = _record(finished, to, source, batches.rows, measured) | layers
+        record = _record(finished, to, source, batches.rows, measured, reference.noise) | layers
         write_json(folder / RECORD, record, indent=1)
-        parity.check(measured, to, str(folder))
+        parity.check(measured, to, reference.noise, str(folder))
         _write_card(finished, folder, to, f"{batches.rows}: {measured}")
     say(f"parity on {batches.rows}: {measured}")
     return Export(out, to, measured, batches.rows, tuple(quantized), tuple(kept))
@@ -216,13 +217,17 @@ def check_export(
     to: str,
     run: FinishedRun,
     batches: list[dict[str, Any]],
-    reference: Observation,
+    reference: Reference,
 ) -> Parity:
     """Load an export as users would and compare it with the reference's outputs."""
     # compressed-tensors (0.20) unpacks weights under bars, when loading or in the first forward.
     quiet: Any = contextlib.redirect_stderr(io.StringIO()) if to in QUANTIZED else None
     with quiet or contextlib.nullcontext():
-        return parity.compare(reference, parity.observe(_loaded(folder, to, run), batches))
+        model = _loaded(folder, to, run)
+        with parity.in_float32(model) if to == "merged" else contextlib.nullcontext():
+            export = parity.observe(model, batches)
+        worst = parity.worst_layer(model, reference.layers)
+        return parity.compare(reference.outputs, export, worst)
 
 
 def _loaded(folder: Path, to: str, run: FinishedRun) -> Any:
@@ -291,21 +296,42 @@ def _base_name(model: ModelConfig) -> tuple[str, str | None]:
     return model.name, model.revision
 
 
+class Reference(NamedTuple):
+    """Outputs of the run's model, the noise of BF16 in them, and samples of its linear layers."""
+
+    outputs: Observation
+    noise: Parity | None
+    layers: dict[str, parity.Layer]
+
+
 def _observe_reference(
-    run: FinishedRun, source: Path, calibrate: list[str]
-) -> tuple[Batches, Observation, dict[str, float]]:
-    """Run the reference once: its outputs, and the largest inputs of `calibrate` layers."""
+    run: FinishedRun, source: Path, to: str, calibrate: list[str]
+) -> tuple[Batches, Reference, dict[str, float]]:
+    """Run the reference: what it says, and the largest inputs of `calibrate` layers.
+
+    An adapter is compared in the type in which it is used, and bit by bit: there is no noise.
+    """
     model = load_stock(source, run.config, adapter=run.model if run.has_adapter else None)
     with _naming_the_rows(run):
         batches = batches_of(run.config, model)
-    outputs = parity.observe(model.eval(), batches.evaluation)
+    with contextlib.ExitStack() as rounding:
+        if to != "adapter" and model.dtype != torch.bfloat16:
+            rounding.enter_context(parity.in_float32(model))
+            rounding.enter_context(torch.autocast(this_device().kind, torch.bfloat16))
+        outputs = parity.observe(model.eval(), batches.evaluation, answers=False)
+    noise, layers = None, {}
+    if to != "adapter":
+        rounded = outputs
+        with parity.in_float32(model), parity.watching_layers(model) as layers:
+            outputs = parity.observe(model, batches.evaluation, answers=False)
+        noise = parity.compare(outputs, rounded)
     parity.check_reference(outputs.loss, parity.likelihood_of(run.config.train, run.eval_loss))
     inputs = {}
     if calibrate:
         inputs = compressed_tensors.input_amax(model, calibrate, batches.calibration)
     del model
     gc.collect()  # the trainer behind the batches refers to the model in cycles
-    return batches, outputs, inputs
+    return batches, Reference(outputs, noise, layers), inputs
 
 
 @contextlib.contextmanager
@@ -323,8 +349,10 @@ def _naming_the_rows(run: FinishedRun) -> Iterator[None]:
         ) from None
 
 
-def _record(run: FinishedRun, to: str, source: Path, rows: str, measured: Parity) -> dict[str, Any]:
-    figures = parity.as_record(measured, to)
+def _record(
+    run: FinishedRun, to: str, source: Path, rows: str, measured: Parity, noise: Parity | None
+) -> dict[str, Any]:
+    figures = parity.as_record(measured, to, noise)
     return {
         "finished": figures["passed"],
         "target": to,

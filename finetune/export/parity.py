@@ -12,16 +12,25 @@ reference's loss is kept, and its logits at the first 2,048 labeled positions. C
                  (softmax ignores it)
     agreement    share of positions with the same top-1 token
     answer       one, greedy, to a question of the rows: it goes no further than to an end token
+    layer error  of the linear layer that is furthest off, on inputs of the reference: a fault in
+                 one of many layers, which the others dilute
 
-A layout mistake, a scale that divides instead of multiplying, or a lost adapter puts these at 1 or
-beyond; `BOUNDS` limits what rounding alone may do.
+How far rounding alone moves logits depends on the model: its depth, its weights, its rows. So the
+reference is evaluated twice, in float32 (`in_float32`) and as it is used, in BF16; the error of the
+second against the first is this model's *noise*, and an export's error against float32 may be a
+multiple of it (`MULTIPLES`). A merged model is evaluated in float32, too: what is left is the
+rounding of its weights. A quantized export computes in BF16, with rounded inputs. Logits that are m
+times further off have m² times the KL (`bounds_of`). A layer's noise is what rounding its inputs to
+BF16 does to its outputs. Agreement is shown, and has no bound.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,13 +38,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.data.dataset import load_data
 from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
+from finetune.precision.layers import decoder_layers, without_adapters
 from finetune.storage.ends import ends_of, take_ends
 from finetune.storage.loading import load_in_fp8
 from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole
@@ -57,28 +68,29 @@ ABOUT_ROWS = (
 )
 """Settings of `train` that shape a batch."""
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
-EVALUATION_ROWS, ANSWER = 128, 64
+EVALUATION_ROWS, ANSWER, LAYER_ROWS = 128, 64, 32
 CALIBRATION_ROWS = 64
 BATCH = 4
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest figures that rounding explains (for the agreement the smallest), and the reason."""
+    """Largest figures that rounding explains, and the reason."""
 
     loss_gap: float
     kl: float
     logit_error: float
-    agreement: float
+    layer_error: float
     reason: str
 
 
-BOUNDS = {
-    "adapter": Bounds(1e-6, 1e-6, 1e-6, 1.0, "the same files: equal"),
-    "merged": Bounds(0.005, 0.002, 0.06, 0.97, "merged weights are rounded to their stored type"),
-    "fp8": Bounds(0.02, 0.02, 0.10, 0.93, "E4M3 rounds weights and inputs by up to 6 %"),
-    "nvfp4": Bounds(0.10, 0.15, 0.35, 0.80, "E2M1 rounds weights and inputs by up to 25 %"),
+MULTIPLES = {
+    "adapter": (0, 0, "the same files: equal"),
+    "merged": (1.5, 3, "merged weights are rounded to their stored type"),
+    "fp8": (24, 36, "E4M3 rounds weights and inputs by up to 6 %"),
+    "nvfp4": (96, 128, "E2M1 rounds weights and inputs by up to 25 %"),
 }
+"""Target -> how many times the noise of BF16 its logits may be off, and one layer, and why."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,14 @@ class Observation:
     ends: list[int]
 
 
+class Layer(NamedTuple):
+    """Some inputs [n, K] of a linear layer of the reference, their outputs, and the noise there."""
+
+    inputs: Tensor
+    outputs: Tensor
+    noise: float
+
+
 @dataclass(frozen=True)
 class Parity:
     """Comparison of an export with its reference; see the module's text.
@@ -110,6 +130,7 @@ class Parity:
         answer: tokens of an answer by the export.
         ended: it came to an end token.
         ran_on: it continued after one of the reference's.
+        layer_error: largest error of a linear layer, in multiples of its noise, and its name.
     """
 
     loss_reference: float
@@ -123,6 +144,8 @@ class Parity:
     answer: int
     ended: bool
     ran_on: bool
+    layer_error: float = 0.0
+    layer: str = ""
 
     def failures(self, bounds: Bounds) -> list[str]:
         """Describe the figures that are out of bounds, NaN included."""
@@ -131,9 +154,9 @@ class Parity:
             for name in ("loss_gap", "kl", "logit_error")
             if not getattr(self, name) <= getattr(bounds, name)
         ]
-        other = round((1 - self.agreement) * self.compared)
-        if other > max(1, _most_others(bounds.agreement, self.compared)):  # one is always allowed
-            found.append(f"agreement {self.agreement:.1%} (at least {bounds.agreement:.0%})")
+        if not self.layer_error <= bounds.layer_error:
+            times = f"{self.layer_error:.3g} times its noise (at most {bounds.layer_error:g})"
+            found.append(f"{self.layer} {times}")
         if self.ran_on:
             found.append("an answer that continues after its end token")
         return found
@@ -142,19 +165,24 @@ class Parity:
         return (
             f"loss {self.loss_reference:.4f} -> {self.loss_export:.4f}, KL {self.kl:.2g}, "
             f"logit error {self.logit_error:.2%}, top-1 agreement {self.agreement:.1%}, "
+            f"layers within {self.layer_error:.2g} times their noise, "
             f"an answer of {self.answer} tokens{' that ends' * self.ended}"
         )
 
 
-def _most_others(agreement: float, positions: int) -> float:
-    """Positions with another top-1 token that a bound leaves.
-
-    The bound holds for `KEPT_POSITIONS`, T. A share p of fewer scatters more: three of the standard
-    deviations that n positions have beyond T. Of p = 0.97: 61.4 of 2,048 positions, 6.3 of 84.
-    """
-    spread = (agreement * (1 - agreement)) ** 0.5
-    beyond = positions**-0.5 - KEPT_POSITIONS**-0.5 if positions < KEPT_POSITIONS else 0.0
-    return positions * (1 - agreement + 3 * spread * beyond)
+def bounds_of(target: str, noise: Parity | None) -> Bounds:
+    """Bounds of an export, from the noise of BF16 in the reference; None: nothing may differ."""
+    multiple, of_layer, reason = MULTIPLES[target]
+    if noise is None:
+        return Bounds(1e-6, 1e-6, 1e-6, of_layer, reason)
+    kl = multiple**2 * noise.kl
+    return Bounds(
+        (2 * kl) ** 0.5,
+        kl,
+        multiple * noise.logit_error,
+        of_layer,
+        f"{reason}: {multiple:g} times the noise of BF16",
+    )
 
 
 class Batches(NamedTuple):
@@ -255,11 +283,47 @@ def _spread(rows: Dataset, count: int) -> Dataset:
     return rows.select([number * len(rows) // kept for number in range(kept)])
 
 
-def observe(model: Any, batches: Sequence[dict[str, Any]]) -> Observation:
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute in float32, with the weights of one decoder layer at a time: memory stays that of
+    the model and a layer. Fused attention that takes 16 bits alone gives way to SDPA.
+    """
+    layers = [*decoder_layers(model)]
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+
+    def widen(module: nn.Module, *_: Any) -> None:
+        chosen = [p for p in module.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+        if module is model:
+            chosen = [p for p in chosen if id(p) not in inside]
+        held[module] = [(p, p.data) for p in chosen]
+        for p in chosen:
+            p.data = p.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for p, data in held.pop(module):
+            p.data = data
+
+    stock: Any = model
+    attention = stock.config._attn_implementation
+    with contextlib.ExitStack() as stack:
+        if attention not in ("eager", "sdpa"):
+            stock.set_attn_implementation("sdpa")
+            stack.callback(stock.set_attn_implementation, attention)
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(widen).remove)
+            stack.callback(layer.register_forward_hook(restore).remove)
+        widen(model)
+        stack.callback(restore, model)
+        yield
+
+
+def observe(model: Any, batches: Sequence[dict[str, Any]], *, answers: bool = True) -> Observation:
     """Run a causal language model in evaluation mode over batches with labels.
 
     Args:
         batches: `input_ids`, `labels` [B, L] and other inputs of the model.
+        answers: write an answer, too.
 
     Raises:
         DataError: no position has a label.
@@ -284,7 +348,52 @@ def observe(model: Any, batches: Sequence[dict[str, Any]]) -> Observation:
             fix="longer rows (train.max_length), or other evaluation rows (data.eval_path)",
         )
     ends = ends_of(model.generation_config)
-    return Observation(total / count, count, torch.cat(kept), _answer(model, batches[0]), ends)
+    answer = _answer(model, batches[0]) if answers else []
+    return Observation(total / count, count, torch.cat(kept), answer, ends)
+
+
+@contextlib.contextmanager
+def watching_layers(model: nn.Module) -> Iterator[dict[str, Layer]]:
+    """Note some inputs and outputs of each linear layer, by its name in the stock model.
+
+    Within `in_float32`, in the first forward. Layers that text does not reach are not there.
+    """
+    found: dict[str, Layer] = {}
+
+    def note(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if name in found:
+            return
+        rows = args[0].detach().flatten(0, -2)
+        rows = rows[:: -(-len(rows) // LAYER_ROWS)]
+        found[name] = Layer(rows, rows, 0.0)  # the calls below come here, too
+        exact = layer(rows)
+        error = layer(rows.bfloat16().float()) - exact
+        found[name] = Layer(rows.cpu(), exact.cpu(), float(error.norm() / exact.norm()))
+
+    layers: dict[str, nn.Module] = {}
+    for name, layer in without_adapters(model).named_modules():
+        is_linear = isinstance(getattr(layer, "base_layer", layer), (nn.Linear, Conv1D))
+        if is_linear and not name.startswith(tuple(f"{above}." for above in layers)):
+            layers[name] = layer  # with its adapter
+    with contextlib.ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(partial(note, name)).remove)
+        yield found
+
+
+def worst_layer(model: nn.Module, layers: dict[str, Layer]) -> tuple[float, str]:
+    """Largest error of a layer of an export, in multiples of its noise, and its name."""
+    worst = (0.0, "")
+    for name, (inputs, outputs, noise) in layers.items():
+        layer: Any = model.get_submodule(name)
+        if type(layer) in (nn.Linear, Conv1D) and not hasattr(layer, "quantization_scheme"):
+            layer = copy.deepcopy(layer).float()
+        with torch.inference_mode():
+            found = layer(inputs.to(layer.weight)).float().cpu()
+        if noise > 0:  # its outputs are not zero
+            error = float((found - outputs).norm() / outputs.norm()) / noise
+            worst = max(worst, (error if error == error else float("inf"), name))
+    return worst
 
 
 def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
@@ -299,8 +408,10 @@ def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
     return found[0, asked.shape[1] :].tolist()
 
 
-def compare(reference: Observation, export: Observation) -> Parity:
-    """Compare an export with its reference, over the same batches."""
+def compare(
+    reference: Observation, export: Observation, worst: tuple[float, str] = (0.0, "")
+) -> Parity:
+    """Compare an export with its reference, over the same batches; `worst` is its `worst_layer`."""
     kl = error = signal = same = 0.0
     for ours, theirs in zip(reference.logits.split(256), export.logits.split(256), strict=True):
         r, e = (x.float() for x in (ours, theirs))
@@ -321,8 +432,10 @@ def compare(reference: Observation, export: Observation) -> Parity:
         positions=reference.positions,
         compared=kept,
         answer=len(export.answer),
-        ended=export.answer[-1] in ends,
+        ended=not ends.isdisjoint(export.answer[-1:]),
         ran_on=not ends.isdisjoint(export.answer[:-1]),
+        layer_error=worst[0],
+        layer=worst[1],
     )
 
 
@@ -355,14 +468,15 @@ def check_reference(loss: float, reported: float | None) -> None:
         )
 
 
-def check(parity: Parity, target: str, where: str) -> None:
+def check(parity: Parity, target: str, noise: Parity | None, where: str) -> None:
     """Raise `ParityError` if figures of the export in folder `where` are out of bounds."""
-    failures = parity.failures(BOUNDS[target])
+    bounds = bounds_of(target, noise)
+    failures = parity.failures(bounds)
     if failures:
         raise ParityError(
             f"the export does not say what the run's model says: {', '.join(failures)}",
             where=f"{where} holds it, unfinished; its export.json has the figures",
-            why=f"{target}: {BOUNDS[target].reason}; this is more",
+            why=f"{target}: {bounds.reason}; this is more",
             fix="a model whose weights have a wider range needs a wider type: nvfp4 -> fp8 -> "
             "merged"
             if target in ("fp8", "nvfp4")
@@ -370,8 +484,13 @@ def check(parity: Parity, target: str, where: str) -> None:
         )
 
 
-def as_record(parity: Parity, target: str) -> dict[str, Any]:
-    """Figures and bounds as plain data, for `export.json`."""
-    bounds = BOUNDS[target]
+def as_record(parity: Parity, target: str, noise: Parity | None) -> dict[str, Any]:
+    """Figures, noise and bounds as plain data, for `export.json`."""
+    bounds = bounds_of(target, noise)
     failed = parity.failures(bounds)
-    return {**asdict(parity), "bounds": asdict(bounds), "passed": not failed, "failed": failed}
+    return asdict(parity) | {
+        "noise": noise and asdict(noise),
+        "bounds": asdict(bounds),
+        "passed": not failed,
+        "failed": failed,
+    }

@@ -12,7 +12,7 @@ from finetune.config.paths import TINY_LLAMA
 from finetune.data.doubled_tokens import once
 from finetune.errors import ParityError
 from finetune.export import parity
-from finetune.export.export import check_export, open_run
+from finetune.export.export import Reference, check_export, open_run
 
 PAD, END = 0, 2
 QUESTION = "What is the capital of France?"
@@ -70,11 +70,12 @@ def test_what_was_trained_to_end_ends_in_generate_and_in_exports(cli, base) -> N
     finished = open_run(run)
     model = parity.load_stock(base, finished.config, adapter=finished.model)
     batches = parity.batches_of(finished.config, model).evaluation
-    reference = parity.observe(model, batches)
+    seen = parity.observe(model, batches)
+    reference = Reference(seen, parity.compare(seen, seen), {})
     shutil.copy(base / "generation_config.json", "merged")  # as a merge by hand leaves it
     found = check_export(base.parent / "merged", "merged", finished, batches, reference)
     with pytest.raises(ParityError, match="continues after its end token"):
-        parity.check(found, "merged", "merged")
+        parity.check(found, "merged", reference.noise, "merged")
 
 
 @pytest.mark.parametrize(
