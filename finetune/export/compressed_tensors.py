@@ -11,21 +11,31 @@ parity check's evaluation rows stay unseen; a larger input saturates.
 
 Quantized are plain `nn.Linear` layers whose sizes are multiples of 16, except the output head,
 whose rounding would hit the logits directly, and those that text does not reach (a vision tower),
-which neither calibration nor parity check runs. All else is in BF16, also of a model in float32:
-NVFP4 unpacks to BF16 alone (0.20), and vLLM takes no float32 beside such layers.
+which neither calibration nor parity check runs; of layers that servers fuse, all or none. Experts
+that Transformers stacks in one parameter are stored one by one, and are quantized in the files
+(`quantize_saved`, FP8 alone). All else is in BF16, also of a model in float32: NVFP4 unpacks to
+BF16 alone (0.20), and vLLM takes no float32 beside such layers.
+
+vLLM makes routers linear layers, too, and knows layers by their names in the files: `ignore` has
+the name of each weight matrix that is kept, of the model and of the files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
+from finetune.export.folder import write_json
 from finetune.precision.formats import amax
 from finetune.precision.layers import experts_in, without_adapters
 from finetune.storage.pretrained import beside_text
@@ -39,29 +49,43 @@ PRESETS = {
 """Preset and format of compressed-tensors by target."""
 ONE_GEMM = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last names of layers that servers fuse into one GEMM."""
+EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
+"""Name of an expert's weight in a file."""
 
 
-def layers_to_quantize(model: Any) -> tuple[list[str], list[str]]:
-    """Names of the linear layers of a plain model to quantize, and of the others.
+def layers_to_quantize(
+    model: Any, to: str = "fp8", stored: Iterable[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Names of the linear layers of a plain model to quantize, and of other layers with a matrix.
+
+    Args:
+        stored: names of the weights in the model's files.
 
     Raises:
         ConfigError: none can be, or the model has experts in one parameter.
     """
-    if experts := [*experts_in(model)]:
+    experts = experts_in(model)
+    if experts and (to != "fp8" or not any(map(EXPERT.search, stored))):
         raise ConfigError(
-            "a model with experts in one parameter is not quantized yet",
-            where=f"{experts[0]} and {len(experts) - 1} more",
-            why="vLLM and Transformers read the experts' weights one by one",
+            f"a model with experts in one parameter is not quantized to {to.upper()} yet",
+            where=f"{next(iter(experts))} and {len(experts) - 1} more",
+            why="vLLM and Transformers read the experts' weights one by one"
+            if to == "fp8"
+            else "an expert's inputs cannot be calibrated where no row reaches it",
             fix="--to merged, and quantize that with llm-compressor",
         )
     unreached = {id(m) for tower in beside_text(model).values() for m in tower.modules()}
     head = model.get_output_embeddings()
     chosen, kept = [], []
     for name, layer in model.named_modules():
-        if type(layer) is nn.Linear or layer is head:
-            is_aligned = not any(size % BLOCK for size in layer.weight.shape)
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(layer, nn.Embedding):
+            is_aligned = not any(size % BLOCK for size in weight.shape)
             can = is_aligned and layer is not head and id(layer) not in unreached
-            (chosen if can else kept).append(name)
+            (chosen if can and type(layer) is nn.Linear else kept).append(name)
+    unfit = {name for odd in kept for name in fused_with(odd)}
+    kept += [name for name in chosen if name in unfit]
+    chosen = [name for name in chosen if name not in unfit]
     if not chosen:
         raise ConfigError(
             "this model has no layer that can be quantized",
@@ -86,11 +110,8 @@ def quantize(
         inputs: largest magnitude of each layer's inputs, for `nvfp4`; empty for `fp8`.
     """
     from compressed_tensors.quantization import QuantizationConfig
-    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-    preset, form = PRESETS[to]
-    scheme: Any = preset_name_to_scheme(preset, ["Linear"])
-    scheme.format = form
+    scheme, form = _scheme(to), PRESETS[to][1]
     largest = share_amax({name: amax(model.get_submodule(name).weight) for name in inputs})
     for name in layers:
         layer = model.get_submodule(name)
@@ -141,12 +162,58 @@ def share_amax(largest: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     shared = dict(largest)
     for name in largest:
-        parent, _, leaf = name.rpartition(".")
-        for together in ONE_GEMM:
-            if leaf in together:
-                names = [f"{parent}.{other}" for other in together]
-                shared[name] = torch.stack([largest[n] for n in names if n in largest]).max()
+        shared[name] = torch.stack([largest[n] for n in fused_with(name) if n in largest]).max()
     return shared
+
+
+def fused_with(name: str) -> list[str]:
+    """Names of the layers that servers fuse with this one into one GEMM, its own among them."""
+    parent, _, leaf = name.rpartition(".")
+    return [f"{parent}.{other}" for other in next((g for g in ONE_GEMM if leaf in g), (leaf,))]
+
+
+def quantize_saved(folder: Path) -> int:
+    """Quantize the experts in the files of a model that `quantize` has saved in FP8; their number.
+
+    Transformers reads such files only with `dequantize` (5.23), which is put into the
+    configuration: without it, it would take the codes for weights.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = config["quantization_config"]
+    scheme = _scheme("fp8")
+    where, kept, count = {}, [], 0
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        names = [*tensors]
+        for name in names:
+            layer = name.removesuffix(".weight")
+            if EXPERT.search(name):
+                made = encode(tensors.pop(name), scheme)
+                tensors |= {f"{layer}.{key}": value for key, value in made.items()}
+                count += 1
+            elif (
+                layer != name and tensors[name].dim() == 2 and f"{layer}.weight_scale" not in names
+            ):
+                kept.append(layer)
+        save_file(tensors, file, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, file.name)
+    found["ignore"] = sorted({*found["ignore"], *kept})
+    if count:
+        found["dequantize"] = True
+    write_json(folder / "config.json", config)
+    if (index := folder / "model.safetensors.index.json").is_file():
+        values = json.loads(index.read_text(encoding="utf-8"))
+        write_json(index, values | {"weight_map": where})
+    return count
+
+
+def _scheme(to: str) -> Any:
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    preset, form = PRESETS[to]
+    scheme: Any = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = form
+    return scheme
 
 
 def input_amax(

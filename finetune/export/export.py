@@ -34,6 +34,7 @@ from finetune.export import compressed_tensors, parity
 from finetune.export.folder import (
     RECORD,
     copy_companions,
+    stored_names,
     weights_folder,
     write_adapter,
     write_json,
@@ -163,9 +164,10 @@ def export_run(
         AutoTokenizer.from_pretrained(  # it is copied
             finished.model, trust_remote_code=config.model.trust_remote_code
         )
-    quantized, kept = (
-        compressed_tensors.layers_to_quantize(outline) if to in QUANTIZED else ([], [])
-    )
+    quantized, kept, experts = [], [], 0
+    if to in QUANTIZED:
+        stored = stored_names(source)
+        quantized, kept = compressed_tensors.layers_to_quantize(outline, to, stored)
     with writing_to(out, force=force, keep_clear=(finished.folder, source)) as folder:
         if finished.status != "proven":
             say(f"! this run is {finished.status}", style="yellow")
@@ -183,9 +185,12 @@ def export_run(
             copy_companions(source, folder, finished.model)
             model.save_pretrained(folder)
             del model
+            if to == "fp8":
+                experts = compressed_tensors.quantize_saved(folder)
         if quantized:
             left = f"; kept in high precision: {', '.join(kept)}" if kept else ""
-            say(f"quantized to {to}: {len(quantized)} linear layers{left}")
+            more = f" and {experts} weights of experts" if experts else ""
+            say(f"quantized to {to}: {len(quantized)} linear layers{more}{left}")
         mib = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
         say(f"written: {mib:,.1f} MiB; now loading it to compare")
         measured = check_export(folder, to, finished, batches.evaluation, reference)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ParityError, first_line, writing
 from finetune.storage.pretrained import loading, locate, refuse_random_base
@@ -41,6 +43,15 @@ def weights_folder(model: ModelConfig) -> Path:
             ignore_patterns="consolidated*",  # a second copy, in another layout
         )
     return Path(found)
+
+
+def stored_names(weights: Path) -> set[str]:
+    """Names of the weights in the safetensors files of a folder."""
+    names: set[str] = set()
+    for file in weights.glob("*.safetensors"):
+        with safe_open(file, "pt") as held:
+            names |= {*held.keys()}
+    return names
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class Bounds:
 MULTIPLES = {
     "adapter": (0, 0, "the same files: equal"),
     "merged": (1.5, 3, "merged weights are rounded to their stored type"),
-    "fp8": (24, 36, "E4M3 rounds weights and inputs by up to 6 %"),
+    "fp8": (24, 32, "E4M3 rounds weights and inputs by up to 6 %"),
     "nvfp4": (96, 128, "E2M1 rounds weights and inputs by up to 25 %"),
 }
 """Target -> how many times the noise of BF16 its logits may be off, and one layer, and why."""

@@ -75,7 +75,7 @@ def test_a_tower_that_text_does_not_reach_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("family", "why"), [("gpt2", "no layer that can be quantized"), ("mixtral", "experts")]
+    ("family", "why"), [("gpt2", "no layer that can be quantized"), ("gpt_oss", "experts")]
 )
 def test_models_that_cannot_be_quantized_are_refused(family, why):
     with pytest.raises(ConfigError, match=rf"{why}(.|\n)*--to merged"):
