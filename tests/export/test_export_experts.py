@@ -1,4 +1,4 @@
-"""FP8 exports of a mixture of experts: the layout that vLLM reads, and what Transformers makes of it."""
+"""FP8 exports of a mixture of experts: the layout that vLLM reads, and Transformers as well."""
 
 from __future__ import annotations
 
