@@ -8,7 +8,6 @@ so, and of a reward a few answers. Imports no torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -73,9 +72,3 @@ is in high precision unless `precision.eval` differs: it judges the learned weig
 """
 LOSSES = ("train", "eval")
 """Measures of a method that has none of its own."""
-
-
-def scores_of(rows: Sequence[dict[str, Any]], judged: Sequence[str]) -> dict[str, float]:
-    """Where measures other than losses end in rows of `metrics.jsonl`, by name."""
-    ends = {name: MEASURES[name].end(rows) for name in judged if name not in LOSSES}
-    return {name: end for name, end in ends.items() if end is not None and math.isfinite(end)}

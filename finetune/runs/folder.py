@@ -32,7 +32,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from finetune.config.measures import scores_of
+from finetune.config.measures import LOSSES, MEASURES
 from finetune.config.methods import judged_by
 from finetune.config.paths import recipe_of
 from finetune.config.secrets import redacted
@@ -250,7 +250,8 @@ class Run:
     @property
     def scores(self) -> dict[str, float]:
         """Where its method's own measures end, by name; reads the end of `metrics.jsonl` only."""
-        return scores_of(self.tail, self.judged)
+        ends = {name: MEASURES[name].end(self.tail) for name in self.judged if name not in LOSSES}
+        return {name: end for name, end in ends.items() if finite(end) is not None}
 
     @cached_property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.config.measures import MEASURES
 from finetune.runs.folder import finite
 from finetune.units import elapsed, percent, with_perplexity
 
@@ -22,20 +21,13 @@ def log_line(row: dict[str, Any], step: str, left: int | None = None) -> str:
         step: how the line begins, such as `step 20/400`.
         left: steps until the end; None leaves speed and time left out, which a bar shows.
     """
-    scores = [
-        f"{measure.name} {value:.3f}"
-        for measure in MEASURES.values()
-        if measure.unit == "pt" and (value := measure.end([row])) is not None
-    ]
     if "eval_loss" in row:
-        held = row["eval_loss"]
-        shown = f"{held:.4f}" if scores else with_perplexity(held)  # of a loss of words alone
-        return " | ".join([step, f"eval loss {shown}", *scores])
+        return f"{step} | eval loss {with_perplexity(row['eval_loss'])}"
     if "loss" not in row:
         return ""
     norm, pace = row.get("grad_norm", float("nan")), finite(row.get("step_seconds"))
     parts = [step, f"epoch {row.get('epoch', 0.0):.2f}", f"loss {row['loss']:.4f}"]
-    parts += [*scores, f"grad_norm {norm:.3f}", f"lr {row.get('learning_rate', 0.0):.2e}"]
+    parts += [f"grad_norm {norm:.3f}", f"lr {row.get('learning_rate', 0.0):.2e}"]
     parts += [f"{pace:.2f} s/step"] if pace is not None else []
     if left is not None:
         parts += [f"{row.get('tokens_per_s', 0):,} tok/s"]

@@ -20,7 +20,6 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
-from finetune.config.measures import MEASURES
 from finetune.config.schema import SCALES
 from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
@@ -393,7 +392,6 @@ class RunReport(JupyterMixin):
         peak_memory_gib: peak of allocated memory.
         samples: answers of the trained model.
         tasks: scores on `eval.tasks`, name -> metric -> value.
-        scores: where measures of the method besides losses end, such as `reward`.
         interrupted: True if stopped by a signal; `checkpoints/` has the last step saved.
     """
 
@@ -409,7 +407,6 @@ class RunReport(JupyterMixin):
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     interrupted: bool = False
     steps_per_s: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -466,11 +463,7 @@ class RunReport(JupyterMixin):
             fell = f"{self.first_loss:.3f} -> " if self.first_loss != self.final_loss else ""
             yield f"loss {fell}{self.final_loss:.3f}"
         if self.eval_loss is not None:
-            # One that compares answers is no loss of words, which alone has a perplexity.
-            shown = f"{self.eval_loss:.4f}" if self.scores else with_perplexity(self.eval_loss)
-            yield f"eval loss {shown}"
-        for name, value in self.scores.items():
-            yield f"{MEASURES[name].name} {value:.3f}"
+            yield f"eval loss {with_perplexity(self.eval_loss)}"
 
     def _costs(self) -> Iterator[str]:
         yield elapsed(self.seconds)

@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import sft
-from finetune.config.measures import scores_of
-from finetune.config.methods import REWARDS, TEACHER, arguments, judged_by, method_of
+from finetune.config.methods import REWARDS, TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -486,7 +485,6 @@ class _Run:
             tasks=self.scores,
             interrupted=self.interrupted,
             steps_per_s=1 / paces[len(paces) // 2] if paces else None,
-            scores=scores_of(metrics.rows, judged_by(self.config.train)),
         )
         if self.is_main:
             (self.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")

@@ -15,7 +15,6 @@ from finetune.analysis.experiment.fairness import requested_differences
 from finetune.config.measures import MEASURES
 from finetune.config.methods import METHODS
 from finetune.runs.folder import Run
-from finetune.runs.progress import log_line
 from tests.run_folders import make_run
 
 SEEDS = (42, 43, 44)
@@ -107,13 +106,6 @@ def test_a_measure_that_one_side_never_logged_is_refused(tmp_path, cli):
     log = folder / "b" / "43" / "metrics.jsonl"
     log.write_text(log.read_text().replace('"reward"', '"other"'))
     assert "1 of 6 runs logged no reward" in cli("compare", folder).out
-
-
-def test_a_row_says_its_own_measure_and_perplexity_is_of_words_alone():
-    eval_row = {"step": 4, "eval_loss": 0.5, "eval_rewards/accuracies": 0.75}
-    assert log_line(eval_row, "step 4") == "step 4 | eval loss 0.5000 | preference accuracy 0.750"
-    assert "perplexity" in log_line({"step": 4, "eval_loss": 0.5}, "step 4")
-    assert "| reward 0.250 |" in log_line({"step": 4, "loss": 0.0, "reward": 0.25}, "step 4")
 
 
 def test_two_methods_are_no_pair():
