@@ -316,6 +316,7 @@ def _verb(name: str, verb: Any) -> str:
 # -------------------------------------------------------------------------------------- Python API
 
 API = {
+    "In a notebook": ("load", "add_lora", "trainer", "chat", "FastLanguageModel"),
     "In your own script": (
         "setup_fp8_mixed_precision_training",
         "teardown_fp8_mixed_precision_training",

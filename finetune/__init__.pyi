@@ -12,6 +12,7 @@ from finetune.config.schema import RunConfig as RunConfig
 from finetune.door.door import add_lora as add_lora
 from finetune.door.door import load as load
 from finetune.door.door import trainer as trainer
+from finetune.door.fast_language_model import FastLanguageModel as FastLanguageModel
 from finetune.errors import FinetuneError as FinetuneError
 from finetune.estimator.estimate import estimate as estimate
 from finetune.export.export import export_run as export_run
@@ -23,6 +24,7 @@ from finetune.precision.layers import register_parameter_matmuls as register_par
 from finetune.precision.planner import plan as plan
 from finetune.runs.lookup import find_runs as find_runs
 from finetune.storage.loading import load_in_fp8 as load_in_fp8
+from finetune.training.chat import chat as chat
 from finetune.training.health.monitor import HealthMonitor as HealthMonitor
 from finetune.training.hook import get_receipt as get_receipt
 from finetune.training.hook import (

@@ -389,7 +389,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
                 "train.assistant_only_loss=true needs rows of messages",
                 where="train.assistant_only_loss",
                 why=f"columns found: {', '.join(sorted(row))}",
-                fix="~train.assistant_only_loss",
+                fix="~train.assistant_only_loss: of prompt and completion the latter is trained on",
             )
         tokenizer = self._tokenizer
         if tokenizer.eos_token is None and not (is_conversational(row) or "input_ids" in row):

@@ -27,10 +27,12 @@ import torch
 from transformers import set_seed
 
 from finetune.config.aliases import keyword
+from finetune.config.methods import method_of
 from finetune.config.paths import user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.section import BUILTIN
 from finetune.config.train_section import fields_of
+from finetune.data.dataset import MASKING
 from finetune.data.sources import LOADERS
 from finetune.door.keywords import Settings, by_section, recipe_of, speaks
 from finetune.door.run import WAITING, OneRun, abandon
@@ -106,9 +108,9 @@ def load(
     if held:
         check_storage(config, None)
     check_here(config, this_device())
-    _say(resolve(config.precision, this_device()).fallback)
+    say(resolve(config.precision, this_device()).fallback)
     tokenizer, note = load_tokenizer(config.model)
-    _say(note)
+    say(note)
     if config.model.weights == "random":
         set_seed(SEED)
     model = load_model(config.model.model_copy(update={"storage": "fp8"} if in_codes else {}))
@@ -116,7 +118,8 @@ def load(
     return model, tokenizer
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a warning, unless it is empty."""
     if line:
         output().print(f"! {line}", style="yellow")
 
@@ -145,7 +148,7 @@ def add_lora(
             why="adapters over adapters would train one of them, and merge neither",
             fix="train it as it is; for others take model = model.unload() first, or load it again",
         )
-    said = _said_of(model)
+    said = said_of(model)
     lora = {"r": r, "alpha": 2 * r, **by_section("add_lora", settings).get("lora", {})}
     config = recipe_of("add_lora", said, {"lora": lora}).config
     set_seed(random_state)
@@ -154,7 +157,7 @@ def add_lora(
     return adapted
 
 
-def _said_of(model: Any) -> Settings:
+def said_of(model: Any) -> Settings:
     """What was said of a model; of one that a script has loaded, what its configuration says.
 
     Raises:
@@ -212,8 +215,8 @@ def trainer(
         data: file, folder, glob, hub id, `builtin:harbour`; several as a list, or a mixture by
             weight as a dict; or rows, as a list of dicts or a `datasets.Dataset`.
         precision: as in `load`, of a model that a script has loaded, or instead of what `load` had.
-        train_on_responses_only: train on the assistant's turns alone, as chat rows are anyway
-            (`assistant_only_loss`); False: on every token.
+        train_on_responses_only: True: the assistant's turns of chat rows are trained on and nothing
+            else, which is the default (`assistant_only_loss`); False: every token of any row.
         eval: a recipe's `eval` section, such as `{"tasks": ["hellaswag"]}`.
         out: folder of runs.
         force: train even where memory is expected to be too small.
@@ -228,21 +231,31 @@ def trainer(
         FinetuneError: anything that the user can put right, see `finetune.errors`.
     """
     abandon()
-    said = _said_of(model)
+    said = said_of(model)
     typed = by_section("trainer", settings)
     if precision is not None:
         one = precision if isinstance(precision, Mapping) else {"compute": precision}
         said["precision"] = dict(one)
     _note_storage(model, said)
-    if train_on_responses_only is False:
-        typed.setdefault("train", {}).update(assistant_only_loss=False, completion_only_loss=False)
+    if train_on_responses_only is not None:
+        masks = ("assistant_only_loss",) if train_on_responses_only else MASKING
+        typed["train"] = dict.fromkeys(masks, train_on_responses_only) | typed.get("train", {})
     if eval is not None:
         typed["eval"] = dict(eval)
     typed["data"] = _source_of(data, Path(out)) | typed.get("data", {})
     usual = load_recipe(DEFAULTS["lora" in said], check_train=False).config
-    train = dict(usual.train)
+    method = method_of(typed.get("train", {}))
+    if method.head == "score":
+        raise ConfigError(
+            f"{method.name} trains a model that scores, and this one writes",
+            where=f"finetune.trainer(method={method.name!r})",
+            fix=f"a recipe with train.method={method.name}, by finetune.train(...)",
+        )
+    train = usual.train | said.get("train", {})
     if "save_strategy" in typed.get("train", {}):
         del train["save_steps"]  # that of the usual strategy
+    if method.name != "sft":
+        del train["learning_rate"]  # TRL's own
     before = said | {"train": train, "data": {"min_steps": usual.data.min_steps}}
     recipe = recipe_of("trainer", before, typed, _name_of(said))
     if model.device.type == "cuda":  # trained before: what it takes is not taken twice
@@ -252,14 +265,6 @@ def trainer(
         recipe, forecast=MemoryForecast(), out=out, force=force, given=(model, tokenizer)
     )
     run = WAITING.enter_context(begins)
-    if train_on_responses_only and "text" in (run.rows.train.column_names or ()):
-        abandon()
-        raise ConfigError(
-            "train_on_responses_only was requested of rows of plain text",
-            where="finetune.trainer(train_on_responses_only=True)",
-            why="there is no mark of where a response begins",
-            fix="rows of prompt and completion, or of messages; or leave it out",
-        )
     if run.console.is_jupyter:
         from transformers.utils.notebook import NotebookProgressCallback
 
@@ -271,22 +276,13 @@ def trainer(
 
 
 def _note_storage(model: Any, said: Settings) -> None:
-    """Let the recipe say how the base is stored, by what is there.
+    """Let the recipe say how the base is stored, by what is there: codes for FP8, or to dequantize.
 
-    Raises:
-        ConfigError: it is stored as codes, and all weights were to train.
+    With codes and no adapters preflight refuses the recipe: nothing would train.
     """
     kind = next(iter(stored_weights(model)), None)
-    multiplied = kind == "fp8" and said["precision"].get("compute") == "fp8"
+    multiplied = kind == "fp8" == said["precision"].get("compute") and "lora" in said
     said["model"]["storage"] = None if multiplied else kind
-    if kind and "lora" not in said:
-        raise ConfigError(
-            f"all weights were to train, and they are stored as {kind.upper()} codes",
-            where="finetune.trainer(model, ...)",
-            why="codes get no gradient, and an update would be lost between two of their levels",
-            fix="model = finetune.add_lora(model) first; or load without load_in_fp8 and "
-            "load_in_4bit (precision='fp8' alone computes in FP8, and trains all weights)",
-        )
 
 
 def _name_of(said: Settings) -> str:
@@ -320,9 +316,7 @@ def _source_of(data: Any, out: Path) -> dict[str, Any]:
         raise ConfigError(
             f"rows cannot be taken from a {type(data).__name__}",
             where="finetune.trainer(data=...)",
-            why="a run's rows are a file or a data set, so that it can be resumed and compared",
-            fix="a path, a hub id, a list of dicts, or a datasets.Dataset (of a DatasetDict its "
-            "['train'])",
+            fix="a path, a hub id, a list of dicts, or a datasets.Dataset",
         )
     lines = io.BytesIO()
     data.to_json(lines)

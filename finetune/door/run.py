@@ -116,28 +116,22 @@ class OneRun:
         return run
 
     def _refuse(self, checkpoint: Any) -> None:
-        again = "finetune.trainer(model, tokenizer, data=...)"
+        again = "finetune.trainer(model, tokenizer, data=..."
         if checkpoint:
             raise ConfigError(
-                "the checkpoint was to be chosen after the trainer was made",
+                "a checkpoint to resume from is named when the trainer is made",
                 where="trainer.train(resume_from_checkpoint=...)",
-                why="its settings and rows are compared with the run's before a model trains",
-                fix=f"{again[:-1]}, resume_from_checkpoint={str(checkpoint)!r}).train()",
+                why="its settings and rows are compared with the run's first",
+                fix=f"{again}, resume_from_checkpoint={str(checkpoint)!r}).train()",
             )
-        if self.began:
-            folder = str(self.run.folder / "checkpoints")
+        if self.began or session.in_force() is not self.run.session:
+            checkpoints = str(self.run.folder / "checkpoints")
             raise OrderError(
-                "this trainer has trained: its run is finished",
+                "this trainer has trained"
+                if self.began
+                else "another trainer, run or set-up of FP8 came after this trainer was made",
                 where=str(self.run.folder),
-                why="a run folder is of one run; another call would write over its receipt",
-                fix=f"{again} trains the model further, as a run of its own; with "
-                f"resume_from_checkpoint={folder!r} it resumes an interrupted one",
-            )
-        if session.in_force() is not self.run.session:
-            raise OrderError(
-                "this trainer's place was taken before it trained",
-                where="another finetune.trainer(...), a recipe, or "
-                "setup_fp8_mixed_precision_training() came after it",
-                why="its precision is no longer in effect: it would train in BF16 in silence",
-                fix=f"trainer = {again}, and then trainer.train()",
+                why="a run folder is of one run, and its precision is no longer in effect",
+                fix=f"{again}).train(): a run of its own, that trains the model further; with "
+                f"resume_from_checkpoint={checkpoints!r} one that resumes an interrupted run",
             )

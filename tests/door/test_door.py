@@ -110,10 +110,10 @@ def test_a_script_s_own_model_and_rows_become_a_recipe(tmp_path):
     second = finetune.trainer(model, tokenizer, rows, **asked)
     assert not first.run.folder.exists()
     assert second.run.folder.exists()
-    with pytest.raises(OrderError, match="place was taken"):
+    with pytest.raises(OrderError, match="came after this trainer"):
         first.train()
     finetune.teardown_fp8_mixed_precision_training()
-    with pytest.raises(OrderError, match="place was taken"):
+    with pytest.raises(OrderError, match="came after this trainer"):
         second.train()
 
 
@@ -138,10 +138,87 @@ def test_mistakes_are_answered_with_what_to_write(tmp_path, loaded):
     assert "no argument 'rank'" in said(finetune.add_lora, model, rank=8)
     assert "per_device_train_batch_size=4" in said(trainer, batch_size=4)
     assert "mine.jsonl" in said(trainer, "mine.jsonl")
+    assert "chosen and rejected" in said(trainer, method="dpo")
+    assert "a model that scores" in said(trainer, method="reward")
     assert "max_steps=" in said(trainer, max_steps="many")
     codes, _ = finetune.load("builtin:tiny_llama", load_in_fp8=True, emulation="allow")
-    assert "add_lora" in said(finetune.trainer, codes, tokenizer, "builtin:harbour")
+    assert "stored quantized" in said(finetune.trainer, codes, tokenizer, "builtin:harbour")
     if not this_device().has_fp8:
         with pytest.raises(PrecisionError, match="emulation='allow'"):
             finetune.load("builtin:tiny_llama", precision="fp8")
     assert not list(tmp_path.glob("*/*"))
+
+
+@pytest.mark.slow
+def test_the_body_of_an_unsloth_notebook(tmp_path, capsys):
+    """Only the first import is another one; TRL's own trainer trains in FP8, proven."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from finetune import FastLanguageModel
+
+    dataset = Dataset.from_list([{"text": f"{n} and {n + 1}"} for n in range(8)])
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=str(TINY_LLAMA),
+        max_seq_length=2048,
+        load_in_4bit=False,
+        load_in_fp8=True,
+        fast_inference=True,
+        emulation="allow",  # of this test, which has no GPU
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=16,
+        target_modules=[
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ],
+        lora_alpha=16,
+        lora_dropout=0,
+        bias="none",
+        use_gradient_checkpointing="unsloth",
+        random_state=3407,
+        use_rslora=False,
+        loftq_config=None,
+    )
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=dataset,
+        args=SFTConfig(
+            dataset_text_field="text",
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=1,
+            warmup_steps=0,
+            max_steps=3,
+            learning_rate=2e-4,
+            logging_steps=1,
+            optim="adamw_torch",
+            weight_decay=0.01,
+            lr_scheduler_type="linear",
+            seed=3407,
+            output_dir=str(tmp_path),
+            report_to="none",
+            use_cpu=not torch.cuda.is_available(),
+            disable_tqdm=True,
+        ),
+    )
+    trainer_stats = trainer.train()
+    FastLanguageModel.for_inference(model)
+    inputs = tokenizer(["1 and"], return_tensors="pt").to(model.device)
+    assert model.generate(**inputs, max_new_tokens=4).shape[1] > inputs["input_ids"].shape[1]
+    model.save_pretrained(str(tmp_path / "lora_model"))
+    assert type(trainer) is SFTTrainer
+    assert trainer_stats.global_step == 3
+    receipt = finetune.get_receipt()
+    assert receipt.status == "proven"
+    assert receipt.fp8_flop_share > 0.3
+    assert (tmp_path / "lora_model" / "adapter_config.json").is_file()
+    said = capsys.readouterr().out
+    assert "fast_inference has no effect" in said
+    assert "max_length=2048" in said
