@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from finetune.config.methods import method_of
 from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import fsdp_settings
@@ -233,11 +234,12 @@ METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
 def _check_metric(config: RunConfig) -> None:
     """Reject a metric that no evaluation has: the trainer would stop at the first of them."""
     name = config.train.get("metric_for_best_model")
-    if name is not None and str(name).removeprefix("eval_") not in METRICS:
+    known = (*METRICS, "reward") if method_of(config.train).rewarded else METRICS
+    if name is not None and str(name).removeprefix("eval_") not in known:
         raise ConfigError(
-            f"no evaluation has the metric {name!r}{did_you_mean(str(name), METRICS)}",
+            f"no evaluation has the metric {name!r}{did_you_mean(str(name), known)}",
             where=f"train.metric_for_best_model={name}",
-            fix=f"one of {', '.join(METRICS)}; ~train.metric_for_best_model takes the eval loss",
+            fix=f"one of {', '.join(known)}; ~train.metric_for_best_model takes the eval loss",
         )
 
 
