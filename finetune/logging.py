@@ -276,7 +276,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO is there
     # Reports of TRL and of the hub's library, and the hub's count of loads of each data set: no
     # connection is made unless a hub name or a tracker is configured.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

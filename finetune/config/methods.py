@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,6 +49,7 @@ class Method:
         head: what the model gives: words, or one score of a text.
         writes: True if the model writes answers while it trains.
         judged: measures that its runs are judged by (`finetune.config.measures`).
+        shown: metrics of TRL that say most of what is learned, beside the loss.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Method:
     head: Literal["causal", "score"] = "causal"
     writes: bool = False
     judged: tuple[str, ...] = LOSSES
+    shown: tuple[str, ...] = ()
 
     @property
     def rewarded(self) -> bool:
@@ -69,6 +72,11 @@ class Method:
     def needs(self) -> str:
         """The rows that it reads, for a person."""
         return "; or ".join(FORMS[form] for form in self.rows)
+
+    @property
+    def is_text(self) -> bool:
+        """True if the loss is on text itself, whose rows can be packed: SFT's own step."""
+        return bool({"answers", "text"} & {*self.rows})
 
     @functools.cached_property
     def trainer_class(self) -> Any:
@@ -102,27 +110,45 @@ PAIRS, REWARD = (*LOSSES, "accuracy"), ("reward",)
 
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
 # which its examples lower to 1e-5), and those of its example scripts.
+_PAIR = ("rewards/accuracies", "rewards/margins")
 METHODS = {
     row.name: row
     for row in (
         _row("sft", "trl.SFTTrainer", ("answers",), 5e-6, 5e-5),
         _row("continue", "trl.SFTTrainer", ("text",), 5e-6, 6e-4),
-        _row("dpo", "trl.DPOTrainer", ("preference",), 5e-7, 5e-6, reference=True, judged=PAIRS),
-        _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), 5e-7, 5e-6, reference=True),
         _row(
-            "orpo", "trl.experimental.orpo.ORPOTrainer", ("preference",), 1e-6, 1e-5, judged=PAIRS
+            *("dpo", "trl.DPOTrainer", ("preference",), 5e-7, 5e-6),
+            reference=True, judged=PAIRS, shown=_PAIR,
         ),
         _row(
-            "reward", "trl.RewardTrainer", ("preference",), 5e-6, 1e-4, head="score", judged=PAIRS
+            *("kto", "trl.KTOTrainer", ("unpaired", "preference"), 5e-7, 5e-6),
+            reference=True, shown=("rewards/margins", "kl"),
         ),
-        _row("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6, writes=True, judged=REWARD),
-        _row("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6, writes=True, judged=REWARD),
+        _row(
+            *("orpo", "trl.experimental.orpo.ORPOTrainer", ("preference",), 1e-6, 1e-5),
+            judged=PAIRS, shown=_PAIR,
+        ),
+        _row(
+            *("reward", "trl.RewardTrainer", ("preference",), 5e-6, 1e-4),
+            head="score", judged=PAIRS, shown=("accuracy", "margin"),
+        ),
+        _row(
+            *("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6),
+            writes=True, judged=REWARD, shown=("reward",),
+        ),
+        _row(
+            *("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6),
+            writes=True, judged=REWARD, shown=("reward",),
+        ),
         _row("distill", "trl.DistillationTrainer", ("prompts",), 1e-6, 2e-5, writes=True),
     )
-}
+}  # fmt: skip
+SHOWN = tuple(dict.fromkeys(key for method in METHODS.values() for key in method.shown))
+"""Metrics of all methods that are shown beside the loss."""
 
 
 def _imported(dotted: str) -> Any:
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO is there, and warns of it
     module, _, name = dotted.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

@@ -84,6 +84,11 @@ class ModelConfig(Section):
         description="padding token of the tokenizer; one that is not its end-of-text token keeps "
         "models from learning never to stop",
     )
+    head: Literal["score"] | None = Field(
+        default=None,
+        description="follows train.method: `score` where a text gets one number (reward), with a "
+        "new output layer on a model of words; left out: words",
+    )
     freeze: tuple[str, ...] = Field(
         default=(),
         description="patterns of modules and parameters that do not train and get no adapter, as "
@@ -340,6 +345,7 @@ FROZEN_SCALINGS = ("rowwise", "tensorwise")
 NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 
+PARTS = ("train", "model")
 TRAIN: dict[str, Any] = {
     "method": {
         "enum": [*METHODS],
@@ -375,6 +381,16 @@ class RunConfig(Section):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     resume: ResumeConfig = ResumeConfig()
     train: dict[str, Any] = Field(default={}, json_schema_extra={"properties": TRAIN})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _head_of_the_method(cls, values: Any) -> Any:
+        """Give the model the output layer that the training method needs."""
+        train, model = (values.get(key) if isinstance(values, dict) else None for key in PARTS)
+        method = METHODS.get(str((train or {}).get("method"))) if isinstance(train, dict) else None
+        if isinstance(model, dict) and method and method.head == "score":
+            return values | {"model": model | {"head": "score"}}
+        return values
 
     @model_validator(mode="before")
     @classmethod

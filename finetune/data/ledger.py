@@ -271,11 +271,13 @@ class Accounted(Trainer):
     Attributes:
         vocabulary: tokens of the model; without one, more than there can be.
         only_answers: of messages, only the assistant's turns are trained on.
+        embedding_learning_rate: that of embeddings and output head, where it is another one.
     """
 
     ledgers: dict[str, Ledger]
     vocabulary: int = UNKNOWN
     only_answers: bool = False
+    embedding_learning_rate: float | None = None
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -306,12 +308,15 @@ class Accounted(Trainer):
         return ByLength(found, seed) if isinstance(found, LengthGroupedSampler) else found
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; what the optimizer refuses of its arguments is a `ConfigError`."""
+        """TRL's, embeddings in groups of their own; what it refuses is a `ConfigError`."""
         try:
-            return super().create_optimizer(*args, **kwargs)
+            made = super().create_optimizer(*args, **kwargs)
         except REFUSALS as error:
             fix = "~train.optim_args, or ~train.optim"
             raise refused("the optimizer", error, fix=fix) from error
+        if self.embedding_learning_rate is not None:
+            give_rate(made, embeddings_of(self.model), self.embedding_learning_rate)
+        return made
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; what the learning rate's schedule refuses is a `ConfigError`."""
@@ -343,6 +348,35 @@ class Accounted(Trainer):
             if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
                 raise
             raise not_formatted("train", error, step=self.state.global_step) from error
+
+
+def embeddings_of(model: Any) -> list[torch.nn.Parameter]:
+    """Parameters of embeddings and output head that train."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [p for end in ends if end is not None for p in end.parameters() if p.requires_grad]
+
+
+def give_rate(optimizer: Any, parameters: list[Any], rate: float) -> None:
+    """Move parameters of an optimizer into groups with a learning rate of their own.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not parameters:
+        raise ConfigError(
+            "a learning rate is given for embeddings, and none of them trains",
+            where="train.embedding_learning_rate",
+            why="adapters leave them as they are",
+            fix="lora.modules_to_save=[embed_tokens, lm_head], or ~train.embedding_learning_rate",
+        )
+    own = {id(p) for p in parameters}
+    for group in list(optimizer.param_groups):
+        inside = [p for p in group["params"] if id(p) in own]
+        if len(inside) == len(group["params"]):
+            group["lr"] = rate if inside else group["lr"]
+        elif inside:
+            group["params"] = [p for p in group["params"] if id(p) not in own]
+            optimizer.add_param_group({**group, "params": inside, "lr": rate})
 
 
 class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):

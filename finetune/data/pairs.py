@@ -16,8 +16,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from trl import DPOTrainer, SFTTrainer
+from trl.data_utils import maybe_apply_chat_template
 
 from finetune.config.methods import Method
 from finetune.data.checks import MASKED
@@ -54,7 +55,8 @@ class AccountedPairs(Accounted):
             for name in ("train", "eval"):
                 if isinstance(rows := kwargs[f"{name}_dataset"], Dataset):
                     done = self._prepare_dataset(rows, self._tokenizer, args, name)
-                    kwargs[f"{name}_dataset"] = done.select_columns(rows.column_names)
+                    kept = done.select_columns(rows.column_names)
+                    kwargs[f"{name}_dataset"] = _as_texts(kept, self._tokenizer)
         super().__init__(model=model, args=args, **kwargs)
 
     def counts(self, rows: Dataset, args: Any) -> Dataset:
@@ -105,6 +107,21 @@ class AccountedPairs(Accounted):
         given *= 2 if len(done) > given else 1
         dropped, answers = given - len(done), found.rows // len(done)
         return replace(found, rows=given, dropped=dropped, answers=answers)
+
+
+def _as_texts(rows: Dataset, tokenizer: Any) -> Dataset:
+    """Pairs as text; other rows as they are.
+
+    ORPO's own maps (TRL 1.16) would write a text into the type of the turns that were there.
+    """
+    if "chosen" not in rows.column_names:
+        return rows
+    texts = Features(dict.fromkeys(("prompt", "chosen", "rejected"), Value("string")))
+    return rows.map(
+        partial(maybe_apply_chat_template, processing_class=tokenizer),
+        remove_columns=rows.column_names,
+        features=texts,
+    )
 
 
 def _asked(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:

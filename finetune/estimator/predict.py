@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from finetune.config.methods import METHODS, method_of
+from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError, RehearsalError
@@ -176,7 +176,7 @@ def _rehearsed(
     Compiled and uncompiled layers are rehearsed alike, but for casts to FP8.
     """
     method = method_of(config.train)
-    if method.trainer != METHODS["sft"].trainer:
+    if not method.is_text:
         raise RehearsalError(
             f"memory and speed of train.method={method.name} are not predicted yet",
             where=f"train.method={method.name}",

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from finetune.config.methods import method_of
 from finetune.config.recipe import apply_overrides, load_recipe
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
@@ -39,7 +40,7 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
     if train.get(CHECKPOINTING, True) is True and not train.get("fsdp"):
         why = "nothing is computed twice where memory allows"
         yield Change("checkpointing", (f"train.{CHECKPOINTING}=auto",), why)
-    if not train.get("packing"):
+    if not train.get("packing") and method_of(train).is_text:
         yield Change("packing", ("train.packing=true",), "full rows: a step has more tokens")
     packed = config.model_copy(update={"train": train | {"packing": True}})
     yield from free_of_charge(packed, FP8_GPU)

@@ -293,9 +293,11 @@ def without_adapters(model: Any) -> Any:
 
 
 def head_modules(model: Any) -> set[nn.Module]:
-    """The module that computes logits and those inside it, where PEFT has wrapped it."""
+    """The module that computes logits, or one score, and those inside it, as PEFT wraps it."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
+    if head is None and getattr(getattr(model, "config", None), "num_labels", None) == 1:
+        head = getattr(model, "score", None)  # of a reward model
     return set(head.modules()) if head is not None else set()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.config.methods import SHOWN
 from finetune.runs.folder import finite
 from finetune.units import elapsed, percent, with_perplexity
 
@@ -22,17 +23,26 @@ def log_line(row: dict[str, Any], step: str, left: int | None = None) -> str:
         left: steps until the end; None leaves speed and time left out, which a bar shows.
     """
     if "eval_loss" in row:
-        return f"{step} | eval loss {with_perplexity(row['eval_loss'])}"
+        own = shown_of(row, "eval_")
+        loss = f"{row['eval_loss']:.4f}" if own else with_perplexity(row["eval_loss"])
+        return " | ".join([f"{step} | eval loss {loss}", *own])
     if "loss" not in row:
         return ""
     norm, pace = row.get("grad_norm", float("nan")), finite(row.get("step_seconds"))
     parts = [step, f"epoch {row.get('epoch', 0.0):.2f}", f"loss {row['loss']:.4f}"]
+    parts += shown_of(row)
     parts += [f"grad_norm {norm:.3f}", f"lr {row.get('learning_rate', 0.0):.2e}"]
     parts += [f"{pace:.2f} s/step"] if pace is not None else []
     if left is not None:
         parts += [f"{row.get('tokens_per_s', 0):,} tok/s"]
         parts += [f"{elapsed(pace * left)} left"] if pace is not None else []
     return " | ".join([*parts, str(row.get("precision", ""))])
+
+
+def shown_of(row: dict[str, Any], prefix: str = "") -> list[str]:
+    """`rewards/margins 0.72`: what a method's own metrics say, beside a loss."""
+    values = {key: finite(row.get(prefix + key)) for key in SHOWN}
+    return [f"{key} {value:.3g}" for key, value in values.items() if value is not None]
 
 
 def health_line(row: dict[str, Any]) -> str:

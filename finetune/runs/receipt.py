@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
+from finetune.config.methods import method_of
 from finetune.config.schema import SCALES
 from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
@@ -393,6 +394,7 @@ class RunReport(JupyterMixin):
         samples: answers of the trained model.
         tasks: scores on `eval.tasks`, name -> metric -> value.
         interrupted: True if stopped by a signal; `checkpoints/` has the last step saved.
+        own: metric of the training method -> first and last logged value.
     """
 
     folder: Path
@@ -407,6 +409,7 @@ class RunReport(JupyterMixin):
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     interrupted: bool = False
     steps_per_s: float | None = None
+    own: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -448,8 +451,10 @@ class RunReport(JupyterMixin):
             )
         yield whole(f"run folder: {self.folder}")
         name = shlex.quote(str(self.folder))
-        yield whole(f'next: python -m finetune generate {name} "..."')
-        if whole_receipt:
+        writes = method_of(self.receipt.run).head == "causal"
+        if writes:
+            yield whole(f'next: python -m finetune generate {name} "..."')
+        if whole_receipt or not writes:
             yield whole(f"      python -m finetune report {name}")
 
     @property
@@ -463,7 +468,11 @@ class RunReport(JupyterMixin):
             fell = f"{self.first_loss:.3f} -> " if self.first_loss != self.final_loss else ""
             yield f"loss {fell}{self.final_loss:.3f}"
         if self.eval_loss is not None:
-            yield f"eval loss {with_perplexity(self.eval_loss)}"
+            words = method_of(self.receipt.run).is_text
+            loss = with_perplexity(self.eval_loss) if words else f"{self.eval_loss:.4f}"
+            yield f"eval loss {loss}"
+        for key, (first, last) in self.own.items():
+            yield f"{key} {first:.3g} -> {last:.3g}"
 
     def _costs(self) -> Iterator[str]:
         yield elapsed(self.seconds)

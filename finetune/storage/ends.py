@@ -23,6 +23,8 @@ def ends_of(config: Any) -> list[int]:
 
 def stop_at(model: Any, ends: Iterable[int]) -> list[int]:
     """Let answers end at further tokens, too; return those at which they did not end before."""
+    if getattr(model, "generation_config", None) is None:  # it writes nothing
+        return []
     own = ends_of(model.generation_config)
     new = [token for token in ends if token not in own]
     if new:
@@ -32,7 +34,8 @@ def stop_at(model: Any, ends: Iterable[int]) -> list[int]:
 
 def save_ends(model: Any, folder: Path | str) -> None:
     """Write the whole file beside an adapter, as Transformers does beside whole weights."""
-    model.generation_config.to_json_file(Path(folder) / FILE)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.to_json_file(Path(folder) / FILE)
 
 
 def take_ends(model: Any, folder: Path | str) -> None:

@@ -54,7 +54,7 @@ from finetune.precision.weights import Granularity
 from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, check_granularity, layout_of
 from finetune.storage.pretrained import auto_class as auto_class_of
-from finetune.storage.pretrained import check_folder, in_mxfp4, load_whole, loading
+from finetune.storage.pretrained import check_folder, in_mxfp4, load_whole, loading, with_head
 from finetune.storage.quantizer import (
     Fp8StorageConfig,
     Fp8StorageQuantizer,
@@ -119,6 +119,7 @@ def load_stored(
     granularity: Granularity = "row",
     *,
     dtype: torch.dtype = torch.bfloat16,
+    head: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a pretrained model in which exactly the named linear layers and experts are FP8 codes.
@@ -128,6 +129,7 @@ def load_stored(
             `names`, else dequantized.
         names: dotted names of linear layers of the plain model, and of parameters of experts.
         granularity: scope of a scale.
+        head: `model.head`.
 
     Raises:
         ConfigError, ModelNotFoundError, StorageNotComputeError: as `load_in_fp8`; the first also
@@ -139,7 +141,7 @@ def load_stored(
     def published(model: Any) -> dict[str, Granularity | None]:
         return dict.fromkeys(resolve(model, names), granularity)
 
-    return _load(source, storage, published, dtype, None, kwargs)
+    return _load(source, storage, published, dtype, None, kwargs, head)
 
 
 def stored_layers(model: nn.Module, storage: Storage | None) -> dict[str, Any]:
@@ -170,6 +172,7 @@ def _load(
     dtype: torch.dtype,
     given_class: Any,
     kwargs: dict[str, Any],
+    head: str | None = None,
 ) -> Any:
     """Load a checkpoint with the layers of `storage` quantized, or those of `published` kept.
 
@@ -190,7 +193,7 @@ def _load(
     source = _source(name, kwargs.get("subfolder", ""))
     hub = {key: kwargs[key] for key in HUB if key in kwargs}
     with loading(source, (OSError, ValueError)):
-        config = AutoConfig.from_pretrained(source, **hub)
+        config = with_head(AutoConfig.from_pretrained(source, **hub), head)
     given = quantization_of(config)
     if in_mxfp4(config.__dict__):
         given = config.__dict__.pop("quantization_config") and None

@@ -143,7 +143,7 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
         cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
         if model.weights == "random" or not cached:
             values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
-            return AutoConfig.for_model(values.pop("model_type"), **values)
+            return with_head(AutoConfig.for_model(values.pop("model_type"), **values), model.head)
     with loading(source):
         found = AutoConfig.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -151,7 +151,24 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
         _check_shape(found)
         if in_mxfp4(found.__dict__):  # read as the weights that they stand for: `storage.mxfp4`
             found.__dict__.pop("quantization_config")
-        return found
+        return with_head(found, model.head)
+
+
+def with_head(shape: PretrainedConfig, head: str | None) -> PretrainedConfig:
+    """An architecture with one output (`score`) in place of words, or as it is."""
+    from transformers import AutoModelForSequenceClassification as Scoring
+
+    if head is not None:
+        shape.num_labels = 1
+        known = type(shape) in Scoring._model_mapping
+        shape.architectures = [Scoring._model_mapping[type(shape)].__name__ if known else SCORER]
+    return shape
+
+
+def scores(shape: PretrainedConfig) -> bool:
+    """True if a model gives one score of a text, and no words: a reward model."""
+    names = getattr(shape, "architectures", None) or ()
+    return shape.num_labels == 1 and any(name.endswith(SCORER) for name in names)
 
 
 def in_mxfp4(settings: Mapping[str, Any]) -> bool:
@@ -234,6 +251,10 @@ def load_whole(load: Any, source: str | Path, **kwargs: Any) -> PreTrainedModel:
             fix="download or copy the folder again: config.json and all safetensors files belong "
             "together",
         )
+    if type(model).__name__.endswith(SCORER):  # its output layer may replace one for words
+        inside = f"{model.base_model_prefix}."
+        for key in ("unexpected_keys", "missing_keys"):
+            found[key] = {name for name in found[key] if name.startswith(inside)}
     # Buffers of rotary embeddings and what a class knows to leave out are not among these.
     if names := sorted(found["unexpected_keys"]):
         raise ModelNotFoundError(
@@ -404,6 +425,8 @@ def _try_out(tokenizer: Any, source: str) -> None:
 
 CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 """Auto classes of models that generate text, in order of preference."""
+SCORER = "ForSequenceClassification"
+"""End of the name of classes that score a text."""
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -417,14 +440,16 @@ def auto_class(config: PretrainedConfig) -> Any:
     import finetune.storage.bdh  # noqa: F401  makes our own model types known
 
     remote = getattr(config, "auto_map", None) or {}
-    for name in CLASSES:
+    classes = (f"AutoModel{SCORER}",) if scores(config) else CLASSES
+    for name in classes:
         cls = getattr(transformers, name, None)
         if cls is not None and (name in remote or type(config) in cls._model_mapping):
             return cls
     raise ConfigError(
-        f"Transformers has no text-generating model of type {config.model_type!r}",
+        f"Transformers has no {'scoring' if scores(config) else 'text-generating'} model of type "
+        f"{config.model_type!r}",
         where="model.name",
-        why=f"none of {', '.join(CLASSES)} takes a {type(config).__name__}",
+        why=f"none of {', '.join(classes)} takes a {type(config).__name__}",
         fix="a decoder model, such as Llama, Qwen, Gemma or Mistral; an encoder with a decoder or "
         "a classifier trains in a script of your own, with setup_fp8_mixed_precision_training()",
     )

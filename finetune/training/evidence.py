@@ -328,6 +328,7 @@ def _optimizer(trainer: Any) -> dict[str, Any]:
         "class": f"{type(inner).__module__}.{type(inner).__qualname__}",
         "settings": settings,
         "learning rate": args.learning_rate,
+        "learning rate of embeddings": getattr(trainer, "embedding_learning_rate", None),
         "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
         "schedule settings": args.lr_scheduler_kwargs or {},
         "warm-up steps": args.get_warmup_steps(trainer.state.max_steps),

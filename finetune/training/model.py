@@ -323,13 +323,15 @@ def _load_pretrained(
     with loading(source):
         if stored and (granularity := stored[0].stored):
             names = [plain_name(row.name) for row in stored]
-            return load_stored(source, names, granularity, **kwargs)
+            return load_stored(source, names, granularity, head=model.head, **kwargs)
         if published or model.storage == "fp8":
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
         if four_bits:
             kwargs["quantization_config"] = mxfp4.as_weights()
+        if model.head is not None:
+            kwargs["num_labels"] = shape.num_labels
         if not hasattr(shape, "quantization_config"):
             refuse_codes(sorted(Path(source).glob("*.safetensors")))
         loaded = load_whole(auto_class(shape).from_pretrained, source, **kwargs)

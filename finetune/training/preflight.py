@@ -164,6 +164,13 @@ def check_sharding(config: RunConfig) -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
         where = "distributed_type, of accelerate launch"
         raise engine_refused("DeepSpeed", where, "distributed_type: MULTI_GPU there, and ")
+    if config.eval.tasks and config.model.head:
+        raise ConfigError(
+            "a model that scores texts cannot be asked the questions of a task",
+            where=f"eval.tasks: {', '.join(config.eval.tasks)}; "
+            f"train.method={config.train.get('method')}",
+            fix="~eval.tasks",
+        )
     if not config.train.get("fsdp"):
         return
     for key, found, instead, why in (

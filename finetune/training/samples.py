@@ -54,7 +54,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
     """
     from finetune.storage.pretrained import load_shape
 
-    if not config.eval.samples:
+    if not config.eval.samples or config.model.head:
         return []
     most, room = config.eval.max_new_tokens, positions(load_shape(config.model))
     if config.data.prompts:

@@ -152,7 +152,7 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
     excluded = kept_out(model, config)
     targets = lora.target_modules
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if config.model.head else "CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

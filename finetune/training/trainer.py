@@ -470,6 +470,7 @@ class _Run:
         from finetune.training.memory_meter import peak_memory_gib
 
         metrics = self.metrics
+        shown = {key: metrics.values(key) for key in method_of(self.config.train).shown}
         losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
         paces = sorted(metrics.values("step_seconds")[1:])
         report = RunReport(
@@ -484,6 +485,7 @@ class _Run:
             samples=self.answers,
             tasks=self.scores,
             interrupted=self.interrupted,
+            own={key: (values[0], values[-1]) for key, values in shown.items() if values},
             steps_per_s=1 / paces[len(paces) // 2] if paces else None,
         )
         if self.is_main:
@@ -557,6 +559,7 @@ def make_trainer(
                 **beside,
             )
         trainer.optimizer_cls_and_kwargs = own(config.train, args)
+        trainer.embedding_learning_rate = config.train.get("embedding_learning_rate")
         if given is None and "ref" in getattr(model, "peft_config", ()):
             model.delete_adapter("ref")  # TRL's copy of new adapters, which add nothing as well
     except Exception as error:
