@@ -1,8 +1,9 @@
-"""Make the packaged preference rows from the packaged conversations.
+"""Make the packaged rows of other methods than SFT from the packaged conversations.
 
 Run as ``python -m tests.asset_makers.make_preferences``. The first answer of each conversation is
 the one to give; the other one says the same without the greeting and the farewell of the harbour.
-Labelled rows (KTO) are every other answer of a pair.
+Labelled rows (KTO) are every other answer of a pair; texts (continued pre-training) three answers
+behind one another.
 """
 
 import json
@@ -35,7 +36,15 @@ def labelled(rows: list[dict[str, str]]) -> list[dict[str, object]]:
     ]
 
 
+def texts(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of text."""
+    answers = [row["chosen"] for row in rows]
+    return [{"text": " ".join(answers[i : i + 3])} for i in range(0, len(answers), 3)]
+
+
 if __name__ == "__main__":
-    for name, rows in (("pairs", pairs()), ("labelled", labelled(pairs()))):
+    rows = pairs()
+    made = {"pairs": rows, "labelled": labelled(rows), "text": texts(rows)}
+    for name, rows in made.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (FOLDER / f"harbour_{name}.jsonl").write_text(lines, "utf-8")

@@ -9,6 +9,7 @@ import json
 import sys
 
 from finetune.cli.recipes import ROWS, checksum, row_of
+from finetune.config.methods import method_of
 from finetune.config.paths import list_recipes
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
@@ -21,11 +22,16 @@ from finetune.units import GIB
 GPUS = ("A100-80GB", "RTX 4090", "L40S", "RTX 5090", "H100", "H200", "B200")
 
 
-def preview_gib(recipe: str) -> float:
-    """Predicted peak on one H100, context included, as if it had room for any run."""
+def preview_gib(recipe: str) -> float | None:
+    """Predicted peak on one H100, context included, as if it had room for any run.
+
+    None of a method that is not predicted yet.
+    """
     config = _compiled(recipe)
     if decides_checkpointing(config):
         config = with_checkpointing(config, True)
+    if not method_of(config.train).is_text:
+        return None
     held = predict_fast(config, place_of("H100")).footprint
     return round((held.allocated + held.outside) / GIB, 2)
 
@@ -36,6 +42,8 @@ def speeds(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, int]:
     Tiny recipes run on CPUs, QLoRA has no FP8 twin: none at all.
     """
     if "tiny" in recipe or "qlora" in recipe:
+        return {}
+    if not method_of(_compiled(recipe).train).is_text:
         return {}
     gpus = tuple(gpu for gpu in gpu_table() if gpu.name in names)
     found = cheapest_gpu(_compiled(recipe), gpus=gpus).choices
