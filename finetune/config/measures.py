@@ -24,8 +24,8 @@ class Measure:
         name: in a sentence.
         columns: of `metrics.jsonl`; the first that a run has is read.
         margin: gap that counts as none: of a loss as FP8 guides have it, else by default.
-        unit: of gaps and margins: `%` of a loss, which is above zero, or points (`pt`), which are
-            hundredths of a share or of a reward.
+        unit: of gaps and margins: `%` of a loss that stays above zero, or points (`pt`), which are
+            hundredths of a share, of a reward or of a nat.
         rises: True if more is better.
     """
 
@@ -59,6 +59,7 @@ class Measure:
 MEASURES = {
     "train": Measure("training loss", ("loss",), 0.02, "%", rises=False),
     "eval": Measure("eval loss", ("eval_loss",), 0.03, "%", rises=False),
+    "loss": Measure("loss", ("eval_loss", "loss"), 0.02, rises=False),
     "accuracy": Measure(
         "preference accuracy",
         ("eval_rewards/accuracies", "eval_accuracy", "rewards/accuracies", "accuracy"),
@@ -68,7 +69,8 @@ MEASURES = {
 }
 """Name in `--margins` -> its measure. The training loss contains the rounding of the FP8 forward, a
 constant few thousandths of a nat, which dominates where a run has memorized its rows; the eval loss
-is in high precision unless `precision.eval` differs: it judges the learned weights.
+is in high precision unless `precision.eval` differs: it judges the learned weights. A `loss` that
+falls to zero, as that of preferences does, has no relative gap: its points are 0.01 nats.
 """
 LOSSES = ("train", "eval")
-"""Measures of a method that has none of its own."""
+"""Measures of a loss of words, in nats per token, which alone has a perplexity."""

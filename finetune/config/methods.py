@@ -60,7 +60,7 @@ class Method:
     reference: bool = False
     head: Literal["causal", "score"] = "causal"
     writes: bool = False
-    judged: tuple[str, ...] = LOSSES
+    judged: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
 
     @property
@@ -101,11 +101,12 @@ ADAPTERS = 10
 def _row(name: str, trainer: str, rows: tuple[RowForm, ...], low: float, high: float, **own: Any):
     module, _, short = trainer.rpartition(".")
     config = f"{module}.{short.removesuffix('Trainer')}Config"
-    return Method(name, trainer, config, rows, (low, high), **own)
+    judged = LOSSES if {*rows} <= {"answers", "text"} else ("loss",)
+    return Method(name, trainer, config, rows, (low, high), **{"judged": judged} | own)
 
 
-PAIRS, REWARD = (*LOSSES, "accuracy"), ("reward",)
-"""Measures: of pairs of answers, and of answers that are rewarded, whose loss says nothing."""
+PAIRS, REWARD = ("loss", "accuracy"), ("reward",)
+"""Measures: of pairs of answers, and of rewarded ones, whose loss says nothing."""
 
 
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
@@ -167,11 +168,6 @@ def method_of(train: Mapping[str, Any], where: str = "train.method") -> Method:
         where=where,
         fix=f"train.method={', '.join(METHODS)}",
     )
-
-
-def judged_by(train: Mapping[str, Any]) -> tuple[str, ...]:
-    """Measures of a `train` section; losses where its method is of another version."""
-    return METHODS[name].judged if (name := str(train.get("method"))) in METHODS else LOSSES
 
 
 def methods_for(forms: Iterable[RowForm]) -> list[str]:

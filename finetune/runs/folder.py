@@ -32,8 +32,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from finetune.config.measures import LOSSES, MEASURES
-from finetune.config.methods import judged_by
+from finetune.config.measures import MEASURES
+from finetune.config.methods import METHODS, Method
 from finetune.config.paths import recipe_of
 from finetune.config.secrets import redacted
 from finetune.config.yaml import parse_yaml, plain_data, read_text
@@ -243,14 +243,14 @@ class Run:
         return str(ran.get("ran") or asked).upper()
 
     @property
-    def judged(self) -> tuple[str, ...]:
-        """Names of the measures that its method is judged by."""
-        return judged_by(self.config.get("train", {}))
+    def method(self) -> Method:
+        """Its training method; SFT where that is of another version."""
+        return METHODS.get(str(self.config.get("train", {}).get("method")), METHODS["sft"])
 
     @property
     def scores(self) -> dict[str, float]:
         """Where its method's own measures end, by name; reads the end of `metrics.jsonl` only."""
-        ends = {name: MEASURES[name].end(self.tail) for name in self.judged if name not in LOSSES}
+        ends = {n: MEASURES[n].end(self.tail) for n in self.method.judged if MEASURES[n].rises}
         return {name: end for name, end in ends.items() if finite(end) is not None}
 
     @cached_property

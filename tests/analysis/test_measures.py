@@ -34,6 +34,8 @@ def run_of(method: str, folder: Path, recipe: str, seed: int, end: float, **more
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         value = end * min(1.0, row["step"] / 20) + 0.001 * dice.gauss(0, 1)
+        if {"loss", "eval_loss"} & row.keys() and method == "dpo":  # one that falls to zero
+            row |= {key: row[key] / 100 for key in ("loss", "eval_loss") if key in row}
         if "loss" in row:
             row |= dict.fromkeys(COLUMNS[method], value)
         if "eval_loss" in row and method == "dpo":
@@ -73,6 +75,10 @@ def test_grpo_is_judged_by_its_reward_and_never_by_its_loss(tmp_path, cli):
     refused = cli("compare", folder, "--margins", "train=2%")
     assert refused.code == 2
     assert "judged by reward" in refused.err
+    log = folder / "b" / "43" / "steps.jsonl"  # answers of its own have lengths of their own
+    log.write_text(log.read_text().replace('"tokens": 4', '"tokens": 5'))
+    assert "reward: " in cli("compare", folder).out
+    assert read_comparison(folder).verdict == "not equivalent"
     page = (folder / "report.html").read_text("utf-8")
     assert 'title="comparison.json: scores.reward.gap">−1.0' in page
     assert 'id="plot-gap_reward"' in page
@@ -85,10 +91,10 @@ def test_preferences_are_judged_by_the_accuracy_of_the_evaluation_too(tmp_path, 
     found = read_comparison(folder)
     verdicts = {name: gap.verdict for name, gap in found.gaps.items()}
     assert verdicts == {
-        "train": "equivalent", "eval": "equivalent", "accuracy": "not equivalent",
+        "loss": "equivalent", "accuracy": "not equivalent",
     }  # fmt: skip
     assert found.scores["accuracy"].a == pytest.approx([0.8] * 3, abs=0.01)  # of the evaluation
-    assert cli("compare", folder, "--margins", "train=2%,accuracy=12pt").code == 0
+    assert cli("compare", folder, "--margins", "loss=3pt,accuracy=12pt").code == 0
     monkeypatch.chdir(tmp_path)
     run = run_of("dpo", tmp_path / "runs" / "tiny_full_fp8" / "r", "tiny_full_fp8", 1, 0.7)
     assert Run(run).summary()["scores"]["accuracy"] == pytest.approx(0.8, abs=0.01)

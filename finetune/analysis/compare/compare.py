@@ -39,7 +39,7 @@ from finetune.analysis.experiment.jobs import (
     run_jobs,
 )
 from finetune.analysis.experiment.outcome import Outcome, read_outcome
-from finetune.config.methods import judged_by, method_of
+from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, load_recipe, with_overrides
 from finetune.config.schema import RunConfig
@@ -109,7 +109,8 @@ def compare(
     pair = make_pair(a, b, overrides, seeds, device)
     both = [side.recipe.config for side in (pair.a, pair.b)]
     tasks = [task for config in both for task in config.eval.tasks]
-    by_name = parse_margins(margins, judged_by(both[0].train), tasks) if margins is not None else {}
+    judged = method_of(both[0].train).judged
+    by_name = parse_margins(margins, judged, tasks) if margins is not None else {}
     differences = check_pair(pair, device, allow=allow, force=force)
     names = [side.recipe.name for side in (pair.a, pair.b)]
     folder = new_folder(Path(out) / "compare" / "-vs-".join(names), out)
@@ -158,7 +159,7 @@ def judge_again(
     found = read_comparison(folder)
     pairs = _outcomes(found)
     tasks = [task for pair in pairs for side in pair for task in side.tasks]
-    judged = pairs[0][0].run.judged
+    judged = pairs[0][0].run.method.judged
     by_name = parse_margins(margins, judged, tasks) if margins is not None else found.margins
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence

@@ -54,8 +54,8 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     ]
     if not found.allowed:
         refused += [f"{d.condition}: {d.why}" for d in differences]
-    ends = dict[str, list[list[float]]]()
-    for name in a[0].run.judged:
+    judging, ends = a[0].run.method.judged, dict[str, list[list[float]]]()
+    for name in judging:
         every = [[o.end(name) for o in side] for side in (a, b)]
         ends[name] = [[end for end in side if end is not None] for side in every]
         logged = sum(map(len, ends[name]))
@@ -65,9 +65,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         if logged < 2 * len(pairs):
             del ends[name]
     if not ends:
-        refused.append(
-            f"the runs logged no {' and no '.join(MEASURES[n].name for n in a[0].run.judged)}"
-        )
+        refused.append(f"the runs logged no {' and no '.join(MEASURES[n].name for n in judging)}")
     broken_a, broken_b = (  # have no ratio
         [
             f"{MEASURES[name].name}: {label}, seed {seed}, ends at {end:g}"
@@ -83,7 +81,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         found.verdict = "refused" if refused else "not equivalent"
         found.reasons = refused or broken_a
         return found
-    if "eval" not in ends and "eval" in a[0].run.judged:
+    if "eval" not in ends and "eval" in judging:
         found.notes.append("there are no eval rows: the verdict is about the training loss alone")
     found.notes += [
         f"the {MEASURES[name].name} is the mean of the last {last} steps"
@@ -127,7 +125,8 @@ def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
     seen = {d.condition for d in known}
     found: list[Difference] = []
     for a, b in pairs:
-        new = executed_differences(a.receipt, b.receipt, a.steps, b.steps)
+        steps = [a.steps, b.steps] if not a.run.method.writes else []  # of answers of its own
+        new = executed_differences(a.receipt, b.receipt, *steps)
         found += [difference for difference in new if difference.condition not in seen]
         seen |= {d.condition for d in found}
     return found

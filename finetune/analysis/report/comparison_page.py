@@ -195,7 +195,7 @@ def _trajectories(c: Sides) -> list[Row]:
     """What both sides are judged by, beside the gap of the seeds that both have."""
     rows, both = list[Row](), sorted(c.sides[0].keys() & c.sides[1].keys())  # one may be gone
     members = [s for side in c.sides for s in side.values()]
-    for key in members[0].run.judged if members else ():
+    for key in members[0].run.method.judged if members else ():
         measure = MEASURES[key]
         column, relative = measure.column(members[0].run.rows), measure.unit == "%"
         links = [

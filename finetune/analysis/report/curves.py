@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from finetune.analysis.report.elements import METRICS, Line, Num, Plot, Row, Series, Source
 from finetune.analysis.report.figures import TEMPLATES, style
+from finetune.config.measures import LOSSES
 from finetune.runs.folder import finite
 from finetune.runs.progress import OPERANDS
 
@@ -214,26 +215,24 @@ def row_of(*plots: Plot | None, title: str = "", note: str = "") -> list[Row]:
 def loss_plots(runs: Sequence[Source]) -> list[Row]:
     """Losses over steps; of one run in one plot, and over time, beside the learning rate."""
     both = {"loss": "training", "eval_loss": "eval"}
+    unit = UNIT if all(s.run.method.judged == LOSSES for s in runs) else ""
     if len(runs) > 1:
-        return [
-            *row_of(metric_plot(runs, {"loss": ""}, "loss", "Training loss", UNIT, size="wide")),
-            *row_of(
-                metric_plot(runs, {"eval_loss": ""}, "eval_loss", "Eval loss", UNIT, size="wide")
-            ),
-        ]
+        titles = {"loss": "Training loss", "eval_loss": "Eval loss"}
+        plots = [metric_plot(runs, {k: ""}, k, x, unit, size="wide") for k, x in titles.items()]
+        return [row for plot in plots for row in row_of(plot)]
     (s,) = runs
     times = [curve(s.run.rows, key, "seconds").x for key in both]
     over_time = None
     if not any(np.any(np.diff(x) < 0) for x in times):  # a resumed run's clock starts again
         most = max((x[-1] for x in times if len(x)), default=0.0)
-        unit, seconds = next((unit, n) for minutes, unit, n in CLOCK if most <= 60 * minutes)
+        over, seconds = next((unit, n) for minutes, unit, n in CLOCK if most <= 60 * minutes)
         over_time = metric_plot(
-            *(runs, both, "loss_over_time", "Loss over time", UNIT),
-            **{"seconds": seconds, "over": unit, "size": "half", "least_points": LEAST_POINTS},
+            *(runs, both, "loss_over_time", "Loss over time", unit),
+            **{"seconds": seconds, "over": over, "size": "half", "least_points": LEAST_POINTS},
         )
     rate = {"learning_rate": ""}
     return [
-        *row_of(metric_plot(runs, both, "loss", "Training and eval loss", UNIT, size="wide")),
+        *row_of(metric_plot(runs, both, "loss", "Training and eval loss", unit, size="wide")),
         *row_of(over_time, metric_plot(runs, rate, "learning_rate", "Learning rate", "", **HALF)),
     ]
 

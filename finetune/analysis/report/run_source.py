@@ -26,7 +26,7 @@ from finetune.analysis.report.elements import (
     figure,
     fixed,
 )
-from finetune.config.measures import MEASURES, Measure
+from finetune.config.measures import LOSSES, MEASURES, Measure
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import finite, scores_in
 from finetune.runs.receipt import Receipt, group_layers, metrics_of
@@ -118,6 +118,8 @@ class RunSource(Source):
         rank = (self.run.config.get("lora") or {}).get("r")
         method = method_name(rank, model.get("storage"))
         parts: list[str | Num] = [self.num(base, CONFIG, "model.name")]
+        if (trained := self.run.method.name) != "sft":
+            parts += [", ", self.num(trained.upper(), CONFIG, "train.method")]
         parts += [", ", self.num(method, CONFIG, "lora.r") if rank else method]
         if rows := data.get("path") or data.get("name"):
             parts += [" on ", self.num(short_name(str(rows)), CONFIG, "data")]
@@ -169,7 +171,7 @@ class RunSource(Source):
 
     @property
     def scores(self) -> Iterator[tuple[Measure, Num, Course]]:
-        """What the method is judged by besides losses: where it ended, and its course."""
+        """What the method is judged by besides a loss: where it ended, and its course."""
         for name, end in self.run.scores.items():
             column = MEASURES[name].column(self.run.rows)
             key = f"{column}, mean of the last" * (not column.startswith("eval_")) or column
@@ -178,7 +180,7 @@ class RunSource(Source):
     @property
     def perplexity(self) -> Num | None:
         """Perplexity of the last eval loss, if it is one of words."""
-        losses = [] if self.run.scores else curve(self.run.rows, "eval_loss").y
+        losses = [] if self.run.method.judged != LOSSES else curve(self.run.rows, "eval_loss").y
         shown = perplexity(losses[-1]) if len(losses) else ""
         return self.num(shown, METRICS, "eval_loss") if shown else None
 
