@@ -69,6 +69,11 @@ class Method:
         return self.judged == REWARD
 
     @property
+    def texts(self) -> int:
+        """Texts of a row that the model reads in one batch: of a pair both."""
+        return 2 if self.rows[0] == "preference" else 1
+
+    @property
     def needs(self) -> str:
         """The rows that it reads, for a person."""
         return "; or ".join(FORMS[form] for form in self.rows)

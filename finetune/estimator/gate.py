@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig, Storage
@@ -131,6 +132,7 @@ class MemoryForecast:
             return {}
         rows, length, padded = batch
         train = run.config.train
+        rows //= method_of(train).texts
         if train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
             rows, _ = rows_of(run.config)
             length //= rows
@@ -278,7 +280,8 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     length, (rows, _) = setting(config, "max_length"), rows_of(config)
     if length is None:
         return math.inf
-    tokens, shape = rows * int(length), model.config.get_text_config(decoder=True)
+    tokens = rows * method_of(config.train).texts * int(length)
+    shape = model.config.get_text_config(decoder=True)
     layers = int(shape.num_hidden_layers)
     lists = [len(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     times = max(1, layers // max(lists, default=1))  # layers that share their weights

@@ -16,10 +16,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
-from finetune.errors import ConfigError, FinetuneError, PlanError, RehearsalError
+from finetune.errors import ConfigError, FinetuneError, PlanError
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.memory.sharding import device_footprint, shares_model
@@ -175,14 +174,6 @@ def _rehearsed(
 
     Compiled and uncompiled layers are rehearsed alike, but for casts to FP8.
     """
-    method = method_of(config.train)
-    if not method.is_text:
-        raise RehearsalError(
-            f"memory and speed of train.method={method.name} are not predicted yet",
-            where=f"train.method={method.name}",
-            why="what is rehearsed is a step of SFT, without a reference and a second answer",
-            fix="train it: its receipt has the measured memory; train.method=sft is predicted",
-        )
     device, sharded = place.device, shares_model(config, place)
     train = {key: value for key, value in config.train.items() if key not in _SAME_STEP}
     given = config.model_copy(update={"train": train})

@@ -96,7 +96,8 @@ class MemoryMeter(TrainerCallback):
         self._weights = LiveTensors([*model.parameters(), *model.buffers()]).bytes
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            mask = kwargs.get("attention_mask")
             if not module.training or not isinstance(ids, Tensor):
                 return
             rows, length = ids.shape

@@ -24,12 +24,14 @@ import random
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from finetune.api import train
+from finetune.config.methods import METHODS
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.estimator.memory.footprint import Footprint, tensor_footprint
 from finetune.estimator.trace.rehearsal import rehearse
@@ -119,8 +121,18 @@ CASES = (
     Case("300M LoRA 32 bf16", "tiny_lora_bf16", ("lora.r=32", "model.dtype=bfloat16"), M300),
     Case("300M full bf16 weights, 8-bit AdamW", "tiny_full_bf16",
          ("model.dtype=bfloat16", "train.optim=adamw_8bit"), M300),
+    *(Case(f"{method} tiny {of}", recipe, (f"train.method={method}", "~train.pad_to_multiple_of"))
+      for method in ("dpo", "kto", "orpo")
+      for of, recipe in (("full fp8", "tiny_full_fp8"), ("LoRA 8, frozen FP8", "tiny_lora_fp8"))),
 )  # fmt: skip
-"""Twenty, from tiny to large."""
+"""Twenty of SFT, from tiny to large, and the other methods."""
+
+ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "answers": lambda text: {"text": text},
+    "preference": lambda text: {"prompt": "Write.", "chosen": text, "rejected": text[::-1]},
+    "unpaired": lambda text: {"prompt": "Write.", "completion": text, "label": text > "n"},
+}
+"""Form of rows -> a row of more tokens than a batch may have."""
 
 COMMON = (
     "~data.name",
@@ -155,8 +167,9 @@ class Row(NamedTuple):
 def recipe_of(case: Case, folder: Path) -> Recipe:
     """The case's recipe, over data of full rows; its model's shape is written to `folder`."""
     data = folder / "rows.jsonl"
-    if not data.is_file():
-        data.write_text("\n".join(json.dumps({"text": text}) for text in _texts()))
+    named = [x.partition("=")[2] for x in case.changes if x.startswith("train.method=")]
+    rows = (ROWS[METHODS[[*named, "sft"][0]].rows[0]](text) for text in _texts())
+    data.write_text("\n".join(map(json.dumps, rows)))
     changes = [*COMMON, f"data.path={data}"]
     if case.shape is not None:
         model = folder / case.name.replace(" ", "_").replace(",", "")

@@ -366,3 +366,36 @@ def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:
     found = on_h100(load_recipe("llama_1b_full_bf16", given).config)
     flash = [op for op in found.trace.ops if op.name.startswith("finetune_estimator.flash")]
     assert {op.inputs[-1].shape for op in flash} == {(64,)}
+
+
+# ---------------------------------------------------------------------------------- other methods
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "texts", "copies"), [("dpo", 2, 2), ("kto", 1, 2), ("orpo", 2, 1)]
+)
+def test_a_method_is_rehearsed_with_its_own_loss_and_reference(method, texts, copies) -> None:
+    """Weights of a reference and tokens of a pair are there, and no gradients of the reference."""
+    settings = (f"train.method={method}", "~train.pad_to_multiple_of")
+    config = load_recipe("tiny_full_bf16", settings).config
+    found, weights = on_h100(config), sum(p.nbytes for p in sketch(config, layers=2).parameters())
+    train = config.train
+    assert found.tokens == texts * train["per_device_train_batch_size"] * train["max_length"]
+    kinds = tensor_footprint(found.trace).phases["optimizer"]
+    assert kinds["weights"] == pytest.approx(copies * weights, rel=1e-3)
+    assert kinds["gradients"] == weights
+    phases = {op.phase for op in found.trace.ops}
+    assert ("reference" in phases) == (copies == 2)
+
+
+@pytest.mark.slow
+def test_adapters_switched_off_are_the_reference() -> None:
+    config = load_recipe("tiny_lora_fp8", ["train.method=dpo"]).config
+    plain, found = on_h100(load_recipe("tiny_lora_fp8").config), on_h100(config)
+    assert [tensor_footprint(x.trace).kinds["weights"] for x in (plain, found)] == [
+        tensor_footprint(plain.trace).kinds["weights"]
+    ] * 2
+    asked = sum(op.phase == "reference" and "_scaled_mm" in op.name for op in found.trace.ops)
+    learnt = sum(op.phase == "forward" and "_scaled_mm" in op.name for op in found.trace.ops)
+    assert 0 < asked == learnt

@@ -3,10 +3,11 @@
 Memory and time are decided by code that should not be modeled a second time: Transformers' layers,
 PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code
 runs. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
-by the target device's plan and trained by a stock `SFTTrainer` for one step on a synthetic batch of
-the maximum size. Packed rows consist of full documents (see `DOCUMENTS`); other rows differ by one
-token of padding: the longest decides the peak, and the difference makes Transformers pass a mask,
-at a cost.
+by the target device's plan and trained by the stock trainer of its method for one step on a
+synthetic batch of the maximum size. So the loss of DPO or KTO is TRL's own, with the reference that
+it compares with: a copy of the model, or the model without its adapters. Packed rows consist of
+full documents (see `DOCUMENTS`); other rows differ by one token of padding: the longest decides the
+peak, and the difference makes Transformers pass a mask, at a cost.
 
 The optimizer has stepped once before, on empty gradients, so its states exist as from the second
 step on. With gradient accumulation the gradients stay too, as for every micro-batch but the first.
@@ -29,15 +30,17 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from finetune.config.methods import TEACHER, Method, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
@@ -151,6 +154,8 @@ def rehearse(
         reading(),
         ExitStack() as stack,
     ):
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         to_fake(model)
         if on_cuda:
             stack.enter_context(on_gpu(device.capability or (9, 0)))
@@ -159,18 +164,21 @@ def rehearse(
         choose_attention(model, "sdpa" if masked else name)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         store_base(model, config.model.storage)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        documents = 1 if name in KERNELS else DOCUMENTS
+        with replaced([(nn.Module, "to", lambda module, *_, **__: module)]):  # they cannot move
+            trainer = _trainer(model, config, Path(folder), padded=padded, documents=documents)
         if resolution.precision.backend == "te":
             engine = engine_maker(device.capability or (0, 0))
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
+        if (reference := getattr(trainer, _BESIDE[0], None)) is not None:  # it computes as policies
+            stack.callback(convert.apply(reference, plan, hardware=bool(device.has_fp8)).revert)
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":
             stack.enter_context(torchao_updates(compiled=on_cuda))
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        documents = 1 if name in KERNELS else DOCUMENTS
-        trainer = _trainer(model, config, Path(folder), padded=padded, documents=documents)
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
         if gathered_as is not None:  # which Accelerate leaves to FSDP2
@@ -178,7 +186,8 @@ def rehearse(
         with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
             batch = _tensors(trainer.batches)
             waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
-        trainer.recorder = Recorder(model, [*batch, *waiting])
+        others = [m for m in (getattr(trainer, name, None) for name in _BESIDE) if m is not None]
+        trainer.recorder = Recorder(model, [*batch, *waiting], beside=others)
         if optimizer.paged and on_cuda:
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
@@ -187,12 +196,11 @@ def rehearse(
         fuses_casts = engine is not None and not engine.how.own_cast
         if fuses_casts and compiles(resolution.precision, device):
             stack.enter_context(casts_to_fuse(trainer.recorder))
-        with trainer.recorder, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with trainer.recorder:
             trainer.train()
     return Rehearsal(
         trace=trainer.recorder.trace,
-        tokens=trainer.batches[0]["input_ids"].numel(),
+        tokens=sum(x.numel() for name, x in trainer.batches[0].items() if name in _TRAINED),
         parameters=sum(size for size, _ in sizes),
         trainable=sum(size for size, trains in sizes if trains),
         groups=groups,
@@ -276,28 +284,50 @@ def _trainer(
     micro_batches = int(train.pop("gradient_accumulation_steps", 1))
     if config.train.get("fsdp") and fsdp_settings(config.train).checkpointing:
         train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
-    train["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    only = config.model_copy(update={"train": train})
-    args = sft_config(only, folder, {}, on_cpu=True)
-    padded = not args.packing if padded is None else padded
-    rows = Dataset.from_list(_rows(args, padded=padded, documents=documents))
-    by_torchao = chosen(config.train).library == "torchao"
-    trainer = _rehearsal_trainer()(
+    only, method = config.model_copy(update={"train": train}), method_of(config.train)
+    settings = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    args = sft_config(only, folder, settings, on_cpu=True)
+    if padded is None:
+        padded = not getattr(args, "packing", False)
+
+    class Rows(Dataset):
+        def map(self, *_: Any, **__: Any) -> Rows:  # columns are those of rows that were prepared
+            return self
+
+    rows = Rows.from_list(_rows(args, padded=padded, documents=documents))
+    beside = dict[str, Any]()
+    if method.reference and config.lora is None and not args.precompute_ref_log_probs:
+        beside["ref_model"] = deepcopy(model)
+    if TEACHER in arguments(method):
+        beside["teacher_model"] = _teacher(config)
+    trainer: Any = _rehearsal_trainer(method)(
         model=model,
         args=args,
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
-        optimizer_cls_and_kwargs=low_bit.class_and_kwargs(config.train, args)
-        if by_torchao
-        else None,
+        **beside,
     )
+    if method.reference and "ref" in getattr(model, "peft_config", ()):
+        cast(Any, model).delete_adapter("ref")  # as in training
+    if chosen(config.train).library == "torchao":
+        trainer.optimizer_cls_and_kwargs = low_bit.class_and_kwargs(config.train, args)
     trainer.remove_callback(PrinterCallback)
     trainer.accelerator.device_placement = False
     trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
     trainer.micro_batches = micro_batches
     with unset_fake_temporarily():
-        trainer.batches = [trainer.data_collator(list(rows))]
+        found = trainer.data_collator(list(rows))
+        trainer.batches = [{k: v for k, v in found.items() if isinstance(v, Tensor)}]
     return trainer
+
+
+def _teacher(config: RunConfig) -> nn.Module:
+    """The fake model that a run learns from: whole, whatever part of its own is rehearsed."""
+    given = {"name": config.train.get(TEACHER) or config.model.name, "storage": None}
+    other = config.model.model_copy(update=given)
+    teacher = sketch(config.model_copy(update={"model": other, "lora": None}))
+    to_fake(teacher)
+    return teacher.eval()
 
 
 _NOT_REHEARSED = (
@@ -314,15 +344,17 @@ _NOT_REHEARSED = (
 def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
     """A batch of the maximum length; with padding only the first row has it.
 
-    With packing a row is filled by documents of equal length.
+    With packing a row is filled by documents of equal length. Each has the columns of all methods,
+    as their trainers make them of rows of any form.
     """
     rows = []
     ones = [1] * args.max_length  # one list for all rows: there may be many
     shorter = ones[:-1] if padded else ones
     for i in range(args.per_device_train_batch_size):
         ids = shorter if i else ones
-        length, row = len(ids), dict[str, Any](input_ids=ids, labels=ids)
-        if args.packing:
+        length, row = len(ids), {**dict.fromkeys(_COLUMNS, ids), "label": i % 2 == 0}
+        row |= {"prompt_ids": ids[:0]}
+        if getattr(args, "packing", False):
             count = min(documents, length)
             lengths = [length // count] * count
             lengths[-1] += length - sum(lengths)
@@ -331,10 +363,19 @@ def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _rehearsal_trainer() -> type[Any]:
-    from trl import SFTTrainer
+_TRAINED = ("input_ids", "chosen_input_ids", "rejected_input_ids")
+"""Inputs of a model in batches of any method, whose tokens count."""
+_BESIDE = ("ref_model", "teacher_model")
+"""Attributes of a trainer that are models, and do not train."""
+_COLUMNS = (
+    *("input_ids", "labels", "completion_ids", "KL_completion_ids", "chosen_ids", "rejected_ids"),
+    *(f"{of}_{what}" for of in ("prompt", "chosen", "rejected") for what in
+      ("input_ids", "attention_mask", "labels")),
+)  # fmt: skip
 
-    class RehearsalTrainer(SFTTrainer):
+
+def _rehearsal_trainer(method: Method) -> type[Any]:
+    class RehearsalTrainer(method.trainer_class):
         """Recorded trainer that takes batches as they are and starts at the end of step one."""
 
         batches: list[dict[str, Any]]
@@ -344,6 +385,9 @@ def _rehearsal_trainer() -> type[Any]:
 
         def get_train_dataloader(self) -> Any:
             return self.batches
+
+        def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+            return dataset
 
         def _move_model_to_device(self, model: Any, device: Any) -> None:
             """Do nothing: fake parameters cannot be moved."""

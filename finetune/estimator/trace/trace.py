@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-Phase = Literal["forward", "recompute", "backward", "optimizer", "load", "other"]
+Phase = Literal["forward", "reference", "recompute", "backward", "optimizer", "load", "other"]
 Kind = Literal["weights", "fp8", "gradients", "optimizer", "saved", "logits", "temporary"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -140,9 +140,16 @@ class Recorder(TorchDispatchMode):
     Args:
         model: model whose modules, weights and gradients are identified.
         known: other tensors present before the first event.
+        beside: other models, which do not train. Their layers count as no layers of the decoder.
     """
 
-    def __init__(self, model: nn.Module | None = None, known: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        known: Iterable[Tensor] = (),
+        *,
+        beside: Iterable[nn.Module] = (),
+    ) -> None:
         super().__init__()
         self.trace = Trace()
         self.phase: Phase = "forward"
@@ -161,6 +168,11 @@ class Recorder(TorchDispatchMode):
             self._names |= _left_out(model)
             self.around = around_decoder(model)
             for tensor in (*model.parameters(), *model.buffers()):
+                self.add_initial(tensor)
+        for other in beside:
+            for name, module in other.named_modules():
+                self._names[id(module)] = f"beside/{name}".replace(".", "/")
+            for tensor in (*other.parameters(), *other.buffers()):
                 self.add_initial(tensor)
         for tensor in known:
             self.add_initial(tensor, "saved")
@@ -295,12 +307,16 @@ class Recorder(TorchDispatchMode):
         if self.phase == "backward":
             self.phase = "recompute"
             self._recomputing = len(self._modules)
+        if self.phase == "forward" and len(self._modules) == 1 and not torch.is_grad_enabled():
+            self.phase = "reference"  # a model with nothing to learn from this
 
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if self._modules:
             self._modules.pop()
         if self.phase == "recompute" and len(self._modules) < self._recomputing:
             self.phase = "backward"
+        if self.phase == "reference" and not self._modules:
+            self.phase = "forward"
 
     # ------------------------------------------------------------------------------------- writing
 
