@@ -104,6 +104,7 @@ def test_weights_are_parameters_and_buffers_alone(optimizer) -> None:
 
 # One of each model, method and engine: the others differ from these in sizes.
 SAME = ("llama_1b_", "gpt2_350m_", "bdh_100m_", "llama_8b_lora32_", "tiny_lora_", "qwen_7b_full_")
+SAME += ("gemma3_12b_", "mistral_", "phi4_", "qwen3_0_6b_", "qwen3_4b_", "qwen3_8b_full_")
 ENGINES = [(name, engine(name)) for name in list_recipes() if not name.startswith(SAME)]
 QUICK_ENGINES = [pair for pair in ENGINES if pair[0] in QUICK_RECIPES]
 ENGINES += [(name, "te") for name in ("gpt2_124m_full_fp8", "llama_8b_lora_fp8")]
