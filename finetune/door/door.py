@@ -35,7 +35,7 @@ from finetune.config.train_section import fields_of
 from finetune.data.dataset import MASKING
 from finetune.data.sources import LOADERS
 from finetune.door.keywords import Settings, by_section, recipe_of, speaks
-from finetune.door.run import WAITING, OneRun, abandon
+from finetune.door.run import TRAINED, WAITING, OneRun, abandon
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
 from finetune.hardware.device import this_device
@@ -43,7 +43,7 @@ from finetune.hardware.requirements import check_here, resolve
 from finetune.logging import output
 from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
-from finetune.storage.pretrained import load_tokenizer
+from finetune.storage.pretrained import load_tokenizer, template_of
 from finetune.training import scope
 from finetune.training.model import load_model
 from finetune.training.preflight import check_storage
@@ -100,10 +100,10 @@ def load(
     if not isinstance(precision, Mapping):
         precision = {"compute": precision or ("fp8" if load_in_fp8 else "bf16")}
     said["precision"] = {**precision, **said.get("precision", {})}
-    in_codes = load_in_fp8 and said["precision"]["compute"] == "fp8"
+    in_codes = load_in_fp8 and said["precision"].get("compute") == "fp8"  # which are multiplied
     if load_in_4bit or (load_in_fp8 and not in_codes):
         said["model"]["storage"] = "nf4" if load_in_4bit else "fp8"
-    held = "storage" in said["model"] or in_codes
+    held = in_codes or "storage" in said["model"]
     config = recipe_of("load", said, {"lora": {}} if held else {}).config
     if held:
         check_storage(config, None)
@@ -169,14 +169,14 @@ def said_of(model: Any) -> Settings:
         raise ConfigError(
             "this model has no name and no folder",
             where=type(base).__name__,
-            why="its recipe names the weights that it begins with: a resumed run and an export of "
-            "merged adapters read them",
-            fix="model.save_pretrained('base'), tokenizer.save_pretrained('base'), and "
-            "finetune.load('base')",
+            why="a resumed run, and an export of merged adapters, read the weights it begins with",
+            fix="model.save_pretrained('base') and the tokenizer's, then finetune.load('base')",
         )
     plain = {"name": name, "dtype": str(getattr(base, "dtype", "")).removeprefix("torch.")}
     said = _SAID.setdefault(base, {"model": plain, "precision": {"compute": "bf16"}})
-    if base is not model and "lora" not in said:
+    if base is model:
+        said.pop("lora", None)  # unloaded since
+    elif "lora" not in said:
         said["lora"] = _section_of(model)
     return said
 
@@ -243,6 +243,8 @@ def trainer(
     if eval is not None:
         typed["eval"] = dict(eval)
     typed["data"] = _source_of(data, Path(out)) | typed.get("data", {})
+    if template := typed.get("train", {}).get("chat_template_path"):
+        tokenizer.chat_template = template_of(str(template))
     usual = load_recipe(DEFAULTS["lora" in said], check_train=False).config
     method = method_of(typed.get("train", {}))
     if method.head == "score":
@@ -265,6 +267,10 @@ def trainer(
         recipe, forecast=MemoryForecast(), out=out, force=force, given=(model, tokenizer)
     )
     run = WAITING.enter_context(begins)
+    if (earlier := TRAINED.get(without_adapters(model))) and run.resume is None:
+        note = f"the model was trained before ({earlier}): config.yaml alone does not repeat this"
+        run.notes = [*run.notes, note]
+        say(note)
     if run.console.is_jupyter:
         from transformers.utils.notebook import NotebookProgressCallback
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers.trainer_utils import TrainOutput
 
@@ -15,17 +17,24 @@ from finetune.analysis.report.run_source import RunSource
 from finetune.door.keywords import speaks
 from finetune.errors import ConfigError, OrderError
 from finetune.export.export import Export, export_run
+from finetune.precision.layers import without_adapters
 from finetune.runs.receipt import Receipt, RunReport
 from finetune.training import session
 
 WAITING = contextlib.ExitStack()
 """Holds the session of a trainer that was made and has not trained."""
 
+TRAINED: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+"""Model, inside of adapters -> folder of the run that has trained it last."""
+
 
 def abandon() -> None:
     """End what a trainer holds that was made and never trained, and remove its empty folder."""
     with contextlib.suppress(KeyboardInterrupt), WAITING:
         raise KeyboardInterrupt
+
+
+atexit.register(abandon)
 
 
 class Run(TrainOutput):
@@ -49,18 +58,18 @@ class Run(TrainOutput):
         """What was requested, what ran, and on what evidence."""
         return self.report.receipt
 
-    def export(self, to: str, out: Path | str, *, force: bool = False) -> Export:
+    def export(self, to: str, out: Path | str, **options: Any) -> Export:
         """Export the trained weights and check them against the run's model.
 
         Args:
             to: a target of `python -m finetune export`, such as `adapter`, `merged` or `fp8`.
-            out: folder to make; `force` replaces one that is there.
+            out: folder to make.
+            options: as of `finetune.export_run`: `force=True` replaces a folder.
 
         Raises:
             FinetuneError: the run has no trained weights, or the export is not what was trained.
         """
-        trust = bool(self.report.receipt.environment.get("trust_remote_code"))
-        return export_run(self.folder, to, out, force=force, trust_remote_code=trust)
+        return export_run(self.folder, to, out, **options)
 
     def __str__(self) -> str:
         return str(self.report)
@@ -86,6 +95,7 @@ class OneRun:
     """
 
     run: Any
+    model: Any
     state: Any
     began = False
 
@@ -107,6 +117,7 @@ class OneRun:
         with speaks():
             self._refuse(resume_from_checkpoint)
             self.began = True
+            TRAINED[without_adapters(self.model)] = self.run.folder
             with WAITING:
                 report = self.run.train()
         run = Run(*(self.run.output or (self.state.global_step, math.nan, {})))

@@ -335,7 +335,7 @@ def load_tokenizer(
         note = f"no tokenizer of {model.name} here: the packaged byte-level one stands in"
         return AutoTokenizer.from_pretrained(TINY_LLAMA), note
     if template is not None:
-        tokenizer.chat_template = _template(template)
+        tokenizer.chat_template = template_of(template)
     _try_out(tokenizer, template or source)
     token = model.pad_token
     if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
@@ -361,7 +361,7 @@ def load_tokenizer(
     return tokenizer, ""
 
 
-def _template(path: str) -> str:
+def template_of(path: str) -> str:
     """Text of a chat template, from a Jinja file or from the tokenizer of another model.
 
     TRL would also take that tokenizer's end token, add its tokens and resize the embeddings: new
