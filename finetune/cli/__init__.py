@@ -13,6 +13,11 @@ MISUSE, INTERRUPTED = 2, 130
 """Exit codes: the user's mistake, and Ctrl-C (128 + SIGINT)."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Push = Annotated[
+    str | None,
+    typer.Option(metavar="OWNER/NAME", help="Show what would go to this repository of the hub."),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Upload what --push shows.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.key=value]...", help="Set a value; ~section.key unsets."),

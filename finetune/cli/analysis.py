@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, RecipeName
+from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, Push, RecipeName, Yes
 from finetune.config.paths import find_recipe, list_recipes, user_path
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
@@ -285,16 +285,24 @@ def report(
         typer.Argument(metavar="RUN...", help="Folder of a run or comparison, recipe, or `last`."),
     ],
     to: Annotated[Path | None, typer.Option(help="Folder to write to.")] = None,
+    push: Push = None,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one page about runs: HTML, plots."""
     from finetune.analysis.report.report import write_report
+    from finetune.export import hub
+
+    if push:
+        hub.check_name(push)
 
     done = write_report(runs, to)
     if as_json:
         print(json.dumps(done.facts(), indent=1))
         return
     print(f"{done.verdict}\nreport: {done.html}")
+    if push:
+        print(hub.pushed(done.html, push, yes=yes))
 
 
 # ------------------------------------------------------------------------------------------- doctor

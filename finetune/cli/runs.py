@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from finetune.cli import AsJson, RunName, RunsFolder, TrustCode
+from finetune.cli import AsJson, Push, RunName, RunsFolder, TrustCode, Yes
 from finetune.config.measures import LOSSES
 from finetune.errors import ConfigError
 from finetune.logging import output, print_rows, whole
@@ -182,33 +182,43 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
     to: Annotated[str, typer.Option(help="adapter, merged, fp8 or nvfp4.")],
     force: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
+    push: Push = None,
+    yes: Yes = False,
     trust_remote_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Export weights, checked: adapter, merged, FP8, NVFP4."""
+    from finetune.config.paths import user_path
+    from finetune.export import hub
     from finetune.export.export import export_run
 
+    if push:
+        hub.check_name(push)
     console = output(stderr=as_json)
     folder = find_run(run)
-    done = export_run(
-        folder, to, out, force=force, trust_remote_code=trust_remote_code, console=console
-    )
+    if not (push and hub.is_pushable(out, to, folder)):
+        export_run(
+            folder, to, out, force=force, trust_remote_code=trust_remote_code, console=console
+        )
+    out = user_path(out).resolve()
     if as_json:
-        print((done.folder / "export.json").read_text("utf-8"))
-        return
-    output().print(whole(f"export: {done.folder}"), whole(f"next: {serving(done)}"), crop=False)
+        print((out / "export.json").read_text("utf-8"))
+    else:
+        output().print(whole(f"export: {out}"), whole(f"next: {serving(out, to)}"), crop=False)
+    if push:
+        console.print(whole(hub.pushed(out, push, yes=yes)), crop=False)
 
 
-def serving(done: Any) -> str:
-    """The command that serves an `Export` with vLLM."""
-    folder = shlex.quote(str(done.folder))
-    if done.target != "adapter":
+def serving(out: Path, to: str) -> str:
+    """The command that serves an export with vLLM."""
+    folder = shlex.quote(str(out))
+    if to != "adapter":
         return f"vllm serve {folder}"
-    adapter = json.loads((done.folder / "adapter_config.json").read_text("utf-8"))
+    adapter = json.loads((out / "adapter_config.json").read_text("utf-8"))
     ranks = [adapter["r"], *(adapter.get("rank_pattern") or {}).values()]
     most = 1 << (max(*ranks, 16) - 1).bit_length()  # vLLM takes powers of two, 16 by itself
     base = shlex.quote(adapter["base_model_name_or_path"])
-    named = f"--lora-modules {shlex.quote(done.folder.name)}={folder}"
+    named = f"--lora-modules {shlex.quote(out.name)}={folder}"
     return f"vllm serve {base} --enable-lora --max-lora-rank {most} {named}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -53,13 +52,11 @@ def test_warnings_are_among_the_last_lines(tmp_path) -> None:
 def test_an_adapter_is_served_beside_its_base_at_its_highest_rank(tmp_path) -> None:
     adapter = {"r": 8, "rank_pattern": {"q_proj": 24}, "base_model_name_or_path": "org/base"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    done = SimpleNamespace(folder=tmp_path, target="adapter")
-    assert serving(done) == (
+    assert serving(tmp_path, "adapter") == (
         f"vllm serve org/base --enable-lora --max-lora-rank 32 "
         f"--lora-modules {tmp_path.name}={tmp_path}"
     )
-    done.target = "fp8"
-    assert serving(done) == f"vllm serve {tmp_path}"
+    assert serving(tmp_path, "fp8") == f"vllm serve {tmp_path}"
 
 
 class Full(io.StringIO):
