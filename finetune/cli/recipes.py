@@ -124,7 +124,8 @@ def ls(
         losing += [name] * loses
         ratio = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
         facts = (*memory, f"{fp8:,}" if fp8 else "-", ratio)
-        row = {"recipe": name, "model": one["model"], "method": one["method"]}
+        model = one["model"].removesuffix("-Instruct")  # 80 columns; `cat` has it in full
+        row = {"recipe": name, "model": model, "method": one["method"]}
         shown.append(row | dict(zip(figures, facts, strict=True)))
     console = output()
     print_rows(console, shown, right=figures, gap=1)
@@ -135,7 +136,7 @@ def ls(
         "\nnames end in _fp8 or _bf16; ≥GiB: predicted least memory of one GPU, with\n"
         "checkpointing where the forecast decides it; tok/s: predicted on one "
         f"{gpu},\nbeside compiled BF16; where there is more memory, the faster run takes it\n"
-        "(`estimate` has its figure); `-`: does not fit, or no FP8 twin\n"
+        "(`estimate` has its figure); `-`: does not fit, no FP8 twin, or not predicted\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )
