@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 
 from finetune import __version__
+from finetune.config.methods import method_of
 from finetune.config.paths import recipe_of, user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
@@ -51,6 +52,7 @@ from finetune.runs.checkpoints import resume_command
 from finetune.runs.lookup import read_run, refuse_foreign_code
 from finetune.storage.loading import quantization_of
 from finetune.storage.pretrained import auto_class, loading, locate
+from finetune.training.reload import refuse_scores
 
 TARGETS = tuple(parity.MULTIPLES)
 QUANTIZED = ("fp8", "nvfp4")
@@ -105,7 +107,10 @@ def open_run(folder: Path | str) -> FinishedRun:
             fix="let the run end, or run it again",
         )
     config = load_recipe(str(folder / "config.yaml")).config
-    return FinishedRun(folder, config, model, run.receipt["status"], run.report.get("eval_loss"))
+    refuse_scores(config, folder)
+    # A loss of preferences is no loss of text, which is what is computed again.
+    loss = run.report.get("eval_loss") if method_of(config.train).is_text else None
+    return FinishedRun(folder, config, model, run.receipt["status"], loss)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import copy
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,9 +41,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
-from finetune.data.dataset import load_data
+from finetune.config.train_section import with_checkpointing
+from finetune.data.dataset import Rows, load_data
 from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
 from finetune.precision.layers import decoder_layers, without_adapters
@@ -252,7 +254,10 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     from finetune.data.ledger import AccountedTrainer
 
     tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
-    rows = load_data(config.data, tokenizer, int(config.train.get("seed", 42)))
+    seed, method = int(config.train.get("seed", 42)), method_of(config.train)
+    rows = load_data(config.data, tokenizer, seed, method=method)
+    if not method.is_text:
+        rows = _as_tokens(rows, config, tokenizer)
     held_out = rows.first(EVALUATION_ROWS) if rows.eval is None else rows.eval
     kind = "training rows (the run kept none for evaluation)" if rows.eval is None else "eval rows"
     evaluation = _spread(held_out, EVALUATION_ROWS)
@@ -272,6 +277,24 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
             calibration=list(trainer.get_train_dataloader()),
             rows=f"{len(evaluation)} of {len(held_out)} {kind}",
         )
+
+
+def _as_tokens(rows: Rows, config: RunConfig, tokenizer: Any) -> Rows:
+    """Prompts and answers of another method than SFT as token ids, all of which count."""
+    from finetune.data.ledger import count
+
+    train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
+    plain = with_checkpointing(config.model_copy(update={"train": train}), False)
+    args, method = sft_config(plain, Path("runs"), rows.settings, on_cpu=True), method_of(train)
+
+    def tokens(part: Any) -> Any:
+        if part is None:
+            return None
+        found = count(replace(rows, train=part, sample=None), args, tokenizer, method).prepared
+        return found.map(lambda row: {"labels": row["input_ids"]})
+
+    first = rows.first(CALIBRATION_ROWS)
+    return replace(rows, train=tokens(first), eval=tokens(rows.eval), sample=None, settings={})
 
 
 def _spread(rows: Dataset, count: int) -> Dataset:

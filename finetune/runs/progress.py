@@ -34,7 +34,7 @@ def log_line(row: dict[str, Any], step: str, left: int | None = None) -> str:
     parts += [f"grad_norm {norm:.3f}", f"lr {row.get('learning_rate', 0.0):.2e}"]
     parts += [f"{pace:.2f} s/step"] if pace is not None else []
     if left is not None:
-        parts += [f"{row.get('tokens_per_s', 0):,} tok/s"]
+        parts += [f"{row['tokens_per_s']:,} tok/s"] if "tokens_per_s" in row else []  # ORPO: none
         parts += [f"{elapsed(pace * left)} left"] if pace is not None else []
     return " | ".join([*parts, str(row.get("precision", ""))])
 

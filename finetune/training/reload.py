@@ -47,6 +47,7 @@ def open_trained(
         trust_remote_code: the model's own code may run, if the run's recipe says so too.
     """
     config = load_recipe(str(folder / "config.yaml"), check_train=False).config
+    refuse_scores(config, folder)
     refuse_foreign_code(config, folder, trust_remote_code)
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
     steps, weights = list(saved), folder / "model"
@@ -78,6 +79,19 @@ def open_trained(
             fix=f"another step: {known}; or {again}",
         )
     return TrainedRun(folder, config, saved[step])
+
+
+def refuse_scores(config: RunConfig, folder: Path) -> None:
+    """Reject a reward model, of which Transformers takes the scores as the run has saved it."""
+    if config.model.head:
+        name = str(folder / "model")
+        raise ConfigError(
+            "a reward model scores texts, and writes none",
+            where=str(folder),
+            why=f"it was trained by train.method={config.train.get('method')}",
+            fix=f"AutoModelForSequenceClassification.from_pretrained({name!r}, num_labels=1); of "
+            "an adapter, AutoPeftModelForSequenceClassification",
+        )
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from finetune import load_recipe, train
 from finetune.config.methods import METHODS, arguments, method_of
 from finetune.data.ledger import counted_rows, give_rate
 from finetune.errors import ConfigError, DataError
+from finetune.export.export import export_run
+from finetune.training.reload import open_trained
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)
@@ -71,6 +73,17 @@ def test_a_reward_model_is_saved_as_transformers_reads_it(tmp_path):
     assert scores.shape == (1, 1)
     again, _ = run("tiny_reward_bf16", tmp_path, f"model.name={report.folder / 'model'}")
     assert again.receipt.status == "proven", "and trained on"
+    with pytest.raises(ConfigError, match="scores texts, and writes none"):
+        open_trained(report.folder)
+
+
+@pytest.mark.slow
+def test_a_run_of_labelled_answers_is_exported_with_parity(tmp_path):
+    """The rows of its check are of no form that SFT reads: answers not to give are among them."""
+    report, _ = run("tiny_kto_bf16", tmp_path, *LORA[:1])
+    made = export_run(report.folder, "merged", tmp_path / "merged")
+    assert made.target == "merged"
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 def test_what_trl_drops_and_cuts_is_counted(tmp_path):
