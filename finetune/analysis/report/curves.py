@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from finetune.analysis.report.elements import METRICS, Line, Num, Plot, Row, Series, Source
 from finetune.analysis.report.figures import TEMPLATES, style
-from finetune.config.measures import LOSSES
 from finetune.runs.folder import finite
 from finetune.runs.progress import OPERANDS
 
@@ -215,7 +214,7 @@ def row_of(*plots: Plot | None, title: str = "", note: str = "") -> list[Row]:
 def loss_plots(runs: Sequence[Source]) -> list[Row]:
     """Losses over steps; of one run in one plot, and over time, beside the learning rate."""
     both = {"loss": "training", "eval_loss": "eval"}
-    unit = UNIT if all(s.run.method.judged == LOSSES for s in runs) else ""
+    unit = UNIT if all(s.run.method.is_text for s in runs) else ""
     if len(runs) > 1:
         titles = {"loss": "Training loss", "eval_loss": "Eval loss"}
         plots = [metric_plot(runs, {k: ""}, k, x, unit, size="wide") for k, x in titles.items()]

@@ -26,7 +26,7 @@ from finetune.analysis.report.elements import (
     figure,
     fixed,
 )
-from finetune.config.measures import LOSSES, MEASURES, Measure
+from finetune.config.measures import MEASURES, Measure
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import finite, scores_in
 from finetune.runs.receipt import Receipt, group_layers, metrics_of
@@ -180,7 +180,7 @@ class RunSource(Source):
     @property
     def perplexity(self) -> Num | None:
         """Perplexity of the last eval loss, if it is one of words."""
-        losses = [] if self.run.method.judged != LOSSES else curve(self.run.rows, "eval_loss").y
+        losses = curve(self.run.rows, "eval_loss").y if self.run.method.is_text else []
         shown = perplexity(losses[-1]) if len(losses) else ""
         return self.num(shown, METRICS, "eval_loss") if shown else None
 
