@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError
@@ -297,6 +298,8 @@ def check_sizes(config: RunConfig) -> None:
         if value is not None and int(value) < 1:
             raise ConfigError(f"train.{key} is {value}", where=f"train.{key}", fix="1 or more")
     check_batch(config.train)
+    if method_of(config.train).writes:  # its rows have no such limit
+        return
     length = config.train.get("max_length", 1024)
     shape = load_shape(config.model).get_text_config(decoder=True)
     limit = getattr(shape, "max_position_embeddings", None)

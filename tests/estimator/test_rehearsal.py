@@ -374,7 +374,7 @@ def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "texts", "copies"), [("dpo", 2, 2), ("kto", 1, 2), ("orpo", 2, 1)]
+    ("method", "texts", "copies"), [("dpo", 2, 2), ("kto", 1, 2), ("orpo", 2, 1), ("reward", 2, 1)]
 )
 def test_a_method_is_rehearsed_with_its_own_loss_and_reference(method, texts, copies) -> None:
     """Weights of a reference and tokens of a pair are there, and no gradients of the reference."""
@@ -400,3 +400,17 @@ def test_adapters_switched_off_are_the_reference() -> None:
     asked = sum(op.phase == "reference" and "_scaled_mm" in op.name for op in found.trace.ops)
     learnt = sum(op.phase == "forward" and "_scaled_mm" in op.name for op in found.trace.ops)
     assert 0 < asked == learnt
+
+
+def test_a_method_that_writes_its_rows_says_what_is_not_predicted(cli) -> None:
+    """Exit code 2, and what its cache takes at most: 2 x 64 tokens, 4 layers, 2 x 2 heads of 32."""
+    settings = ("~train.pad_to_multiple_of", "~train.max_length")
+    done = cli(
+        "estimate",
+        "tiny_full_bf16",
+        "train.method=grpo",
+        *settings,
+        "train.max_completion_length=64",
+    )
+    assert done.code == 2
+    assert "cache of 1.0 MiB for 8 answers of 64 tokens" in " ".join(done.err.split())

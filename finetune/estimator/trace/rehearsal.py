@@ -40,12 +40,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune.config.methods import TEACHER, Method, arguments, method_of
+from finetune.config.methods import Method, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, sft_config, shortened
 from finetune.errors import FinetuneError, RehearsalError, first_line
+from finetune.estimator.knobs import rows_of
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
     choose_attention,
@@ -76,10 +77,12 @@ from finetune.hardware.device import Device, generators
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
 from finetune.precision.planner import PrecisionPlan
+from finetune.storage.pretrained import load_shape
 from finetune.training import low_bit, session
 from finetune.training.compute_types import AUTOCAST
 from finetune.training.model import VARLEN, resolve_attention, sketch
 from finetune.training.preflight import check_settings
+from finetune.units import MEMORY, size
 
 DOCUMENTS = 8
 """Documents per packed row, where a mask keeps them apart: then their number costs nothing. Where
@@ -136,6 +139,8 @@ def rehearse(
         FinetuneError: any error of the run itself: no such model, adapters that match no layer.
         RehearsalError: the model's code depends on values.
     """
+    if method_of(config.train).writes:
+        raise _not_rehearsed(config)
     optimizer, on_cuda = chosen(config.train), device.kind == "cuda"
     before, reading = None, contextlib.nullcontext
     if config.model.storage == "nf4":
@@ -173,7 +178,8 @@ def rehearse(
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
-        if (reference := getattr(trainer, _BESIDE[0], None)) is not None:  # it computes as policies
+        reference: Any = getattr(trainer, "ref_model", None)
+        if reference is not None:  # it computes as the policy does
             stack.callback(convert.apply(reference, plan, hardware=bool(device.has_fp8)).revert)
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
@@ -186,7 +192,7 @@ def rehearse(
         with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
             batch = _tensors(trainer.batches)
             waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
-        others = [m for m in (getattr(trainer, name, None) for name in _BESIDE) if m is not None]
+        others = [] if reference is None else [reference]
         trainer.recorder = Recorder(model, [*batch, *waiting], beside=others)
         if optimizer.paged and on_cuda:
             stack.enter_context(paged_states(trainer.recorder))
@@ -207,6 +213,30 @@ def rehearse(
         visits=trainer.visits.visits,
         accumulates=trainer.micro_batches > 1,
         compiles=any(layer_of(op.module) for op in trainer.recorder.trace.ops),
+    )
+
+
+def _not_rehearsed(config: RunConfig) -> RehearsalError:
+    """The error for a method whose rows the model writes, with the cache that this takes at most.
+
+    Keys and values in 16 bits of all answers at once, whose prompts have as many tokens again.
+    """
+    method, train = method_of(config.train), config.train
+    shape = load_shape(config.model).get_text_config(decoder=True)
+    heads, args = shape.num_attention_heads, method.config_class
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    heads = getattr(shape, "num_key_value_heads", None) or heads
+    rows, times = rows_of(config)
+    rows *= int(train.get("steps_per_generation") or times)
+    words = int(train.get("max_completion_length") or args.max_completion_length)
+    cache = size(2 * rows * 2 * words * shape.num_hidden_layers * 2 * heads * width, MEMORY)
+    return RehearsalError(
+        f"memory and speed of train.method={method.name} are not predicted yet",
+        where=f"train.method={method.name}",
+        why=f"its rows are answers that are written in training. Beside a step of SFT on these: a "
+        f"cache of {cache} for {rows} answers of {words} tokens and prompts as long",
+        fix="train it: its receipt has the measured memory; for the rest of the step "
+        "train.method=sft, with rows of prompt and answer",
     )
 
 
@@ -298,8 +328,6 @@ def _trainer(
     beside = dict[str, Any]()
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)
-    if TEACHER in arguments(method):
-        beside["teacher_model"] = _teacher(config)
     trainer: Any = _rehearsal_trainer(method)(
         model=model,
         args=args,
@@ -319,15 +347,6 @@ def _trainer(
         found = trainer.data_collator(list(rows))
         trainer.batches = [{k: v for k, v in found.items() if isinstance(v, Tensor)}]
     return trainer
-
-
-def _teacher(config: RunConfig) -> nn.Module:
-    """The fake model that a run learns from: whole, whatever part of its own is rehearsed."""
-    given = {"name": config.train.get(TEACHER) or config.model.name, "storage": None}
-    other = config.model.model_copy(update=given)
-    teacher = sketch(config.model_copy(update={"model": other, "lora": None}))
-    to_fake(teacher)
-    return teacher.eval()
 
 
 _NOT_REHEARSED = (
@@ -365,8 +384,6 @@ def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
 
 _TRAINED = ("input_ids", "chosen_input_ids", "rejected_input_ids")
 """Inputs of a model in batches of any method, whose tokens count."""
-_BESIDE = ("ref_model", "teacher_model")
-"""Attributes of a trainer that are models, and do not train."""
 _COLUMNS = (
     *("input_ids", "labels", "completion_ids", "KL_completion_ids", "chosen_ids", "rejected_ids"),
     *(f"{of}_{what}" for of in ("prompt", "chosen", "rejected") for what in
