@@ -124,7 +124,7 @@ def ls(
         losing += [name] * loses
         ratio = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
         facts = (*memory, f"{fp8:,}" if fp8 else "-", ratio)
-        model = one["model"].removesuffix("-Instruct")  # 80 columns; `cat` has it in full
+        model = one["model"].replace("-Instruct", "")  # for room; --json has it whole
         row = {"recipe": name, "model": model, "method": one["method"]}
         shown.append(row | dict(zip(figures, facts, strict=True)))
     console = output()
