@@ -27,7 +27,7 @@ import torch
 from transformers import set_seed
 
 from finetune.config.aliases import keyword
-from finetune.config.methods import method_of
+from finetune.config.methods import arguments, method_of
 from finetune.config.paths import user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.section import BUILTIN
@@ -254,10 +254,10 @@ def trainer(
             fix=f"a recipe with train.method={method.name}, by finetune.train(...)",
         )
     train = usual.train | said.get("train", {})
-    if "save_strategy" in typed.get("train", {}):
-        del train["save_steps"]  # that of the usual strategy
-    if method.name != "sft":
-        del train["learning_rate"]  # TRL's own
+    leaves = {"save_steps"} if "save_strategy" in typed.get("train", {}) else set()
+    if method.name != "sft":  # whose configuration may lack a key, and has a rate of its own
+        leaves |= {"learning_rate"} | train.keys() - {*arguments(method)}
+    train = {key: value for key, value in train.items() if key not in leaves}
     before = said | {"train": train, "data": {"min_steps": usual.data.min_steps}}
     recipe = recipe_of("trainer", before, typed, _name_of(said))
     if model.device.type == "cuda":  # trained before: what it takes is not taken twice

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.aliases import as_argument, in_python, keyword
-from finetune.config.methods import arguments, method_of
+from finetune.config.methods import METHODS, arguments, method_of
 from finetune.config.recipe import Recipe, checked, replace
 from finetune.config.section import BUILTIN
 from finetune.config.train_section import elsewhere, fields_of
@@ -38,7 +38,11 @@ def by_section(function: str, settings: Mapping[str, Any]) -> Settings:
     """
     known: dict[str, tuple[str, str]] = {}
     for section in FUNCTIONS[function]:
-        for key in arguments(method_of(settings)) if section == "train" else fields_of(section):
+        if section == "train":  # what the method lacks of the usual ones is refused with it
+            keys = (*arguments(method_of(settings)), *arguments(METHODS["sft"]))
+        else:
+            keys = fields_of(section)
+        for key in keys:
             known.setdefault(keyword(section, key), (section, key))
     found: Settings = {}
     for word, value in settings.items():

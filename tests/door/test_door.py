@@ -139,6 +139,7 @@ def test_mistakes_are_answered_with_what_to_write(tmp_path, loaded):
     assert "per_device_train_batch_size=4" in said(trainer, batch_size=4)
     assert "mine.jsonl" in said(trainer, "mine.jsonl")
     assert "chosen and rejected" in said(trainer, method="dpo")
+    assert "trl.DPOConfig has no" in said(trainer, method="dpo", packing=True)
     assert "a model that scores" in said(trainer, method="reward")
     assert "max_steps=" in said(trainer, max_steps="many")
     codes, _ = finetune.load("builtin:tiny_llama", load_in_fp8=True, emulation="allow")
