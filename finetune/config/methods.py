@@ -29,7 +29,8 @@ FORMS: dict[RowForm, str] = {
     "prompts": "prompt (or messages, of which the last answer is left out)",
 }
 """Form of rows -> the columns that it has."""
-KEYS = ("method", "embedding_learning_rate")
+PATIENCE, THRESHOLD = EARLY_STOPPING = ("early_stopping_patience", "early_stopping_threshold")
+KEYS = ("method", "embedding_learning_rate", *EARLY_STOPPING)
 """Keys of the `train` section that are ours, and no configuration of TRL has."""
 REWARDS = "reward_funcs"
 """The same, of a method whose answers are rewarded; TRL's own command line has it, too."""

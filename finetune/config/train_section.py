@@ -12,7 +12,16 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from finetune.config.aliases import in_recipe
-from finetune.config.methods import METHODS, REWARDS, Method, arguments, method_of, methods_with
+from finetune.config.methods import (
+    METHODS,
+    PATIENCE,
+    REWARDS,
+    THRESHOLD,
+    Method,
+    arguments,
+    method_of,
+    methods_with,
+)
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
 from finetune.config.section import check_text
@@ -122,6 +131,7 @@ def convert_train(
     kind = method.config_class
     fields, types = arguments(method), typing.get_type_hints(kind)
     types |= {"method": str | None, "embedding_learning_rate": float | None}
+    types |= {PATIENCE: int | None, THRESHOLD: float | None}
     types[REWARDS] = list[str]
     result: dict[str, Any] = {}
     for key, value in train.items():
@@ -239,6 +249,7 @@ AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("max_length", "dataset_num_proc", "torch_empty_cache_steps", "eval_accumulation_steps"),
     *("ddp_bucket_cap_mb", "dataloader_prefetch_factor", "pad_to_multiple_of", "ddp_timeout"),
+    PATIENCE,
 )
 RANGES: dict[str, Any] = {
     **dict.fromkeys(AT_LEAST_ONE, Annotated[FiniteFloat, Field(ge=1)]),

@@ -395,6 +395,7 @@ class RunReport(JupyterMixin):
         tasks: scores on `eval.tasks`, name -> metric -> value.
         interrupted: True if stopped by a signal; `checkpoints/` has the last step saved.
         own: metric of the training method -> first and last logged value.
+        hints: lines about what to try next, and that it stopped early.
     """
 
     folder: Path
@@ -410,6 +411,7 @@ class RunReport(JupyterMixin):
     interrupted: bool = False
     steps_per_s: float | None = None
     own: dict[str, tuple[float, float]] = field(default_factory=dict)
+    hints: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -432,6 +434,8 @@ class RunReport(JupyterMixin):
         yield Text(", ".join(self._costs()))
         if line := energy_line(self.receipt.energy):
             yield Text(line)
+        for hint in self.hints:
+            yield Text(f"hint: {hint}", style="yellow")
         for sample in self.samples if whole_receipt else ():
             yield Text("> ", style="dim") + Text(sample.prompt, style="italic")
             yield Text(f"  {sample.answer or '(empty answer)'}")

@@ -25,6 +25,7 @@ from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
+from finetune.training.early_stopping import check_early_stopping
 from finetune.training.model import Attention, resolve_attention, sketch
 from finetune.training.patches import WHY_NOT_FSDP1, engine_refused
 from finetune.training.scope import notes
@@ -209,6 +210,7 @@ def check_settings(
     """
     check_optimizer(config.train)
     check_batch(config.train)
+    check_early_stopping(config.train)
     _check_metric(config)
     check_storage(config, model)
     made = plan(model, precision or config.precision)

@@ -48,9 +48,11 @@ from finetune.storage.pretrained import (
     vocabulary_of,
 )
 from finetune.training import low_bit, resume, scope
+from finetune.training.early_stopping import stopped_early, stoppers
 from finetune.training.evaluate import TaskScorer, load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, write_failure
+from finetune.training.hints import hints
 from finetune.training.model import (
     VARLEN,
     Attention,
@@ -339,6 +341,7 @@ class _Run:
                 callbacks=[
                     *(self.samples, self.metrics, self.bar, self.stop),
                     *(self.keeper, self.meter, self.timer, self.judged),
+                    *stoppers(config.train, self.resume),
                 ],
             )
         refuse_unreadable(self.resume)
@@ -465,6 +468,14 @@ class _Run:
             self.scores = score(model, self.tokenizer, self.tasks, self.config)
             self.metrics.write({"step": state.global_step, "tasks": self.scores}, state)
 
+    def _hints(self) -> Iterator[str]:
+        state, train = self.trainer.state, self.config.train
+        if early := stopped_early(train, state):
+            yield early
+            return
+        rate = float(self.trainer.args.learning_rate)
+        yield from hints(self.config, self.metrics.rows, steps=state.max_steps, rate=rate)
+
     def report(self) -> RunReport:
         """Build the report; the main process writes `report.json`."""
         from finetune.training.memory_meter import peak_memory_gib
@@ -487,6 +498,7 @@ class _Run:
             interrupted=self.interrupted,
             own={key: (values[0], values[-1]) for key, values in shown.items() if values},
             steps_per_s=1 / paces[len(paces) // 2] if paces else None,
+            hints=[] if self.interrupted else list(self._hints()),
         )
         if self.is_main:
             (self.folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
