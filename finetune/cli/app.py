@@ -63,7 +63,7 @@ VERBS = {
         "chat": ("train", "Talk with a trained model, or answer prompts."),
         "generate": ("train", "Talk with a trained model, or answer prompts."),
         "report": ("analysis", "Write one page about runs: HTML, plots."),
-        "export": ("runs", "Export weights, checked: adapter, merged, FP8, NVFP4."),
+        "export": ("runs", "Export weights, checked: adapter, merged, FP8, NVFP4, GGUF."),
     },
 }
 """Heading of the help -> verb -> file in this folder with a function of the verb's name, and its

@@ -180,14 +180,14 @@ def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:
 def export(
     run: RunName,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
-    to: Annotated[str, typer.Option(help="adapter, merged, fp8 or nvfp4.")],
+    to: Annotated[str, typer.Option(help="adapter, merged, fp8, nvfp4, gguf or gguf-q8.")],
     force: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
     push: Push = None,
     yes: Yes = False,
     trust_remote_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export weights, checked: adapter, merged, FP8, NVFP4."""
+    """Export weights, checked: adapter, merged, FP8, NVFP4, GGUF."""
     from finetune.config.paths import user_path
     from finetune.export import hub
     from finetune.export.export import export_run
@@ -210,7 +210,9 @@ def export(
 
 
 def serving(out: Path, to: str) -> str:
-    """The command that serves an export with vLLM."""
+    """The command that serves an export: with vLLM, a GGUF file with llama.cpp or Ollama."""
+    if to.startswith("gguf"):
+        return f"llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
     folder = shlex.quote(str(out))
     if to != "adapter":
         return f"vllm serve {folder}"

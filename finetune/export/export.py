@@ -4,6 +4,7 @@
     merged    the adapter merged into the original weights, in their stored type
     fp8       merged, then FP8 (compressed-tensors `float-quantized`)
     nvfp4     merged, then four bits (compressed-tensors `nvfp4-pack-quantized`)
+    gguf      merged, then one file in BF16 for llama.cpp and Ollama; `gguf-q8` in 8 bits (Q8_0)
 
 Merging uses the original weights: a run may store its frozen base in FP8 or NF4, and merging into
 such codes would round the adapter away. A full run's weights are in its `model/`; an interrupted
@@ -16,6 +17,7 @@ import contextlib
 import gc
 import io
 import platform
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial as bind
@@ -31,7 +33,7 @@ from finetune.config.paths import recipe_of, user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, DataNotFoundError, did_you_mean, install_hint
-from finetune.export import compressed_tensors, parity
+from finetune.export import compressed_tensors, gguf, parity
 from finetune.export.folder import (
     RECORD,
     copy_companions,
@@ -56,7 +58,7 @@ from finetune.training.reload import refuse_scores
 
 TARGETS = tuple(parity.MULTIPLES)
 QUANTIZED = ("fp8", "nvfp4")
-LIBRARIES = ("torch", "transformers", "peft", "safetensors", "compressed-tensors")
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "compressed-tensors", "gguf")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Export:
     """Finished export.
 
     Attributes:
-        target: `adapter`, `merged`, `fp8` or `nvfp4`.
+        target: one of `TARGETS`.
         parity: comparison with the run's model.
         rows: description of the compared rows.
         quantized, kept: names of linear layers that were quantized, and of those that were not.
@@ -145,7 +147,7 @@ def export_run(
 
     Args:
         run: a run folder.
-        to: `adapter`, `merged`, `fp8` or `nvfp4`.
+        to: `adapter`, `merged`, `fp8`, `nvfp4`, `gguf` or `gguf-q8`.
         out: the folder to make.
         force: replace an earlier export there.
         trust_remote_code: the model's own code may run, if the run's recipe says so too.
@@ -187,11 +189,15 @@ def export_run(
             model = merged(source, config, adapter, torch.bfloat16 if to in QUANTIZED else "auto")
             if to in QUANTIZED:
                 compressed_tensors.quantize(model, to, quantized, kept, inputs)
-            copy_companions(source, folder, finished.model)
-            model.save_pretrained(folder)
+            weights = folder / gguf.MERGED if to in gguf.TYPES else folder
+            weights.mkdir(exist_ok=True)
+            copy_companions(source, weights, finished.model)
+            model.save_pretrained(weights)
             del model
             if to == "fp8":
-                experts = compressed_tensors.quantize_saved(folder)
+                experts = compressed_tensors.quantize_saved(weights)
+        if to in gguf.TYPES:
+            gguf.convert(folder / gguf.MERGED, folder / gguf.FILE, to)
         if quantized:
             left = f"; kept in high precision: {', '.join(kept)}" if kept else ""
             more = f" and {experts} weights of experts" if experts else ""
@@ -203,6 +209,7 @@ def export_run(
         record = _record(finished, to, source, batches.rows, measured, reference.noise) | layers
         write_json(folder / RECORD, record, indent=1)
         parity.check(measured, to, reference.noise, str(folder))
+        shutil.rmtree(folder / gguf.MERGED, ignore_errors=True)
         _write_card(finished, folder, to, f"{batches.rows}: {measured}")
     say(f"parity on {batches.rows}: {measured}")
     return Export(out, to, measured, batches.rows, tuple(quantized), tuple(kept))
@@ -234,7 +241,8 @@ def check_export(
     quiet: Any = contextlib.redirect_stderr(io.StringIO()) if to in QUANTIZED else None
     with quiet or contextlib.nullcontext():
         model = _loaded(folder, to, run)
-        with parity.in_float32(model) if to == "merged" else contextlib.nullcontext():
+        wide = to == "merged" or to in gguf.TYPES
+        with parity.in_float32(model) if wide else contextlib.nullcontext():
             export = parity.observe(model, batches)
         worst = parity.worst_layer(model, reference.layers)
         return parity.compare(reference.outputs, export, worst)
@@ -245,6 +253,10 @@ def _loaded(folder: Path, to: str, run: FinishedRun) -> Any:
         return load_stock(folder, run.config, dtype="auto")
     if to == "merged":
         return load_stock(folder, run.config)
+    if to in gguf.TYPES:
+        model = load_stock(folder / gguf.MERGED, run.config, dtype=torch.float32)
+        gguf.read_into(model, folder / gguf.FILE)
+        return model
     from peft import PeftConfig
 
     named = PeftConfig.from_pretrained(str(folder))
@@ -270,6 +282,8 @@ def _refuse_target(to: str, run: FinishedRun) -> None:
         )
     if to in QUANTIZED:
         require(f"--to {to}", "compressed_tensors", install_hint("export"))
+    if to in gguf.TYPES:
+        gguf.converter(to)
 
 
 def _outline(source: Path, model: ModelConfig) -> Any:

@@ -91,6 +91,8 @@ MULTIPLES = {
     "merged": (1.5, 3, "merged weights are rounded to their stored type"),
     "fp8": (24, 32, "E4M3 rounds weights and inputs by up to 6 %"),
     "nvfp4": (96, 128, "E2M1 rounds weights and inputs by up to 25 %"),
+    "gguf": (1.5, 3, "its matrices are rounded to BF16"),
+    "gguf-q8": (6, 8, "Q8_0 rounds weights to 1/254 of the largest of 32"),
 }
 """Target -> how many times the noise of BF16 its logits may be off, and one layer, and why."""
 

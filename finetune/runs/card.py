@@ -25,6 +25,8 @@ TARGETS = {
     "merged": "adapter merged into the original weights",
     "fp8": "quantized to FP8 (W8A8, compressed-tensors)",
     "nvfp4": "quantized to NVFP4 (W4A4, compressed-tensors)",
+    "gguf": "merged, in BF16 (GGUF, for llama.cpp and Ollama)",
+    "gguf-q8": "merged, in 8 bits (GGUF Q8_0, for llama.cpp and Ollama)",
 }
 """Form of the weights -> its name on the card; the first is that of a full fine-tuning's run."""
 
@@ -63,6 +65,7 @@ def model_card(
         data_id=data if config.data.name and is_hub_id(data) else "",
         device=device_name(environment.get("device") or {}) or "unknown",
         form=TARGETS[target or ("adapter" if adapter else "")],
+        gguf=target.startswith("gguf"),
         headline=Receipt.read(receipt).headline,
         method=method_name(config.lora and config.lora.r, config.model.storage),
         parity=parity,

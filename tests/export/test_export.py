@@ -552,6 +552,25 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
     assert json.loads(record.out)["parity"]["kl"] == 0
 
 
+@pytest.mark.slow
+def test_gguf_is_one_checked_file(lora_run, tmp_path, cli, monkeypatch):
+    """By a stand-in of llama.cpp's converter; one that forgets the order of q and k is refused."""
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("LLAMA_CPP", str(Path(__file__).parent / "llama_cpp"))
+    out = tmp_path / "out"
+    said = cli("export", lora_run, "--to", "gguf", out)
+    assert said.code == 0, said.err
+    assert said.out.splitlines()[-1] == f"next: llama-server -m {out / 'model.gguf'}"
+    assert {f.name for f in out.iterdir()} == {"README.md", "export.json", "model.gguf"}
+    record = json.loads((out / "export.json").read_text())["parity"]
+    assert 0 < record["logit_error"] < record["noise"]["logit_error"]
+    assert f"| weights | {TARGETS_OF_CARD['gguf']} |" in (out / "README.md").read_text()
+    monkeypatch.setenv("FAULT", "1")
+    said = cli("export", lora_run, "--to", "gguf", tmp_path / "wrong")
+    assert said.code == 2
+    assert "times its noise (at most 3)" in said.err
+
+
 def test_unknown_target(lora_run, tmp_path, cli):
     said = cli("export", lora_run, "--to", "nvpf4", tmp_path / "out")
     assert said.code == 2

@@ -1,0 +1,124 @@
+"""GGUF, for llama.cpp, Ollama and LM Studio: written by llama.cpp's own converter, checked by us.
+
+`convert_hf_to_gguf.py` knows some 150 architectures, their tokenizers and what each release of
+llama.cpp expects; it is a script of that repository and on no index. It is looked for in the folder
+`LLAMA_CPP` and on the `PATH`, and run on a merged model. The file is then read again by other code:
+`gguf` dequantizes, and Transformers names the tensors and undoes what the format permutes. With
+these weights the merged model is compared with the run's (`finetune.export.parity`). Not compared
+are tokenizer and chat template, which the converter copies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import ConfigError, install_hint
+from finetune.hardware.requirements import require
+
+TYPES = {"gguf": "bf16", "gguf-q8": "q8_0"}
+"""Target -> type of the matrices, as the converter names it."""
+FILE, MERGED = "model.gguf", "merged"
+"""File of the export, and folder beside it of the model that is converted; removed at the end."""
+SCRIPT = "convert_hf_to_gguf.py"
+LIKE_LLAMA = ("smollm3", "granite", "arcee")
+"""Architectures with q and k permuted as Llama's are, which Transformers (5.23) does not read."""
+
+
+def converter(target: str) -> Path:
+    """Path of llama.cpp's converter.
+
+    Raises:
+        ConfigError: it is not here.
+        MissingExtraError: the file could not be read back.
+    """
+    home = os.environ.get("LLAMA_CPP")
+    found = os.path.join(home, SCRIPT) if home else shutil.which(SCRIPT)
+    if found is None or not Path(found).expanduser().is_file():
+        raise ConfigError(
+            f"--to {target} needs llama.cpp's converter",
+            where=f"LLAMA_CPP={home}" if home else "LLAMA_CPP is not set",
+            why=f"{SCRIPT} is a part of llama.cpp's repository, and on no package index",
+            fix="git clone --depth 1 https://github.com/ggml-org/llama.cpp && "
+            'export LLAMA_CPP="$PWD/llama.cpp" (nothing has to be built)',
+        )
+    require(f"--to {target}", "gguf", install_hint("gguf"))
+    return Path(found).expanduser()
+
+
+def convert(model: Path, out: Path, target: str) -> None:
+    """Convert the merged model in a folder to the file `out`.
+
+    Raises:
+        ConfigError: the converter does not know it, with its last line.
+    """
+    script = converter(target)
+    _complete(model / "config.json")
+    command = [sys.executable, str(script), str(model), "--outfile", str(out)]
+    command += ["--outtype", TYPES[target]]
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        command, env=os.environ | offline, capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode or not out.is_file():
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise ConfigError(
+            "llama.cpp's converter failed",
+            where=str(script),
+            why=said.splitlines()[-1],
+            fix="a newer llama.cpp (git pull), if it knows this family; else --to merged",
+        )
+
+
+def _complete(config: Path) -> None:
+    """Give GPT-2 a name of its context length that Transformers (5) writes no longer."""
+    values = json.loads(config.read_text(encoding="utf-8"))
+    if "n_positions" in values:
+        config.write_text(json.dumps({"n_ctx": values["n_positions"]} | values), encoding="utf-8")
+
+
+def read_into(model: Any, file: Path) -> None:
+    """Replace the weights of a model by those of a GGUF file, dequantized.
+
+    Raises:
+        ConfigError: Transformers cannot tell where the file holds a weight.
+    """
+    import transformers.modeling_gguf_pytorch_utils as stock
+    from gguf import GGUFReader, dequantize
+
+    reader, text = GGUFReader(file), model.config.get_text_config()
+    architecture = reader.fields["general.architecture"].contents()
+    kind = "llama" if architecture in LIKE_LLAMA else architecture
+    processor = stock.TENSOR_PROCESSORS.get(kind, stock.TensorProcessor)(config=text.to_dict())
+    names = stock.get_gguf_hf_weights_map(
+        model, processor, model_type=architecture, num_layers=text.num_hidden_layers
+    )
+    read: dict[str, Any] = {}
+    for tensor in reader.tensors:
+        weights, name, _ = processor.process(
+            weights=dequantize(tensor.data, tensor.tensor_type),
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters={"tensors": read},  # stacked experts are put there
+        )
+        if name in names:
+            read[names[name]] = torch.from_numpy(weights.copy())
+    parameters = dict(model.named_parameters())
+    unread = [n for n, p in parameters.items() if n not in read or read[n].shape[1:] != p.shape[1:]]
+    if unread:
+        raise ConfigError(
+            "this GGUF file cannot be compared with the run's model",
+            where=f"{unread[0]} and {len(unread) - 1} more weights of {type(model).__name__}",
+            why=f"Transformers does not read {architecture!r} from GGUF",
+            fix=f"--to merged, and then, unchecked: python {SCRIPT} MERGED --outtype bf16",
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter[: len(read[name])] = read[name]  # rows beyond the vocabulary are left out

@@ -1,0 +1,108 @@
+"""GGUF exports: converted by llama.cpp's script, or a stand-in, and read back by Transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from finetune.config.paths import TINY_LLAMA
+from finetune.errors import ConfigError
+from finetune.export import gguf, parity
+from tests.families import config_of, folder_of
+
+STAND_IN = Path(__file__).parent / "llama_cpp"
+IDS = torch.arange(3, 67).view(2, -1)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("LLAMA_CPP", str(STAND_IN))
+
+
+def read_back(folder: Path, file: Path):
+    """The model in a folder, with nothing but the weights of the file."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    gguf.read_into(model, file)
+    return model
+
+
+def test_without_the_converter_it_is_said_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    for home in (None, str(tmp_path)):
+        if home:
+            monkeypatch.setenv("LLAMA_CPP", home)
+        with pytest.raises(ConfigError, match=r"no package index(.|\n)*git clone --depth 1"):
+            gguf.converter("gguf")
+
+
+@pytest.mark.slow
+def test_a_file_is_read_back_and_a_wrong_order_is_found(stand_in, monkeypatch, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA).eval()
+    model.save_pretrained(tmp_path / "model")
+    batch = [{"input_ids": IDS, "labels": IDS}]
+    with parity.in_float32(model), parity.watching_layers(model) as layers:
+        exact = parity.observe(model, batch, answers=False)
+
+    def layer_error(target: str) -> float:
+        file = tmp_path / f"{target}.gguf"
+        gguf.convert(tmp_path / "model", file, target)
+        back = read_back(tmp_path / "model", file)
+        found = parity.compare(exact, parity.observe(back, batch, answers=False))
+        if target == "gguf":
+            assert (found.logit_error < 1e-5) != bool(os.environ.get("FAULT"))
+        return parity.worst_layer(back, layers)[0]
+
+    assert layer_error("gguf") < 0.01
+    assert 1 < layer_error("gguf-q8") < parity.MULTIPLES["gguf-q8"][1]
+    monkeypatch.setenv("FAULT", "1")
+    assert layer_error("gguf") > 100
+
+
+@pytest.mark.slow
+def test_what_the_converter_does_not_know_is_said(stand_in, tmp_path):
+    home = folder_of("gpt2", tmp_path)
+    with pytest.raises(ConfigError, match=r"Model gpt2 is not supported(.|\n)*git pull"):
+        gguf.convert(home, tmp_path / "out.gguf", "gguf")
+    assert json.loads((home / "config.json").read_text())["n_ctx"] == 512
+
+
+REAL = os.environ.get("LLAMA_CPP")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not REAL, reason="llama.cpp's repository is not in LLAMA_CPP")
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text", "gpt2", "smollm3"]
+)
+def test_families_by_the_real_converter(family, tmp_path, monkeypatch):
+    """It knows tokenizers by a hash; that of the packaged one, which it does not, is given."""
+    pytest.importorskip("gguf")
+    script = f"""
+import runpy, sys
+sys.path[:0] = [{REAL!r}, {REAL + "/gguf-py"!r}]
+import conversion.base
+conversion.base.TextModel.get_vocab_base_pre = lambda *_: "smollm"
+runpy.run_path({REAL + "/" + gguf.SCRIPT!r}, run_name="__main__")
+"""
+    (tmp_path / gguf.SCRIPT).write_text(script)
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    home = folder_of(family, tmp_path)
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config_of(family)).bfloat16()
+    made.save_pretrained(home)
+    gguf.convert(home, tmp_path / "out.gguf", "gguf")
+    exact = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            read_back(home, tmp_path / "out.gguf")(IDS).logits, exact(IDS).logits
+        )
