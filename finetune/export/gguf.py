@@ -5,7 +5,7 @@ llama.cpp expects; it is a script of that repository and on no index. It is look
 `LLAMA_CPP` and on the `PATH`, and run on a merged model. The file is then read again by other code:
 `gguf` dequantizes, and Transformers names the tensors and undoes what the format permutes. With
 these weights the merged model is compared with the run's (`finetune.export.parity`). Not compared
-are tokenizer and chat template, which the converter copies.
+are tokenizer, chat template and the model's settings, which the converter writes.
 """
 
 from __future__ import annotations
