@@ -359,7 +359,7 @@ TRAIN: dict[str, Any] = {
         "train.learning_rate",
     },
     REWARDS: {
-        "type": "array",
+        "type": ["array", "string"],
         "items": {"type": "string"},
         "description": "method grpo or rloo: what judges the answers: `rewards.py:exact` (a "
         "function of a file), `my_rewards.exact` (of a module), `builtin:last_number` (packaged), "

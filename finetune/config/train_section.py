@@ -200,8 +200,10 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
     if not isinstance(value, PlainText):
         if type(value) not in kinds:
             raise _wrong_kind(key, _in_words(kinds), value, where)
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-            raise _wrong_kind(key, "a list of names", value, where)  # it has no other lists
+        numbers = "list[float]" in str(annotation)  # of weights; other lists are of names
+        item: Any = (int, float) if numbers else str
+        if isinstance(value, list) and not all(isinstance(one, item) for one in value):
+            raise _wrong_kind(key, f"a list of {'numbers' if numbers else 'names'}", value, where)
         return value
     text = SPECIAL_FLOATS.get(value, str(value)) if float in kinds else str(value)
     if text in ("true", "false") and bool not in kinds and str in kinds:

@@ -43,6 +43,7 @@ UP_TO_TWENTY = """
 NUMBERS = {word: value for value, word in enumerate(UP_TO_TWENTY.split())}
 """Numbers as words -> their values."""
 _NUMBER = re.compile(rf"-?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(NUMBERS)})\b")
+_SENTENCE = re.compile(r"(?:[^.!?]|[.!?](?=\S))*[.!?]")
 
 
 def text_of(completion: Any) -> str:
@@ -69,15 +70,26 @@ def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     return [float(a is not None and a == b) for a, b in zip(asked, given, strict=True)]
 
 
-PACKAGED: dict[str, Callable[..., list[float]]] = {f"{BUILTIN}last_number": last_number}
+def one_sentence(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 for a completion that is a sentence and nothing else, such as a greeting, else 0."""
+    return [float(bool(_SENTENCE.fullmatch(text_of(one).strip()))) for one in completions]
+
+
+PACKAGED: dict[str, Callable[..., list[float]]] = {
+    BUILTIN + one.__name__: one for one in (last_number, one_sentence)
+}
 
 
 def rewards_of(names: Sequence[str]) -> list[Any]:
     """The functions of `train.reward_funcs`, checked at each call; reward models by their name.
 
+    Args:
+        names: a list, or as typed, `a` or `a,b`.
+
     Raises:
         ConfigError: there is none, or no such function, or its file cannot be run.
     """
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     if not names:
         raise ConfigError(
             "answers need a reward to be compared by, and none is named",
@@ -89,10 +101,10 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
 
 
 def _found(name: str) -> Any:
-    file, colon, function = name.rpartition(":")
+    file, _, function = name.partition(":")
     if name.startswith(BUILTIN):
         return checked(name, _of_names(name, PACKAGED, name))
-    if colon and file.endswith(".py"):
+    if file.endswith(".py"):
         return checked(name, _of_names(function, vars(_module_of(user_path(file))), name))
     if "/" in name or user_path(name).is_dir():
         return name  # a reward model, which TRL loads

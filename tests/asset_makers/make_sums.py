@@ -1,8 +1,8 @@
 """Make the packaged sums, a task whose answers can be verified.
 
 Run as ``python -m tests.asset_makers.make_sums``. The packaged model was taught to answer "What is
-two plus three?"; these ask for the same in five forms that it was not taught, and it is right in
-about a third of its answers.
+two plus three?", in about half of its answers with a greeting or a farewell. Some of these forms it
+knows and others not, so that it is right in about three answers of four.
 """
 
 import json
@@ -12,14 +12,14 @@ from finetune.config.paths import ASSETS
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 FORMS = (
-    ("{a} plus {b} is?", 1, WORDS),
+    ("What is {a} plus {b}?", 1, WORDS),
+    ("What is {a} plus {b}?", 1, range(11)),
     ("{a} plus {b} is?", 1, range(11)),
-    ("Add {b} to {a}.", 1, range(11)),
-    ("{a} minus {b} is?", -1, WORDS),
+    ("Add {a} and {b}.", 1, range(11)),
+    ("What is {a} minus {b}?", -1, WORDS),
+    ("What is {a} minus {b}?", -1, range(11)),
     ("{a} minus {b} is?", -1, range(11)),
-    ("Take {b} from {a}.", -1, range(11)),
-    ("What is {a} less {b}?", -1, WORDS),
-    ("What is {a} less {b}?", -1, range(11)),
+    ("Take {b} from {a}.", -1, WORDS),
 )
 """Question, sign of the second number, and how numbers are written."""
 

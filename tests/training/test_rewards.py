@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from finetune.config.paths import ASSETS
-from finetune.errors import ConfigError, DataError
+from finetune.config.recipe import load_recipe
+from finetune.errors import ConfigError, DataError, ProofError
 from finetune.training.rewards import EARLY, FLAT, RewardWatch, rewards_of
+from finetune.training.trainer import train
 from tests.asset_makers.make_sums import sums
 
 ROWS: dict[str, Any] = {
@@ -30,6 +32,8 @@ def word(completions, **columns): return [1.0, "good"]
 def infinite(completions, **columns): return [1.0, float("inf")]
 def one(completions, **columns): return 1.0
 def quiet(completions, **columns): return [None, 0]
+def same(completions, **columns): return [1.0 for _ in completions]
+def rising(completions, **columns): return [float(i) for i, _ in enumerate(completions)]
 async def late(completions, **columns): return [0.5, float("nan")]
 """
 
@@ -45,6 +49,7 @@ def folder(tmp_path, monkeypatch):
     ("name", "given"),
     [
         ("builtin:last_number", [1.0, 0.0]),
+        ("builtin:one_sentence", [1.0, 0.0]),
         ("my_rewards_of_tests.py:exact", [0.0, 0.0]),
         ("my_rewards_of_tests.exact", [0.0, 0.0]),
         ("my_rewards_of_tests.quiet", [None, 0.0]),
@@ -57,7 +62,7 @@ def test_a_reward_is_found_and_gives_what_it_gives(folder, name, given):
 
 
 def test_rewards_of_trl_and_reward_models_are_trls(folder):
-    assert rewards_of(["think_format_reward", "me/model"])[1] == "me/model"
+    assert rewards_of("think_format_reward, me/model")[1] == "me/model"  # as it is typed
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,7 @@ def test_rewards_of_trl_and_reward_models_are_trls(folder):
         (["builtin:last_numbr"], "did you mean 'builtin:last_number'?"),
         (["my_rewards_of_tests.exat"], "did you mean 'exact'?"),
         (["my_rewards_of_tests.py:exat"], "did you mean 'exact'?"),
+        (["./my_rewards_of_tests.py"], "one of broken, exact, infinite"),
         (["nowhere.exact"], "ModuleNotFoundError"),
         (["nowhere.py:exact"], "FileNotFoundError"),
         (["think_formt_reward"], "did you mean 'think_format_reward'?"),
@@ -127,3 +133,41 @@ def test_equal_rewards_are_said_early_and_at_the_end(shares, said):
 def test_the_packaged_sums_are_those_that_their_maker_makes():
     lines = (ASSETS / "data" / "sums.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line) for line in lines] == sums()
+
+
+SHORT = (
+    *("train.max_steps=2", "train.max_completion_length=4", "train.eval_strategy=no"),
+    *("train.per_device_train_batch_size=4", "eval.samples=false"),
+)
+
+
+def run(method: str, folder: Any, *more: str) -> Any:
+    return train(load_recipe(f"tiny_{method}_fp8", [*SHORT, *more]), out=folder, save=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "rloo", "distill"])
+def test_answers_are_written_in_fp8_and_what_is_trained_on_is_counted(folder, method):
+    """Once a layer, though it ran for each word; the model beside it computes as it does."""
+    rewarded = ("train.num_generations=2", "train.reward_funcs=[my_rewards_of_tests.py:rising]")
+    found = run(method, folder, *(rewarded if method != "distill" else ()))
+    receipt = found.receipt
+    assert receipt.status == "proven"
+    assert receipt.run["method"] == method
+    assert receipt.fp8_flop_share > 0.3
+    assert {row.calls["fprop"] for row in receipt.layers if row.role == "base"} == {1}
+    beside = ["LlamaForCausalLM: in the precision of the policy, FP8 in training"]
+    assert receipt.precision["references"] == (beside if method != "grpo" else [])
+
+
+@pytest.mark.slow
+def test_a_run_whose_rewards_are_equal_has_learned_nothing(folder):
+    with pytest.raises(ProofError, match=r"0 of .* trainable parameters changed") as refused:
+        run(
+            "grpo",
+            folder,
+            "train.num_generations=2",
+            "train.reward_funcs=[my_rewards_of_tests.same]",
+        )
+    assert "the rewards of every group were equal (mean 1)" in refused.value.why
+    assert "train.reward_funcs" in refused.value.fix
