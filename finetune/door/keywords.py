@@ -84,7 +84,8 @@ def recipe_of(function: str, said: Settings, typed: Settings, name: str = "") ->
         precision.setdefault("scaling", "rowwise")
 
     def where(at: tuple[str, ...]) -> str:
-        return f"finetune.{function}({keyword(*at[:2]) if len(at) > 1 else at[0]}=...)"
+        word = keyword(*at[:2]) if len(at) > 1 else at[0]
+        return f"finetune.{function}({'precision' if word == 'compute' else word}=...)"
 
     return Recipe(name, Path(), checked(_plain(data), where))
 

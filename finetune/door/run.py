@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from weakref import WeakKeyDictionary
 from transformers.trainer_utils import TrainOutput
 
 from finetune.analysis.report.curves import loss_plots
-from finetune.analysis.report.figures import LIGHT, svgs
+from finetune.analysis.report.figures import save_picture
 from finetune.analysis.report.run_source import RunSource
 from finetune.door.keywords import speaks
 from finetune.errors import ConfigError, OrderError
@@ -75,15 +77,13 @@ class Run(TrainOutput):
         return str(self.report)
 
     def _repr_html_(self) -> str:
-        plots = [
-            plot
-            for row in loss_plots([RunSource(self.folder, self.folder)])[:1]
-            for plot in row.plots
-        ]
-        colors = ";".join(f"--{name}:{color}" for name, color in LIGHT.items())
-        drawn = "".join(svgs(plot)["wide"] for plot in plots)
+        rows, picture = loss_plots([RunSource(self.folder, self.folder)]), io.BytesIO()
         shown = self.report._repr_mimebundle_([], [])["text/html"]
-        return f'<div style="{colors};background:#fff">{drawn}</div>{shown}'
+        if not rows:
+            return shown
+        save_picture(rows[0].plots[0], picture)
+        data = base64.b64encode(picture.getvalue()).decode()
+        return f'<img alt="losses" width="640" src="data:image/png;base64,{data}">{shown}'
 
 
 class OneRun:

@@ -72,7 +72,7 @@ def svgs(plot: Plot) -> dict[str, str]:
     return found
 
 
-def save_picture(plot: Plot, file: Path) -> None:
+def save_picture(plot: Plot, file: Path | io.BytesIO) -> None:
     """Write the plot with its title and legend as PNG, on white."""
     with rc_context(PLOT_STYLE):
         figure = drawn(plot, *((860, 380) if plot.size == "wide" else (560, 340)))
