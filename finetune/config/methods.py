@@ -104,52 +104,50 @@ ADAPTERS = 10
 """Adapters train with ten times the learning rate of all weights (TRL's documentation, PEFT)."""
 
 
-def _row(name: str, trainer: str, rows: tuple[RowForm, ...], low: float, high: float, **own: Any):
+def _row(
+    name: str, trainer: str, rows: tuple[RowForm, ...], rates: tuple[float, float], **own: Any
+) -> Method:
     module, _, short = trainer.rpartition(".")
     config = f"{module}.{short.removesuffix('Trainer')}Config"
-    judged = LOSSES if {*rows} <= {"answers", "text"} else ("loss",)
-    return Method(name, trainer, config, rows, (low, high), **{"judged": judged} | own)
+    own.setdefault("judged", LOSSES if {*rows} <= {"answers", "text"} else ("loss",))
+    return Method(name, trainer, config, rows, rates, **own)
 
 
 PAIRS, REWARD = ("loss", "accuracy"), ("reward",)
 """Measures: of pairs of answers, and of rewarded ones, whose loss says nothing."""
-
+_OF_PAIRS: dict[str, Any] = {"judged": PAIRS, "shown": ("rewards/accuracies", "rewards/margins")}
+_REWARDED: dict[str, Any] = {"writes": True, "judged": REWARD, "shown": ("reward",)}
+_ORPO = "trl.experimental.orpo.ORPOTrainer"
 
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
 # which its examples lower to 1e-5), and those of its example scripts.
-_PAIR = ("rewards/accuracies", "rewards/margins")
 METHODS = {
     row.name: row
     for row in (
-        _row("sft", "trl.SFTTrainer", ("answers",), 5e-6, 5e-5),
-        _row("continue", "trl.SFTTrainer", ("text",), 5e-6, 6e-4),
+        _row("sft", "trl.SFTTrainer", ("answers",), (5e-6, 5e-5)),
+        _row("continue", "trl.SFTTrainer", ("text",), (5e-6, 6e-4)),
+        _row("dpo", "trl.DPOTrainer", ("preference",), (5e-7, 5e-6), reference=True, **_OF_PAIRS),
         _row(
-            *("dpo", "trl.DPOTrainer", ("preference",), 5e-7, 5e-6),
-            reference=True, judged=PAIRS, shown=_PAIR,
+            *("kto", "trl.KTOTrainer"),
+            rows=("unpaired", "preference"),
+            rates=(5e-7, 5e-6),
+            reference=True,
+            shown=("rewards/margins", "kl"),
         ),
+        _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), **_OF_PAIRS),
         _row(
-            *("kto", "trl.KTOTrainer", ("unpaired", "preference"), 5e-7, 5e-6),
-            reference=True, shown=("rewards/margins", "kl"),
+            *("reward", "trl.RewardTrainer"),
+            rows=("preference",),
+            rates=(5e-6, 1e-4),
+            head="score",
+            judged=PAIRS,
+            shown=("accuracy", "margin"),
         ),
-        _row(
-            *("orpo", "trl.experimental.orpo.ORPOTrainer", ("preference",), 1e-6, 1e-5),
-            judged=PAIRS, shown=_PAIR,
-        ),
-        _row(
-            *("reward", "trl.RewardTrainer", ("preference",), 5e-6, 1e-4),
-            head="score", judged=PAIRS, shown=("accuracy", "margin"),
-        ),
-        _row(
-            *("grpo", "trl.GRPOTrainer", ("prompts",), 5e-7, 5e-6),
-            writes=True, judged=REWARD, shown=("reward",),
-        ),
-        _row(
-            *("rloo", "trl.RLOOTrainer", ("prompts",), 5e-7, 5e-6),
-            writes=True, judged=REWARD, shown=("reward",),
-        ),
-        _row("distill", "trl.DistillationTrainer", ("prompts",), 1e-6, 2e-5, writes=True),
+        _row("grpo", "trl.GRPOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
+        _row("rloo", "trl.RLOOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
+        _row("distill", "trl.DistillationTrainer", ("prompts",), (1e-6, 2e-5), writes=True),
     )
-}  # fmt: skip
+}
 SHOWN = tuple(dict.fromkeys(key for method in METHODS.values() for key in method.shown))
 """Metrics of all methods that are shown beside the loss."""
 

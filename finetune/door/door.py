@@ -261,7 +261,7 @@ def trainer(
     before = said | {"train": train, "data": {"min_steps": usual.data.min_steps}}
     recipe = recipe_of("trainer", before, typed, _name_of(said))
     if model.device.type == "cuda":  # trained before: what it takes is not taken twice
-        model.to("cpu")
+        model.cpu()
         torch.cuda.empty_cache()
     begins = begun(
         recipe, forecast=MemoryForecast(), out=out, force=force, given=(model, tokenizer)

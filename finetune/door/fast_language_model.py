@@ -49,12 +49,14 @@ class FastLanguageModel:
             full_finetuning: with `load_in_fp8`: plain weights, all trained in FP8.
             **kwargs: as `finetune.load`.
         """
-        given = _with_effect(kwargs) | ({} if dtype is None else {"dtype": dtype})
+        given: dict[str, Any] = _with_effect(kwargs) | ({} if dtype is None else {"dtype": dtype})
         fp8 = {"load_in_fp8": not full_finetuning, "precision": "fp8"} if load_in_fp8 else {}
         model, tokenizer = load(model_name, load_in_4bit=load_in_4bit, **fp8, **given)
         said = said_of(model)
         if load_in_fp8:
-            held = {} if full_finetuning else {"frozen": "fp8", "scaling": "rowwise"}
+            held: dict[str, Any] = (
+                {} if full_finetuning else {"frozen": "fp8", "scaling": "rowwise"}
+            )
             own = {key: value for key, value in said["precision"].items() if key != "compute"}
             setup_fp8_mixed_precision_training(**held | own)
         else:

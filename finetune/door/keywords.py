@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,8 @@ def recipe_of(function: str, said: Settings, typed: Settings, name: str = "") ->
     if precision.get("compute") == "fp8" and "lora" in data:
         precision.setdefault("scaling", "rowwise")
 
-    def where(at: tuple[str, ...]) -> str:
-        word = keyword(*at[:2]) if len(at) > 1 else at[0]
+    def where(at: Sequence[str]) -> str:
+        word = keyword(at[0], at[1]) if len(at) > 1 else at[0]
         return f"finetune.{function}({'precision' if word == 'compute' else word}=...)"
 
     return Recipe(name, Path(), checked(_plain(data), where))

@@ -251,7 +251,7 @@ class Run:
     def scores(self) -> dict[str, float]:
         """Where its method's own measures end, by name; reads the end of `metrics.jsonl` only."""
         ends = {n: MEASURES[n].end(self.tail) for n in self.method.judged if MEASURES[n].rises}
-        return {name: end for name, end in ends.items() if finite(end) is not None}
+        return {name: end for name, x in ends.items() if (end := finite(x)) is not None}
 
     @cached_property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:

@@ -60,7 +60,9 @@ def last_number_of(text: str) -> float | None:
     (5.0, 1450.0, None)
     """
     found = _NUMBER.findall(text.lower())
-    return float(NUMBERS.get(found[-1], found[-1].replace(",", ""))) if found else None
+    if not found:
+        return None
+    return float(NUMBERS[found[-1]] if found[-1] in NUMBERS else found[-1].replace(",", ""))
 
 
 def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
