@@ -62,6 +62,10 @@ VERBS = {
     "Share": {
         "chat": ("train", "Talk with a trained model, or answer prompts."),
         "generate": ("train", "Talk with a trained model, or answer prompts."),
+        "serve": (
+            "train",
+            "Serve a run or an export by `transformers serve`, over OpenAI's protocol.",
+        ),
         "report": ("analysis", "Write one page about runs: HTML, plots."),
         "export": ("runs", "Export weights, checked: adapter, merged, FP8, NVFP4, GGUF."),
     },

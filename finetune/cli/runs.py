@@ -210,18 +210,10 @@ def export(
 
 
 def serving(out: Path, to: str) -> str:
-    """The command that serves an export: with vLLM, a GGUF file with llama.cpp or Ollama."""
-    if to.startswith("gguf"):
-        return f"llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
-    folder = shlex.quote(str(out))
-    if to != "adapter":
-        return f"vllm serve {folder}"
-    adapter = json.loads((out / "adapter_config.json").read_text("utf-8"))
-    ranks = [adapter["r"], *(adapter.get("rank_pattern") or {}).values()]
-    most = 1 << (max(*ranks, 16) - 1).bit_length()  # vLLM takes powers of two, 16 by itself
-    base = shlex.quote(adapter["base_model_name_or_path"])
-    named = f"--lora-modules {shlex.quote(out.name)}={folder}"
-    return f"vllm serve {base} --enable-lora --max-lora-rank {most} {named}"
+    """The commands that serve an export."""
+    from finetune.export.serving import commands
+
+    return "\n  or: ".join(commands(out, to))
 
 
 # ----------------------------------------------------------------------------------------- import

@@ -1,8 +1,9 @@
-"""Verbs about a model: `run` trains it, `generate` asks it, `evaluate` scores it."""
+"""Verbs about a model: `run` trains it, `generate` and `serve` ask it, `evaluate` scores it."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ from finetune.cli import (
     TrustCode,
 )
 from finetune.config.recipe import Recipe, load_recipe
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MissingExtraError
 from finetune.hardware.device import rank
 from finetune.logging import busy, json_alone, output, whole
 from finetune.runs.checkpoints import CHECKPOINTS, LATEST, checkpoints_in
@@ -198,6 +199,47 @@ def _above_its_answer(prompts: Iterable[str], console: Console) -> Iterator[str]
     for prompt in prompts:
         console.print(Text("> ") + Text(prompt), style="dim")
         yield prompt
+
+
+# ------------------------------------------------------------------------------------------- serve
+
+
+def serve(
+    run: RunName,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="Options of `transformers serve`."),
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    trust_remote_code: TrustCode = False,
+    out: RunsFolder = Path("runs"),
+) -> None:
+    """Serve a run or an export by `transformers serve`, over OpenAI's protocol."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise MissingExtraError(
+            "`transformers serve` is not installed whole",
+            why="it needs fastapi, uvicorn and openai",
+            fix="pip install 'transformers[serving]'",
+        )
+    folder = Path(run)
+    if not (folder / "config.json").is_file():
+        from finetune.export.export import export_run, open_run
+
+        found = open_run(find_run(run, out))
+        merged = found.folder.with_name(f"{found.folder.name}-merged")  # a run stays as it is
+        folder = merged if found.has_adapter else found.model
+        if not folder.is_dir():
+            code = {"trust_remote_code": trust_remote_code}
+            export_run(found.folder, "merged", folder, console=output(stderr=True), **code)
+    words = ["serve", str(folder), "--port", str(port), *(options or ())]
+    words += ["--trust-remote-code"] * trust_remote_code
+    ask = """-d '{"messages": [{"role": "user", "content": "Hello."}]}'"""
+    url = f"localhost:{port}/v1/chat/completions -H 'Content-Type: application/json'"
+    output().print(whole(f"next: curl {url} {ask}"), crop=False)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "transformers.cli.transformers", *words])
 
 
 # --------------------------------------------------------------------------------------- evaluate

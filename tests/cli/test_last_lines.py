@@ -52,11 +52,29 @@ def test_warnings_are_among_the_last_lines(tmp_path) -> None:
 def test_an_adapter_is_served_beside_its_base_at_its_highest_rank(tmp_path) -> None:
     adapter = {"r": 8, "rank_pattern": {"q_proj": 24}, "base_model_name_or_path": "org/base"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    assert serving(tmp_path, "adapter") == (
-        f"vllm serve org/base --enable-lora --max-lora-rank 32 "
-        f"--lora-modules {tmp_path.name}={tmp_path}"
-    )
-    assert serving(tmp_path, "fp8") == f"vllm serve {tmp_path}"
+    vllm, sglang = serving(tmp_path, "adapter").split("\n  or: ")
+    named = f"{tmp_path.name}={tmp_path}"
+    assert vllm == (f"vllm serve org/base --enable-lora --max-lora-rank 32 --lora-modules {named}")
+    assert sglang.endswith(f"--model-path org/base --max-lora-rank 24 --lora-paths {named}")
+    assert serving(tmp_path, "nvfp4") == f"vllm serve {tmp_path}"
+    assert f"'FROM %s\\n' {tmp_path} > Modelfile" in serving(tmp_path, "merged")
+
+
+def test_serve_hands_a_folder_over_or_names_what_is_missing(tmp_path, cli, monkeypatch) -> None:
+    import os
+
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "config.json").write_text("{}")
+    known, started = "transformers.utils.import_utils.is_serve_available", []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words[3:]))
+    monkeypatch.setattr(known, lambda: False)
+    refused = cli("serve", tmp_path / "merged")
+    assert refused.code == 2
+    assert "pip install 'transformers[serving]'" in refused.err
+    monkeypatch.setattr(known, lambda: True)
+    assert cli("serve", tmp_path / "merged", "--port", "8001", "--", "--enable-cors").code == 0
+    asked = ["serve", str(tmp_path / "merged"), "--port", "8001", "--enable-cors"]
+    assert started == [asked]
 
 
 class Full(io.StringIO):

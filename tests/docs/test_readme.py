@@ -30,6 +30,7 @@ SLOW = (*SMALL, "diagnose", "estimate")
 RUN_ELSEWHERE = {
     "chat": "tests/training/test_chat.py",
     "generate": "tests/cli/test_cli.py",
+    "serve": "tests/cli/test_last_lines.py",
     "evaluate": "tests/cli/test_cli.py",
     "report": "tests/analysis/test_report.py",
     "export": "tests/export/test_export.py",
