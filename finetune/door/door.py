@@ -126,7 +126,7 @@ def say(line: str) -> None:
 
 @speaks()
 def add_lora(
-    model: PreTrainedModel, r: int = 16, *, random_state: int = SEED, **settings: Any
+    model: PreTrainedModel | PeftModel, r: int = 16, *, random_state: int = SEED, **settings: Any
 ) -> PeftModel:
     """Put low-rank adapters on a model, by PEFT: the base does not train.
 
@@ -261,7 +261,8 @@ def trainer(
     before = said | {"train": train, "data": {"min_steps": usual.data.min_steps}}
     recipe = recipe_of("trainer", before, typed, _name_of(said))
     if model.device.type == "cuda":  # trained before: what it takes is not taken twice
-        model.cpu()
+        on_host: Any = model
+        on_host.to("cpu")
         torch.cuda.empty_cache()
     begins = begun(
         recipe, forecast=MemoryForecast(), out=out, force=force, given=(model, tokenizer)

@@ -49,8 +49,10 @@ class FastLanguageModel:
             full_finetuning: with `load_in_fp8`: plain weights, all trained in FP8.
             **kwargs: as `finetune.load`.
         """
-        given: dict[str, Any] = _with_effect(kwargs) | ({} if dtype is None else {"dtype": dtype})
-        fp8 = {"load_in_fp8": not full_finetuning, "precision": "fp8"} if load_in_fp8 else {}
+        given = _with_effect(kwargs) | ({} if dtype is None else {"dtype": dtype})
+        fp8: dict[str, Any] = (
+            {"load_in_fp8": not full_finetuning, "precision": "fp8"} if load_in_fp8 else {}
+        )
         model, tokenizer = load(model_name, load_in_4bit=load_in_4bit, **fp8, **given)
         said = said_of(model)
         if load_in_fp8:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from finetune.config.methods import METHODS, arguments, method_of
 from finetune.config.recipe import Recipe, checked, replace
 from finetune.config.section import BUILTIN
 from finetune.config.train_section import elsewhere, fields_of
-from finetune.config.yaml import PlainText
+from finetune.config.yaml import KeyPath, PlainText
 from finetune.errors import UnknownArgumentError, did_you_mean, speaking
 
 Settings = dict[str, dict[str, Any]]
@@ -83,8 +83,9 @@ def recipe_of(function: str, said: Settings, typed: Settings, name: str = "") ->
     if precision.get("compute") == "fp8" and "lora" in data:
         precision.setdefault("scaling", "rowwise")
 
-    def where(at: Sequence[str]) -> str:
-        word = keyword(at[0], at[1]) if len(at) > 1 else at[0]
+    def where(at: KeyPath) -> str:
+        section, *keys = at
+        word = keyword(section, keys[0]) if keys else section
         return f"finetune.{function}({'precision' if word == 'compute' else word}=...)"
 
     return Recipe(name, Path(), checked(_plain(data), where))

@@ -120,7 +120,8 @@ class OneRun:
             TRAINED[without_adapters(self.model)] = self.run.folder
             with WAITING:
                 report = self.run.train()
-        run = Run._make(self.run.output or (self.state.global_step, math.nan, {}))
+        output: Any = self.run.output or (self.state.global_step, math.nan, {})
+        run = Run(*output)
         run.report = report
         if self.run.is_main:
             self.run.console.print(report.summary, crop=False)

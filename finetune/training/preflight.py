@@ -288,12 +288,12 @@ def _check_head(made: PrecisionPlan) -> None:
 # dequantized before its GEMM. FP8 compute on frozen FP8 codes is `precision.frozen` instead.
 
 
-def check_storage(config: RunConfig, model: nn.Module | None) -> None:
+def check_storage(config: RunConfig, model: Any) -> None:
     """Reject settings that quantized storage cannot honor.
 
     Args:
         model: the model with adapters, also on the meta device; its configuration says if the
-            checkpoint is itself quantized. None where `model.storage` is set, which decides.
+            checkpoint is itself quantized. Not asked, thus None too, with a `model.storage`.
 
     Raises:
         ConfigError: quantized weights would have to train, or to be sharded.
@@ -303,8 +303,7 @@ def check_storage(config: RunConfig, model: nn.Module | None) -> None:
     where = f"model.storage={storage}"
     if storage is None:
         where = f"quantization_config in config.json of {config.model.name}"
-        held = getattr(getattr(model, "config", None), "quantization_config", None)
-        if lora is not None or not held:
+        if lora is not None or not getattr(model.config, "quantization_config", None):
             return
     if lora is None:
         raise ConfigError(

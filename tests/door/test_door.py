@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from finetune.errors import FinetuneError, OrderError, PrecisionError
 from finetune.hardware.device import this_device
 from finetune.training import session
 
-EMULATED = {"precision": "fp8", "emulation": "allow"}
-SHORT = {
+EMULATED: dict[str, Any] = {"precision": "fp8", "emulation": "allow"}
+SHORT: dict[str, Any] = {
     "max_steps": 3, "max_length": 128, "packing": False, "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1, "max_rows": 24, "save_strategy": "no", "logging_steps": 1,
     "eval_strategy": "no", "gradient_checkpointing": False, "eval": {"samples": False},
@@ -74,7 +75,7 @@ def test_an_interrupt_saves_and_the_next_trainer_resumes(tmp_path, loaded):
                 os.kill(os.getpid(), signal.SIGINT)
 
     model, tokenizer = loaded
-    trainer = finetune.trainer(
+    trainer: Any = finetune.trainer(
         finetune.add_lora(model), tokenizer, "builtin:harbour", out=tmp_path, **SHORT
     )
     trainer.add_callback(Interrupt())
@@ -99,7 +100,7 @@ def test_a_script_s_own_model_and_rows_become_a_recipe(tmp_path):
     rows = [{"prompt": f"{n}?", "completion": f" {n}."} for n in range(20)]
     precision = {"compute": "fp8", "emulation": "allow"}
     asked = SHORT | {"precision": precision, "out": tmp_path}
-    first = finetune.trainer(model, tokenizer, rows, **asked)
+    first: Any = finetune.trainer(model, tokenizer, rows, **asked)
     config = first.run.config
     assert config.model.name == str(TINY_LLAMA)
     assert config.model.dtype == "float32"
@@ -107,7 +108,7 @@ def test_a_script_s_own_model_and_rows_become_a_recipe(tmp_path):
     assert set(config.lora.target_modules) == {"q_proj", "v_proj"}
     assert config.precision.frozen == "fp8"
     assert len(first.train_dataset) + len(first.eval_dataset) == 20
-    second = finetune.trainer(model, tokenizer, rows, **asked)
+    second: Any = finetune.trainer(model, tokenizer, rows, **asked)
     assert not first.run.folder.exists()
     assert second.run.folder.exists()
     with pytest.raises(OrderError, match="came after this trainer"):
