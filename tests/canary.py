@@ -332,6 +332,9 @@ class Uses:
 
     def __init__(self, package: Path, listed: dict[str, Any] = LISTED) -> None:
         self.libraries, self.elsewhere = frozenset(listed["names"]), _listed(listed, "elsewhere")
+        stub = package / "__init__.pyi"  # users call what it names
+        named = re.findall(r" as (\w+)", stub.read_text("utf-8")) if stub.exists() else ()
+        self.public = frozenset(named)
         self.found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         self.keywords: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         """Of functions by dotted name, and of methods by `.name`."""
@@ -390,7 +393,7 @@ class Uses:
         inside = [
             n for node in file.nodes.told if isinstance(node, ast.ClassDef) for n in node.body
         ]
-        asked = self.called | self.elsewhere | {*self.constants.get("_HOME", ())}
+        asked = self.called | self.elsewhere | self.public
         for node in (each.scope for each in file.nodes.inner):
             made = _signature(node)
             if made.is_open and node not in inside and node.name not in asked:  # type: ignore

@@ -191,6 +191,7 @@ def export(
     from finetune.config.paths import user_path
     from finetune.export import hub
     from finetune.export.export import export_run
+    from finetune.export.serving import commands
 
     if push:
         hub.check_name(push)
@@ -204,16 +205,10 @@ def export(
     if as_json:
         print((out / "export.json").read_text("utf-8"))
     else:
-        output().print(whole(f"export: {out}"), whole(f"next: {serving(out, to)}"), crop=False)
+        served = "\n  or: ".join(commands(out, to))
+        output().print(whole(f"export: {out}"), whole(f"next: {served}"), crop=False)
     if push:
         console.print(whole(hub.pushed(out, push, yes=yes)), crop=False)
-
-
-def serving(out: Path, to: str) -> str:
-    """The commands that serve an export."""
-    from finetune.export.serving import commands
-
-    return "\n  or: ".join(commands(out, to))
 
 
 # ----------------------------------------------------------------------------------------- import

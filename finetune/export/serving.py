@@ -1,8 +1,8 @@
 """Commands that serve an export: what is written, by which server, in which words.
 
 vLLM and SGLang read the formats of Transformers and compressed-tensors; Ollama a folder of 16-bit
-weights (of the families that it converts: Llama, Mistral, Gemma, Phi-3) or a GGUF file. A server
-that has no row for a format cannot read it, or nobody says that it can.
+weights (of the families that it converts: Llama, Mistral, Gemma, Phi-3) or a GGUF file, as
+llama.cpp does. A server that has no row for a format cannot read it, or nobody says that it can.
 """
 
 from __future__ import annotations

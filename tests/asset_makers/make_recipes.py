@@ -30,7 +30,7 @@ def preview_gib(recipe: str) -> float | None:
     config = _compiled(recipe)
     if decides_checkpointing(config):
         config = with_checkpointing(config, True)
-    if not method_of(config.train).is_text:
+    if method_of(config.train).writes:
         return None
     held = predict_fast(config, place_of("H100")).footprint
     return round((held.allocated + held.outside) / GIB, 2)
@@ -43,7 +43,7 @@ def speeds(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, int]:
     """
     if "tiny" in recipe or "qlora" in recipe:
         return {}
-    if not method_of(_compiled(recipe).train).is_text:
+    if method_of(_compiled(recipe).train).writes:
         return {}
     gpus = tuple(gpu for gpu in gpu_table() if gpu.name in names)
     found = cheapest_gpu(_compiled(recipe), gpus=gpus).choices

@@ -194,8 +194,8 @@ def test_stored_rows_of_ls_are_those_of_the_recipes():
         memory = {"preview_gib": known["row"]["preview_gib"]}
         assert known["crc32"] == recipes.checksum(name), fix
         assert known["row"] == recipes.row_of(name) | memory, fix
-        predicted = method_of(load_recipe(name, check_train=False).config.train).is_text
-        assert (memory["preview_gib"] or 0) > 0 if predicted else memory["preview_gib"] is None
+        writes = method_of(load_recipe(name, check_train=False).config.train).writes
+        assert memory["preview_gib"] is None if writes else memory["preview_gib"] > 0
     speeds = {name: known["tokens_per_s"] for name, known in stored.items()}
     assert {gpu for row in speeds.values() for gpu in row} == set(make_recipes.GPUS)
     for name in ("llama_8b_lora_fp8", "llama_8b_full_fp8", "llama_1b_full_bf16"):

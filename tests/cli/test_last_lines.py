@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 import finetune
-from finetune.cli.runs import serving
 from finetune.config.recipe import load_recipe
+from finetune.export.serving import commands
 from finetune.logging import as_text
 from finetune.runs.receipt import LayerReceipt, Receipt, RunReport, Sample
 
@@ -52,12 +52,12 @@ def test_warnings_are_among_the_last_lines(tmp_path) -> None:
 def test_an_adapter_is_served_beside_its_base_at_its_highest_rank(tmp_path) -> None:
     adapter = {"r": 8, "rank_pattern": {"q_proj": 24}, "base_model_name_or_path": "org/base"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    vllm, sglang = serving(tmp_path, "adapter").split("\n  or: ")
+    vllm, sglang = commands(tmp_path, "adapter")
     named = f"{tmp_path.name}={tmp_path}"
     assert vllm == (f"vllm serve org/base --enable-lora --max-lora-rank 32 --lora-modules {named}")
     assert sglang.endswith(f"--model-path org/base --max-lora-rank 24 --lora-paths {named}")
-    assert serving(tmp_path, "nvfp4") == f"vllm serve {tmp_path}"
-    assert f"'FROM %s\\n' {tmp_path} > Modelfile" in serving(tmp_path, "merged")
+    assert commands(tmp_path, "nvfp4") == [f"vllm serve {tmp_path}"]
+    assert f"'FROM %s\\n' {tmp_path} > Modelfile" in commands(tmp_path, "merged")[-1]
 
 
 def test_serve_hands_a_folder_over_or_names_what_is_missing(tmp_path, cli, monkeypatch) -> None:
