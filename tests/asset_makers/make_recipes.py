@@ -62,10 +62,10 @@ def _compiled(recipe: str) -> RunConfig:
 
 
 if __name__ == "__main__":
-    table = json.loads(ROWS.read_text())
     for name in sys.argv[1:] or list_recipes():
         row = row_of(name) | {"preview_gib": preview_gib(name)}
-        table[name] = {"crc32": checksum(name), "row": row, "tokens_per_s": speeds(name)}
-        print(name, row["preview_gib"], table[name]["tokens_per_s"].get("H100"), flush=True)
-    ordered = {name: table[name] for name in list_recipes() if name in table}
-    ROWS.write_text(json.dumps(ordered, indent=1) + "\n")
+        made = {"crc32": checksum(name), "row": row, "tokens_per_s": speeds(name)}
+        print(name, row["preview_gib"], made["tokens_per_s"].get("H100"), flush=True)
+        table = json.loads(ROWS.read_text()) | {name: made}  # each at once: some take minutes
+        ordered = {known: table[known] for known in list_recipes() if known in table}
+        ROWS.write_text(json.dumps(ordered, indent=1) + "\n")

@@ -11,6 +11,7 @@ import trl
 from transformers import AutoTokenizer
 from trl import SFTConfig
 
+from finetune.config.methods import METHODS
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.section import DataConfig
 from finetune.data.checks import MASKED
@@ -178,7 +179,7 @@ def counted(
         output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], max_length=max_length,
         **loaded.settings,
     )  # fmt: skip
-    return count(loaded, args, tokenizer)
+    return count(loaded, args, tokenizer, METHODS["sft"])
 
 
 def trained_texts(tokenizer: Any, row: dict[str, Any]) -> Iterator[str]:

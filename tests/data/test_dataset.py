@@ -425,7 +425,7 @@ def test_answers_that_a_row_calls_bad_are_refused_or_skipped(load, settings):
     path = write("rows.jsonl", [good, bad])
     with pytest.raises(DataError) as caught:
         list(itertools.islice(load(path, **settings).train, 2))
-    assert (caught.value.where, "KTO" in caught.value.why) == ("rows.jsonl: row 2", True)
+    assert (caught.value.where, "kto" in caught.value.why) == ("rows.jsonl: row 2", True)
     rows = load(path, on_bad_row="skip", **settings)
     assert list(itertools.islice(rows.train, 1)) == [pair("a?", "True")]
     assert rows.refused == 1
