@@ -70,7 +70,10 @@ ABOUT_ROWS = (
 )
 """Settings of `train` that shape a batch."""
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
-EVALUATION_ROWS, ANSWER, LAYER_ROWS = 128, 64, 32
+EVALUATION_ROWS, ANSWER = 128, 64
+LAYER_ROWS = 128
+"""On 32, of which many are of the same token, a correct FP8 layer was up to 42 times its noise off;
+on 128, 29 times. On 256 it is no better, and their memory is twice that."""
 CALIBRATION_ROWS = 64
 BATCH = 4
 

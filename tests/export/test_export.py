@@ -654,4 +654,5 @@ def test_an_export_of_a_moved_run_names_its_recipe(tmp_path) -> None:
     config = load_recipe("tiny_lora_fp8", check_train=False).config
     run = FinishedRun(tmp_path, config, tmp_path / "model", "proven", None)
     equal = parity.Parity(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 8, 8, 2, True, False)
-    assert export._record(run, "merged", tmp_path, "8 rows", equal)["recipe"] == "tiny_lora_fp8"
+    record = export._record(run, "merged", tmp_path, "8 rows", equal, None)
+    assert record["recipe"] == "tiny_lora_fp8"
