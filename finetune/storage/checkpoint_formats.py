@@ -243,7 +243,7 @@ def refuse_codes(files: Iterable[str | Path]) -> None:
                 raise ModelNotFoundError(
                     f"{file.name} has weights of type {kind}",
                     where=f"model.name: {key}",
-                    why="config.json has no quantization_config that would say how to read them",
+                    why="no quantization_config of config.json says how to read them",
                     fix="download or copy config.json and the safetensors files again, together",
                 )
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from finetune.errors import StorageNotComputeError
+from finetune.errors import ModelNotFoundError, StorageNotComputeError
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.formats import E4M3
 from finetune.precision.stored import iter_stored, requantize, store
@@ -281,7 +281,6 @@ def test_it_says_that_activations_are_ignored(tmp_path, caplog):
 OTHERS = {
     "bitsandbytes in 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "gptq in 4 bits": {"quant_method": "gptq", "bits": 4},
-    "mxfp4": {"quant_method": "mxfp4"},
     "group_0 is int8": compressed("channel", type="int"),
     "group_0 is float4": compressed("tensor_group", num_bits=4, group_size=16),
     "pack-quantized": {**compressed("channel"), "format": "pack-quantized"},
@@ -299,6 +298,14 @@ def test_other_layouts_are_refused(what, tmp_path):
     with pytest.raises(StorageNotComputeError, match=what) as caught:
         load_in_fp8(tmp_path)
     assert "from_pretrained alone" in caught.value.fix
+
+
+def test_codes_of_fp8_are_not_read_as_mxfp4(tmp_path):
+    """Which is read (`test_mxfp4`); its codes are not of this type."""
+    publish(plain(), tmp_path, {"quant_method": "mxfp4"}, "row")
+    with pytest.raises(ModelNotFoundError, match="weights of type F8_E4M3") as caught:
+        load_in_fp8(tmp_path)
+    assert caught.value.why == "no quantization_config of config.json says how to read them"
 
 
 def rewrite(folder, change):
