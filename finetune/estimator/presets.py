@@ -71,8 +71,10 @@ def _no_fp8(config: RunConfig) -> Iterator[Change]:
 def _debug(config: RunConfig) -> Iterator[Change]:
     train = config.train
     yield Change("steps", (f"train.max_steps={STEPS}",), "enough for the proof, seconds to wait")
-    if int(train.get("max_length") or LENGTH + 1) > LENGTH:
-        yield Change("length", (f"train.max_length={LENGTH}",), "short rows: memory and time")
+    writes = method_of(train).writes
+    key, what = ("max_completion_length", "answers") if writes else ("max_length", "rows")
+    if int(train.get(key) or LENGTH + 1) > LENGTH:
+        yield Change("length", (f"train.{key}={LENGTH}",), f"short {what}: memory and time")
     yield Change("saving", ("train.save_strategy=no",), "no checkpoint is written")
     shown = ("train.logging_steps=1", "precision.health_every=1", "train.report_to=none")
     yield Change("logging", shown, "loss and health of every step, on this machine alone")

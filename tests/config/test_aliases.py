@@ -66,6 +66,8 @@ FIRST_VALUES = {
     "lora_attn_modules": "[q_proj]",
     "optimizer": "adamw_torch",
     "lr_scheduler": "cosine",
+    "rl": "dpo",
+    "stage": "kto",
 }
 SECTION_OF = {name: setting.partition(".")[0] for name, setting in aliases.SETTINGS.items()}
 
@@ -98,8 +100,10 @@ def test_what_is_said_in_words_names_settings_that_there_are(name) -> None:
         load_recipe("tiny_full_fp8", [f"train.{name}=1"])
     said = caught.value.fix
     assert said == aliases.SETTINGS[name]
+    meant = set(re.findall(r"\w+", said.partition("train.method=")[2])) & {*METHODS} or {"sft"}
     for section, key in re.findall(r"\b(model|precision|lora|data|train)\.(\w+)", said):
-        assert key in (arguments(METHODS["sft"]) if section == "train" else fields_of(section))
+        for method in meant:
+            assert key in (arguments(METHODS[method]) if section == "train" else fields_of(section))
     assert all(verb in MODULES for verb in re.findall(r"-m finetune (\w+)", said))
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, is_text, list_recipes
 from finetune.config.recipe import load_recipe, with_overrides
 from finetune.config.schema import RunConfig
@@ -98,7 +99,8 @@ def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
     if decides_checkpointing(config):  # as preflight does
         config = with_checkpointing(config, True)
     args = sft_config(config, tmp_path, {}, on_cpu=not torch.cuda.is_available())
-    for key in ("learning_rate", "max_length", "per_device_train_batch_size", "seed"):
+    length = "max_completion_length" if method_of(config.train).writes else "max_length"
+    for key in ("learning_rate", length, "per_device_train_batch_size", "seed"):
         assert getattr(args, key) == config.train[key]
     assert args.bf16
     assert not args.fp16
