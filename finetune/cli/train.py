@@ -24,6 +24,7 @@ from finetune.cli import (
     RunsFolder,
     TrustCode,
 )
+from finetune.config.generation import generation
 from finetune.config.recipe import Recipe, load_recipe
 from finetune.errors import ConfigError, MissingExtraError
 from finetune.hardware.device import rank
@@ -169,11 +170,11 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Talk with a trained model, or answer prompts."""
+    words = generation(max_new_tokens, temperature, top_p, top_k, seed)
     folder = find_run(run, out)
-    from finetune.training.chat import converse, generation, lines, sides_of
+    from finetune.training.chat import converse, lines, sides_of
     from finetune.training.reload import loaded, open_trained, untrained
 
-    words = generation(max_new_tokens, temperature, top_p, top_k, seed)
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     config, keeps, notes = trained.config, not prompts, output(stderr=True)
     if notes.is_terminal:
