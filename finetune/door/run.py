@@ -78,7 +78,8 @@ class Run(TrainOutput):
 
     def _repr_html_(self) -> str:
         rows, picture = loss_plots([RunSource(self.folder, self.folder)]), io.BytesIO()
-        shown = self.report._repr_mimebundle_([], [])["text/html"]
+        report: Any = self.report  # rich's mixin knows itself as another protocol
+        shown = report._repr_mimebundle_([], [])["text/html"]
         if not rows:
             return shown
         save_picture(rows[0].plots[0], picture)
