@@ -271,11 +271,16 @@ def recipes() -> str:
             row["precision"],
             str(row["length"]),
             row["data"],
-            f"{row['preview_gib']:.2g}" if row["preview_gib"] < 10 else f"{row['preview_gib']:.0f}",
+            _gib(row["preview_gib"]),
         )
         for row in json.loads(done.stdout)
     ]
     return table(("recipe", "model", "method", "precision", "tokens a row", "data", "≥ GiB"), rows)
+
+
+def _gib(gib: float | None) -> str:
+    """Memory in two digits at least; of what is not predicted none."""
+    return "-" if gib is None else f"{gib:.2g}" if gib < 10 else f"{gib:.0f}"
 
 
 # ------------------------------------------------------------------------------------ command line
