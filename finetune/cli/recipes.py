@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 import zlib
@@ -124,7 +125,7 @@ def ls(
         losing += [name] * loses
         ratio = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
         facts = (*memory, f"{fp8:,}" if fp8 else "-", ratio)
-        model = one["model"].replace("-Instruct", "")  # for room; --json has it whole
+        model = re.sub(r"^builtin:|-Instruct|-\d{4}$", "", one["model"])  # --json has it whole
         row = {"recipe": name, "model": model, "method": one["method"]}
         shown.append(row | dict(zip(figures, facts, strict=True)))
     console = output()

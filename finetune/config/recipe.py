@@ -64,6 +64,8 @@ REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = 
     ),
     # Only text that is itself trained on is packed, or has parts that are not.
     ("train.method", operator.ne, (*_of("train", *OF_SFT), "model.head")),
+    # Weights belong to the rewards that were named beside them.
+    ("train.reward_funcs", operator.ne, _of("train", "reward_weights")),
     # A typed accumulation stays as it is, however few the rows.
     ("train.gradient_accumulation_steps", lambda new, _: new is not None, _of("data", "min_steps")),
     ("precision.scaling", lambda new, _: new != "delayed", _of("precision", *DELAYED_ONLY)),
