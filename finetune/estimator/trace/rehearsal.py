@@ -345,7 +345,7 @@ def _trainer(
     trainer.micro_batches = micro_batches
     with unset_fake_temporarily():
         found = trainer.data_collator(list(rows))
-        trainer.batches = [{k: v for k, v in found.items() if isinstance(v, Tensor)}]
+        trainer.batches = [{k: v for k, v in found.items() if isinstance(v, Tensor | int)}]
     return trainer
 
 
