@@ -158,7 +158,7 @@ def generate(
         float | None, typer.Option(min=0.0, max=1.0, help="Draw from this share of probability.")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Draw from so many likeliest tokens.")
+        int | None, typer.Option(min=1, help="Draw from so many most probable tokens.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Sampling seed.")] = None,
     compare_base: Annotated[

@@ -30,7 +30,7 @@ def generation(
             f"nothing can be drawn at a temperature of {temperature:g}",
             where="temperature",
             why="scores divided by it are not finite, or all alike",
-            fix="0 takes the likeliest token, as the limit of small ones would; 0.7 is usual",
+            fix="0 takes the most probable token, as the limit of small ones would; 0.7 is usual",
         )
     given = {"max_new_tokens": max_new_tokens, **drawing, "temperature": temperature or None}
     told = {name: value for name, value in given.items() if value is not None}

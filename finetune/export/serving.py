@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def commands(folder: Path, target: str) -> list[str]:
-    """Commands that serve an export of a format, the likeliest first."""
+    """Commands that serve an export of a format, the most used server first."""
     file = next(iter(sorted(folder.glob("*.gguf"))), folder)
     words = {"at": str(file.absolute() if target.startswith("gguf") else folder)}
     words["name"] = folder.absolute().name

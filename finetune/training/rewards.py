@@ -194,7 +194,7 @@ def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         at = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
         beside = [key for key in columns if key not in OF_TRL]
-        fix = f"mend it; columns beside the prompt: {', '.join(beside) or 'none'}"
+        fix = f"correct it; columns beside the prompt: {', '.join(beside) or 'none'}"
         if isinstance(error, TypeError):
             fix += "; name yours by 'data.columns={answer: NAME}', and end with **kwargs"
         return _refused(f"the reward {name!r} failed", prompts[0], completions[0], fix, said)
