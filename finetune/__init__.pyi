@@ -9,10 +9,6 @@ from finetune.config.paths import list_recipes as list_recipes
 from finetune.config.recipe import load_recipe as load_recipe
 from finetune.config.schema import PrecisionConfig as PrecisionConfig
 from finetune.config.schema import RunConfig as RunConfig
-from finetune.door.door import add_lora as add_lora
-from finetune.door.door import load as load
-from finetune.door.door import trainer as trainer
-from finetune.door.fast_language_model import FastLanguageModel as FastLanguageModel
 from finetune.errors import FinetuneError as FinetuneError
 from finetune.estimator.estimate import estimate as estimate
 from finetune.export.export import export_run as export_run
@@ -23,6 +19,10 @@ from finetune.precision.convert import revert as revert
 from finetune.precision.layers import register_parameter_matmuls as register_parameter_matmuls
 from finetune.precision.planner import plan as plan
 from finetune.runs.lookup import find_runs as find_runs
+from finetune.scripting.calls import add_lora as add_lora
+from finetune.scripting.calls import load as load
+from finetune.scripting.calls import trainer as trainer
+from finetune.scripting.fast_language_model import FastLanguageModel as FastLanguageModel
 from finetune.storage.loading import load_in_fp8 as load_in_fp8
 from finetune.training.chat import chat as chat
 from finetune.training.health.monitor import HealthMonitor as HealthMonitor

@@ -1,4 +1,4 @@
-"""Keywords of the door's functions: keys of a recipe, by the names that Python has for them.
+"""Keywords of these functions: keys of a recipe, by the names that Python has for them.
 
 `alpha` of the section `lora` is `lora_alpha`, as in PEFT; `attention` of the section `model` is
 `attn_implementation`, as in Transformers. Errors about a recipe's settings speak of these.

@@ -1,4 +1,4 @@
-"""The Python door trains as the command line does, returns stock objects, and says mistakes."""
+"""`finetune.trainer` trains as the command line does, returns stock objects, and says mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python door: `load`, `add_lora`, `trainer`, for notebooks and scripts.
+"""The calls `load`, `add_lora`, `trainer`, for notebooks and scripts.
 
     load("Qwen/Qwen3-8B", precision="fp8") ─> model, tokenizer     sections model, precision
     add_lora(model, r=16) ─> model                                 section lora
@@ -34,8 +34,6 @@ from finetune.config.section import BUILTIN
 from finetune.config.train_section import fields_of
 from finetune.data.dataset import MASKING
 from finetune.data.sources import LOADERS
-from finetune.door.keywords import Settings, by_section, recipe_of, speaks
-from finetune.door.run import TRAINED, WAITING, OneRun, abandon
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
 from finetune.hardware.device import this_device
@@ -43,6 +41,8 @@ from finetune.hardware.requirements import check_here, resolve
 from finetune.logging import output
 from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
+from finetune.scripting.keywords import Settings, by_section, recipe_of, speaks
+from finetune.scripting.run import TRAINED, WAITING, OneRun, abandon
 from finetune.storage.pretrained import load_tokenizer, template_of
 from finetune.training import scope
 from finetune.training.model import load_model

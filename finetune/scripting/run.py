@@ -1,4 +1,4 @@
-"""What `trainer.train()` of the door does and returns: a whole run, once, and its result."""
+"""What `train()` of `finetune.trainer` does and returns: a whole run, once, and its result."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformers.trainer_utils import TrainOutput
 from finetune.analysis.report.curves import loss_plots
 from finetune.analysis.report.figures import save_picture
 from finetune.analysis.report.run_source import RunSource
-from finetune.door.keywords import speaks
 from finetune.errors import ConfigError, OrderError
 from finetune.export.export import Export, export_run
 from finetune.precision.layers import without_adapters
 from finetune.runs.receipt import Receipt, RunReport
+from finetune.scripting.keywords import speaks
 from finetune.training import session
 
 WAITING = contextlib.ExitStack()

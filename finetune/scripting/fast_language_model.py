@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.door.door import add_lora, load, said_of, say
 from finetune.hardware.device import this_device
+from finetune.scripting.calls import add_lora, load, said_of, say
 from finetune.training.hook import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,

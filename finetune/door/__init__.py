@@ -1,1 +1,0 @@
-"""Python door for notebooks and scripts: `finetune.load`, `add_lora`, `trainer`."""

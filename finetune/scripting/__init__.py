@@ -1,0 +1,1 @@
+"""Calls for notebooks and scripts: `finetune.load`, `add_lora`, `trainer`."""
