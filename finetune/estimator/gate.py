@@ -136,10 +136,11 @@ class MemoryForecast:
         if train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
             rows, _ = rows_of(run.config)
             length //= rows
-        shape = (f"train.per_device_train_batch_size={rows}", f"train.max_length={length}")
-        same = with_overrides(run.config, shape)
+        shape = [f"train.per_device_train_batch_size={rows}"]
+        if not method_of(train).writes:  # its rows have no such limit
+            shape.append(f"train.max_length={length}")
         try:
-            found = _rehearsed(run, same, padded).footprint
+            found = _rehearsed(run, with_overrides(run.config, shape), padded).footprint
         except FinetuneError as error:
             return {"predicted": f"not predicted: {error.what}"}
         values: dict[str, Any] = {

@@ -8,12 +8,12 @@ Cards, reports and receipts are shared, so a packaged model is named as recipes 
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from finetune import __version__
 from finetune.config.paths import ASSETS
 from finetune.config.schema import BUILTIN, RunConfig
 from finetune.runs.receipt import Receipt
@@ -72,7 +72,7 @@ def model_card(
         quantized=target in ("fp8", "nvfp4"),
         report=report,
         versions=environment.get("versions") or {},
-        written_by=f"fp8-finetune {version('fp8-finetune')}",
+        written_by=f"fp8-finetune {__version__}",
     )
 
 

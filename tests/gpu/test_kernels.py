@@ -23,7 +23,12 @@ def test_casts(length, pow2) -> None:
         codes, inverse = (y.cpu() for y in cast_rows(given.cuda(), on_gpu, pow2=pow2))
         wanted, scale = cast_rows(given, factors, pow2=pow2)
         torch.testing.assert_close(inverse, scale, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(codes.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+        # Under an infinite scale, that of NaN as a power of two, torch before 2.12 has NaN on a CPU
+        # where later ones saturate, as hardware does; the NaN itself stays one.
+        finite = inverse.flatten() != 0
+        assert codes[5, -1].float().isnan()
+        codes, wanted = (y.float()[finite] for y in (codes, wanted))
+        torch.testing.assert_close(codes, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (37, 200), (4096, 1024), (1024, 14336)])
