@@ -44,6 +44,7 @@ from trl import SFTTrainer
 from finetune.analysis.benchmark.benchmark import ROUNDS, STEPS, Measuring, Say
 from finetune.analysis.benchmark.grid import points_of
 from finetune.analysis.benchmark.result import Benchmark
+from finetune.analysis.experiment.fairness import settle_checkpointing
 from finetune.analysis.experiment.jobs import Variant
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
@@ -201,13 +202,16 @@ def climb(
     loaded, device = load_recipe(recipe, overrides), this_device()
     taken, references = steps_of(ladder, loaded.config, only)
     liger = has_liger(device)
+    configs, _ = settle_checkpointing(
+        [step.of(loaded.config, has_liger=bool(liger)) for step in taken], device
+    )
     variants = [
         Variant(
             step.name,
-            dataclasses.replace(loaded, config=step.of(loaded.config, has_liger=bool(liger))),
+            dataclasses.replace(loaded, config=config),
             () if step.how == "finetune" else ("-m", "tests.benchmarks.ladder", "--run", step.how),
         )
-        for step in taken
+        for step, config in zip(taken, configs, strict=True)
     ]
     points = points_of(grid, loaded.config)
     unpredicted = [step.name for step in taken if step.how == "shipped"]

@@ -31,7 +31,7 @@ def run_here(jobs, threads=None) -> None:
 @pytest.mark.parametrize(("ladder", "moved"), [("lora", "it trains nothing"), ("full", "; ")])
 def test_a_ladder_runs_end_to_end(ladder, moved, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(benchmark, "run_jobs", run_here)
-    rank = ["lora.r=16"] if ladder == "lora" else []
+    rank = ["lora.r=16", "train.gradient_checkpointing=auto"] if ladder == "lora" else []
     found = climb(
         ladder, f"tiny_{ladder}_fp8", steps=1, rounds=1, out=tmp_path / "out",
         overrides=rank, grid="batch=1 length=64", only=["shipped"],

@@ -189,7 +189,7 @@ PARTS = (
         "stock",
         "LoRA, rank 8, by the stock libraries",
         f"{LADDER} lora llama_8b_lora_fp8 --only stock {POINT}",
-        f"{LADDER} lora tiny_lora_fp8 --only stock {TINY}",
+        f"{LADDER} lora tiny_lora_fp8 --only stock {TINY} train.gradient_checkpointing=auto",
         read_benchmark,
         "--out {folder}",
     ),
