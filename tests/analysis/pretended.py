@@ -71,7 +71,8 @@ def pretend(
     Args:
         how: `GAP` and `EVAL_GAP`, relative gaps of FP8's losses; `EVAL`, its eval loss of seed 43;
             `BROKEN`, the precision whose loss of seed 43 is NaN; `RECEIPTS`, by precision; `TOKENS`
-            more in each step; `WAITED` seconds of each on several processes.
+            more in each step; `WAITED` seconds of each on several processes; `DRAWN`, a seed that
+            stands for all, as of a trainer that does not shuffle.
         measured: steps of the tokens that the recipe asks for, as a benchmark has them.
         gpus: processes of which each has that many.
     """
@@ -81,7 +82,8 @@ def pretend(
     config = yaml.safe_load(recipe.read_text())
     train, precision = config["train"], config["precision"]["compute"]
     fp8 = precision == "fp8"
-    noise, shared = random.Random(f"{seed}{fp8}"), random.Random(seed)
+    drawn = how.get("DRAWN", seed)
+    noise, shared = random.Random(f"{drawn}{fp8}"), random.Random(drawn)
     gap = float(how.get("GAP", "0")) if fp8 else 0
     tokens = int(how.get("TOKENS", "0")) + train.get("gradient_accumulation_steps", 1) * gpus * (
         train["per_device_train_batch_size"] * train["max_length"]

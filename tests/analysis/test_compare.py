@@ -568,6 +568,12 @@ def test_one_seed_is_undecided_and_says_why(pretend):
     assert "one seed, which has no spread to judge by" in out
 
 
+def test_equal_runs_of_several_seeds_are_one(pretend):
+    out, _ = pretend("tiny_full_fp8", code=3, DRAWN="7")
+    assert out.startswith("undecided")
+    assert "the seeds changed nothing: runs of a side are equal" in out
+
+
 @pytest.mark.slow
 def test_runs_that_differ_are_refused_after_the_fact_unless_allowed(pretend, tmp_path):
     made = {"fp8": receipt("fp8"), "bf16": receipt("bf16")}

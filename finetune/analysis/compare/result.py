@@ -316,7 +316,7 @@ class Comparison(JupyterMixin, _Part):
         title = "at the end" if self.scores else "final loss"
         table = plain_table(title, *right, "verdict", right=right, gap=1)
         for name, gap in self.gaps.items():
-            for seed, a, b, own in zip(self.seeds, gap.a, gap.b, gap.of_seeds, strict=True):
+            for seed, a, b, own in zip(self.seeds, gap.a, gap.b, gap.of_seeds, strict=False):
                 cells = (f"  seed {seed}", f"{a:.4f}", f"{b:.4f}", gap.shown(own))
                 table.add_row(*cells, style="dim")
             low_high, band = gap.interval, self.band.get(name)

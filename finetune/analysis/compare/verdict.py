@@ -88,6 +88,12 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         for name in ends
         if (last := len(a[0].last(name))) > 1
     ]
+    if len(pairs) > 1 and all(len(set(side)) == 1 for sides in ends.values() for side in sides):
+        # A trainer that does not shuffle (TRL's KTO): equal runs have no spread to judge by.
+        ends = {name: [side[:1] for side in sides] for name, sides in ends.items()}
+        found.notes.append(
+            "the seeds changed nothing: runs of a side are equal, so one pair counts"
+        )
     gaps = {name: _gap(found, name, *sides) for name, sides in ends.items()}
     found.losses = {name: gap for name, gap in gaps.items() if isinstance(gap, LossGap)}
     found.scores = {name: gap for name, gap in gaps.items() if name not in found.losses}
