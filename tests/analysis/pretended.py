@@ -92,8 +92,10 @@ def pretend(
     steps: list[dict[str, Any]] = []
     for i in range(1, (train["max_steps"] if measured else 30) + 1):
         loss = (1 + gap) * (0.7 + shared.random() / 10) * math.exp(noise.gauss(0, 0.002))
-        rows.append({"step": i, "loss": loss, "precision": precision.upper()})
         seconds = 0.15 if fp8 else 0.1
+        # 600 W, and 9 kJ before the first step, in which it compiles.
+        drawn = {"joules": 9000 + round(600 * seconds * i)} if measured else {}
+        rows.append({"step": i, "loss": loss, "precision": precision.upper()} | drawn)
         steps.append(
             {
                 "step": i,

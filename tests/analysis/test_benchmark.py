@@ -605,6 +605,10 @@ def test_the_table(runs) -> None:
     shown = console.export_text()
     assert "1.50x (1.50 to 1.50)" in shown
     assert "predicted 1.00x" in shown
+    # 600 W in the timed steps: what compiling drew before them is no part of it.
+    rows = [row for row in measured(runs).rows if row.tokens_per_joule]
+    assert rows
+    assert {round(row.tokens_per_s / row.tokens_per_joule) for row in rows} == {600}
     assert sum(line.endswith("out of memory") for line in shown.splitlines()) == 2
 
 

@@ -21,6 +21,7 @@ scaling the step keeps its rows: accumulation is divided.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -136,6 +137,9 @@ def at_point(
     train = shortened(config.train, WARM_UP + steps, _LEFT_OUT) | {
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
+        # Joules are counted where something is logged: before the timed steps, and behind them.
+        "logging_strategy": "steps",
+        "logging_steps": math.gcd(WARM_UP, steps),
         "per_device_train_batch_size": point.batch,
         "gradient_accumulation_steps": batches // sharing,
         "max_length": point.length,

@@ -63,7 +63,8 @@ class Row(BaseModel):
         memory: method of measuring them.
         prediction: reason for a missing prediction.
         error: reason for a missing or incomplete measurement.
-        tokens_per_joule: of the last round; None where energy was not measured.
+        tokens_per_joule: of the last round's timed steps, or of the whole run that trained; None
+            where energy was not measured.
         note: what the receipt remarks on the run.
     """
 
@@ -196,6 +197,11 @@ class Row(BaseModel):
         self.compile, self.fp8_share = executed.get("compile") or "", receipt.fp8_flop_share
         self.memory, self.note = memory["measured"], "; ".join(receipt.notes)
         self.tokens_per_joule = receipt.energy.get("tokens_per_joule")
+        drawn = {row["step"]: row["joules"] for row in run.run.rows if "joules" in row}
+        if not trained and {WARM_UP, len(run.steps)} <= drawn.keys():  # compiling left out
+            joules = drawn[len(run.steps)] - drawn[WARM_UP]
+            tokens = self.tokens * (len(run.steps) - WARM_UP)
+            self.tokens_per_joule = tokens / joules if joules else None
         self.allocated_gib = _most(self.allocated_gib, memory["measured_gib"])
         self.reserved_gib = _most(self.reserved_gib, memory.get("reserved_gib"))
         self.rounds = [*self.rounds, [step.seconds for step in run.steps[WARM_UP:]]]
