@@ -238,7 +238,7 @@ class Promise(NamedTuple):
 
     Attributes:
         key: `speed`, tokens/s, or `memory`, peak allocated.
-        goal: of `docs/notes/15-not-measured-on-a-gpu.md`; None without one.
+        goal: of `docs/notes/15-on-an-h100.md`; None without one.
     """
 
     what: str
