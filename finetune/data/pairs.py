@@ -59,6 +59,11 @@ class AccountedPairs(Accounted):
                     kwargs[f"{name}_dataset"] = _as_texts(kept, self._tokenizer)
         super().__init__(model=model, args=args, **kwargs)
 
+    def compute_loss_context_manager(self) -> Any:
+        """TRL's distillation calls the model below the forward to which Accelerate adds autocast:
+        float32 weights would multiply in float32, whatever is asked."""
+        return self.accelerator.autocast()
+
     def counts(self, rows: Dataset, args: Any) -> Dataset:
         """A row for each answer."""
         state: Any = self

@@ -161,6 +161,13 @@ def test_answers_are_written_in_fp8_and_what_is_trained_on_is_counted(folder, me
 
 
 @pytest.mark.slow
+def test_distillation_of_float32_weights_multiplies_in_bf16(folder):
+    """TRL calls the model below the forward that has autocast; the proof would stop the run."""
+    recipe = load_recipe("tiny_distill_bf16", SHORT)
+    assert train(recipe, out=folder, save=False).receipt.status == "proven"
+
+
+@pytest.mark.slow
 def test_a_run_whose_rewards_are_equal_has_learned_nothing(folder):
     with pytest.raises(ProofError, match=r"0 of .* trainable parameters changed") as refused:
         run(
