@@ -241,15 +241,14 @@ class Estimate(JupyterMixin):
             yield Text(f"a million tokens cost {million:.3f}")
 
     def _verdict(self) -> Iterator[Text]:
-        if self.twin is None or self.twin.speed is None:
+        if self.twin is None or self.twin.gain is None:
             return
-        is_fp8 = self.prediction.config.precision.compute == "fp8"
-        gain = 1 / self.twin.speed.value if is_fp8 else self.twin.speed.value
+        gain = self.twin.gain.value
         pays = f"FP8 runs at {gain:.2f}x the speed of BF16 here"
         lost = f"FP8 does not pay here: {gain:.2f}x the speed of BF16"
-        if self.fitting is not None and self.fitting.speed is not None:
+        if self.fitting is not None and self.fitting.gain is not None:
             pays = (
-                f"FP8 runs at {1 / self.fitting.speed.value:.2f}x the speed of BF16 here, which "
+                f"FP8 runs at {self.fitting.gain.value:.2f}x the speed of BF16 here, which "
                 f"does not fit without gradient checkpointing ({gain:.2f}x if it did)"
             )
         yield Text(pays if gain > 1.02 else lost, "bold")

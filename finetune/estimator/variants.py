@@ -111,6 +111,14 @@ class Variant:
         return spread(self.times, table.scatter_ratio if self._same else table.scatter_time)
 
     @property
+    def gain(self) -> Interval | None:
+        """Speed of FP8 relative to BF16, whichever of the two the run is, and its range."""
+        if self.speed is None or self.asked.config.precision.compute != "fp8":
+            return self.speed
+        value, low, high = self.speed
+        return Interval(1 / value, 1 / high, 1 / low)
+
+    @property
     def _same(self) -> bool:
         """True if it differs from the run in precision alone."""
         return all(item.startswith("precision.") for item in self.change)

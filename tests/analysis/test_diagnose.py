@@ -199,6 +199,10 @@ def test_the_prediction_of_a_known_gpu_is_in_the_same_parts() -> None:
     assert fp8.parts.keys() <= set(PROFILED_PARTS)
     assert fp8.parts[StepPart.FP8_GEMM] > 0
     assert fp8.speed is not None
+    compiled = [*SMALL, "precision.compile=on"]  # as the FP8 run is on a GPU
+    bf16, _ = predict(load_recipe("tiny_lora_bf16", compiled).config, H100, 1, 64)
+    assert bf16 is not None
+    assert fp8.speed.value == pytest.approx(bf16.seconds / fp8.seconds, rel=0.02)
     nothing, why_not = predict(load_recipe("tiny_lora_bf16", SMALL).config, CPU, 1, 64)
     assert nothing is None
     assert "nothing is predicted for x86_64" in why_not

@@ -83,7 +83,7 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
 class Prediction:
     """An optimizer step as the estimator predicts it, in seconds.
 
-    `speed` is the ratio to the same run in BF16: most likely, low, high.
+    `speed` is that of FP8 relative to BF16, whichever of them the run is: most likely, low, high.
     """
 
     seconds: float
@@ -114,7 +114,7 @@ def predict(
     for name, seconds in pace.classes.items():
         part = StepPart(name).profiled(fp8=fp8)
         parts[part] = parts.get(part, 0.0) + seconds
-    speed, why = (beside.speed, beside.reasons) if beside is not None else (None, ())
+    speed, why = (beside.gain, beside.reasons) if beside is not None else (None, ())
     return Prediction(pace.seconds, parts, speed, why), ""
 
 

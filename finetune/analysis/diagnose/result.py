@@ -161,7 +161,7 @@ class Diagnosis(JupyterMixin):
                 yield Text(f"         {advice}")
         if self.prediction is not None and self.prediction.speed is not None:
             likely, low, high = self.prediction.speed
-            yield Text(f"predicted: {likely:.2f}x the speed of BF16 ({low:.2f} to {high:.2f})")
+            yield Text(f"predicted: FP8 at {likely:.2f}x the speed of BF16 ({low:.2f} to {high:.2f})")
             if self.prediction.why:
                 yield Text(f"  {'; '.join(self.prediction.why)}", style="dim")
         yield from (Text(note, style="dim") for note in self.notes)
