@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import ObservedMixin, Owner, multiplying
+from finetune.precision.backends.base import ObservedMixin, Observer, Owner, multiplying
 from finetune.precision.gemm import compute_dtype
 from finetune.precision.kernels import transpose_codes
 from finetune.precision.weights import Arithmetic, cast, dequantizing, dgrad, fprop, multiply
@@ -47,24 +48,53 @@ class HeadMixin(ObservedMixin):
     keeps_name = False
 
 
-@contextlib.contextmanager
-def in_fused_loss(head: Any) -> Iterator[None]:
+def in_fused_loss(head: Any) -> contextlib.AbstractContextManager[None]:
     """Let TRL's fused loss multiply by this head as its layer would, in calls inside the block.
 
     Args:
         head: frozen output head, stored and multiplied in FP8, with `HeadMixin`.
     """
+    return _replaced(partial(_Replacement, head))
+
+
+def watched_in_fused_loss(
+    name: str, shape: tuple[int, int], observer: Observer
+) -> contextlib.AbstractContextManager[None]:
+    """Report TRL's products by a head of shape (N, K) to an observer, in calls inside the block."""
+    return _replaced(partial(_Watched, name, shape, observer))
+
+
+@contextlib.contextmanager
+def _replaced(replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace TRL's function by one that is made of it."""
     # Not imported here: if nobody has imported it, nobody calls its loss.
     trl: Any = sys.modules.get("trl.trainer.utils")
     if trl is None:
         yield
         return
     plain = trl._ChunkedLogProbFunction
-    trl._ChunkedLogProbFunction = _Replacement(head, plain)
+    trl._ChunkedLogProbFunction = replacement(plain)
     try:
         yield
     finally:
         trl._ChunkedLogProbFunction = plain
+
+
+class _Watched(NamedTuple):
+    """TRL's function, of which an observer learns which products are the head's."""
+
+    name: str
+    shape: tuple[int, int]
+    observer: Observer
+    plain: Any
+
+    def apply(self, hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
+        if weight.shape != self.shape:
+            return self.plain.apply(hidden, weight, *rest)
+        with multiplying(Owner(self.name, [self.observer]), weight):
+            results = self.plain.apply(hidden, weight, *rest)
+        self.observer.watch(self.name, self.shape, results[0], (hidden, weight))
+        return results
 
 
 class _Replacement(NamedTuple):

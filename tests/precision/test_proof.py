@@ -352,6 +352,27 @@ def test_witness_counts_three_gemms_a_layer(make_llama, tokens) -> None:
     assert sorted(attention.values()) == [2 * scores, 5 * scores]
 
 
+@pytest.mark.parametrize("words", [272, 33_000])
+def test_products_of_a_fused_loss_are_the_heads(make_llama, words) -> None:
+    """TRL multiplies slabs of 32,768 words, of which no size tells that they are the head's."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = make_llama(vocab_size=words)
+    add_fused_lm_head(model)
+    plain = planner.plan(model, PrecisionConfig(compute="bf16"))
+    witness = Witness(model, plain)
+    ids = batch(1, 24)["input_ids"]
+    with witness.watching():
+        model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
+    witness.close()
+    flops = {(name, gemm): seen.flops for (name, gemm, _), seen in witness.seen.items()}
+    (head,) = [layer for layer in plain.layers if layer.role == "head"]
+    one = 2 * 23 * words * 64  # the last token has no label
+    seen = {gemm: count for (name, gemm), count in flops.items() if name == head.name}
+    assert seen == {"fprop": 2 * one, "dgrad": one, "wgrad": one}, "backward has the logits again"
+    assert {name for name, _ in flops} == {ATTENTION, *(layer.name for layer in plain.layers)}
+
+
 def test_other_precisions_are_proven_too(make_llama) -> None:
     """FP32 asked of BF16 weights would run in BF16: that is an error as well."""
     from accelerate import Accelerator

@@ -47,7 +47,8 @@ class LayerGroup:
         kind: last part of the layer names.
         shape: (N, K); (0, 0) for matmuls outside of layers.
         ran: executed precision by GEMM, of those that ran.
-        tokens: M of a GEMM, the mean over calls; 0 outside of layers.
+        tokens: M of a GEMM, the mean over calls; 0 outside of layers. Of a head that its loss
+            multiplies in slabs, the M of as many GEMMs by the whole weight.
         calls, flops, share: of the observed micro-step; the share is of its matmul FLOPs.
         snr_db, worst_snr_db: mean over layers, and the worst layer, by quantized operand (x, w, g).
         gemm_seconds, cast_seconds: time per optimizer step.

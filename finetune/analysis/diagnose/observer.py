@@ -13,8 +13,8 @@ tokens, FLOPs and GEMM sizes, which the witness counts once, are those of the st
 *Ranges* name the running layer, in forward and in recomputation. Inside them every planned linear
 layer, decoder layer and PEFT layer opens a `record_function` range around its forward; `timeline`
 finds the backward by autograd's sequence numbers. A forward inside a backward is a recomputation by
-checkpointing and is marked so. GEMMs of adapters fused with their base, and of declared parameters,
-are named by the code that multiplies them. A layer under `torch.compile` is one range around the
+checkpointing and is marked so. GEMMs of adapters fused with their base, of declared parameters, and
+of the head in TRL's fused loss are named by the code that multiplies them. A layer under `torch.compile` is one range around the
 compiled call; its GEMMs are distinguished by their sizes.
 """
 
@@ -36,6 +36,7 @@ from finetune.hardware.device import synchronize
 from finetune.precision.backends.base import ObservedMixin, in_backward
 from finetune.precision.compiling import OURS
 from finetune.precision.convert import Conversion
+from finetune.precision.head import watched_in_fused_loss
 from finetune.precision.layers import decoder_layers
 from finetune.precision.planner import PrecisionPlan
 from finetune.training.health.operands import GroupSums, OperandWatch
@@ -69,6 +70,10 @@ class Ranges:
         decoder = {id(module) for module in decoder_layers(model)}
         layers = {layer.owner for layer in plan.layers}
         layers |= {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+        for layer in plan.layers:
+            if layer.role == "head":
+                head = watched_in_fused_loss(layer.name, layer.shape, self)
+                self._undo.enter_context(head)
         for name, module in model.named_modules():
             if id(module) in compiled:
                 self._replace(module, "_compiled_call_impl", _in_range(name))
@@ -89,7 +94,7 @@ class Ranges:
             self.leave()
 
     def enter(self, name: str, shape: tuple[int, int], backward: bool = False) -> None:
-        """Begin a GEMM of the named adapter or parameter."""
+        """Begin a GEMM of the named adapter, parameter or head."""
         self._push(f"{PREFIX}backward|{name}" if backward else _range_name(name))
 
     def leave(self) -> None:

@@ -194,7 +194,7 @@ def _layer_table(facts: Facts) -> Table:
         table.add_row(
             *(str(len(group.layers)), group.kind),
             "x".join(map(str, group.shape)) if all(group.shape) else "",
-            f"{group.tokens:,}" if group.tokens else "",
+            f"{group.tokens:,}" if group.tokens and group.role != "head" else "",
             "/".join(group.ran.get(gemm, "-") for gemm in GEMMS),
             percent(group.share),
             "/".join("-" if db is None else f"{db:.0f}" for db in noise) if group.is_low else "",

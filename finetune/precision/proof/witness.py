@@ -9,8 +9,8 @@ Transformer Engine calls its own library past PyTorch's dispatcher, so there the
 A GEMM belongs to the layer whose forward is running or whose autograd nodes are running; an FP8 one
 by a declared parameter is named by the converter, which multiplies (`parameters`). Within a layer
 with weight [N, K] it is fprop in forward; in backward it is dgrad when it contracts N and wgrad
-when it contracts the tokens. GEMMs outside any layer (attention scores; the output head, which TRL
-fuses with the loss) are counted too, so that shares are of the whole step.
+when it contracts the tokens. GEMMs of the output head inside a fused loss are the head's. Those
+outside any layer (attention scores) are counted too, so that shares are of the whole step.
 
 Some operators multiply matrices inside (another library's attention, a fused LSTM), and nothing is
 known of them but shapes. Counted as nothing, they would raise the share of everything else, so each
@@ -37,6 +37,7 @@ from finetune.config.schema import Gemm
 from finetune.precision.backends.base import Hook, ObservedMixin, in_backward
 from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
+from finetune.precision.head import watched_in_fused_loss
 from finetune.precision.parameters import tensors_of
 from finetune.precision.planner import LayerPlan, PrecisionPlan
 
@@ -156,6 +157,7 @@ class Witness:
         self.saw_backward = self.is_paused = False
         self._plan = {layer.name: layer for layer in plan.layers}
         self._head = next((layer for layer in plan.layers if layer.role == "head"), None)
+        self._words = 0  # that the head was last multiplied by
         self._stack: list[tuple[str, bool, tuple[int, int]]] = []
         self._handles: list[Any] = []
         modules = dict(model.named_modules())
@@ -197,7 +199,12 @@ class Witness:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Count the matmuls inside the block, on this thread or in its backward."""
-        with _Dispatch(self), self._watching_transformer_engine():
+        with contextlib.ExitStack() as stack:
+            if self._head is not None:
+                head = watched_in_fused_loss(self._head.name, self._head.shape, self)
+                stack.enter_context(head)
+            stack.enter_context(self._watching_transformer_engine())
+            stack.enter_context(_Dispatch(self))
             yield
 
     # ------------------------------------------------------------------------ who is multiplying
@@ -274,10 +281,9 @@ class Witness:
             name = BATCHED
         head = self._head
         if name == OTHER and head is not None and set(head.shape) <= {m, n, k}:
-            # TRL 1.16 multiplies by the head's weight inside its fused loss, and there recomputes
-            # logits in backward: what is contracted tells the three apart.
-            name, contracted = head.name, dict(zip(head.shape, ("dgrad", "fprop"), strict=True))
-            gemm: Gemm = contracted.get(k, "wgrad")
+            name = head.name  # a fused loss that multiplies by the whole weight (Liger's)
+        if head is not None and name == head.name:
+            gemm = self._which_of_head(head.shape[1], m, n, k)
         else:
             gemm = self._which(name, backward, shape, m, n, k)
         self.add(name, gemm, precision, 2 * batch * m * n * k)
@@ -297,6 +303,17 @@ class Witness:
         entry = self.seen[(name, gemm, precision)]
         entry.calls += 1
         entry.flops += flops
+
+    def _which_of_head(self, columns: int, m: int, n: int, k: int) -> Gemm:
+        """GEMM of a head of K columns, also of a slab of its words.
+
+        Fused losses recompute logits in backward, and TRL's (1.16) multiplies tiles of T tokens by
+        slabs of S words: z [T, K] @ [K, S], dx [T, S] @ [S, K], dW [S, T] @ [T, K].
+        """
+        if n != columns:
+            self._words = n
+            return "fprop"
+        return "dgrad" if k == self._words else "wgrad"
 
     def _which(
         self, name: str, backward: bool, shape: tuple[int, int], m: int, n: int, k: int
