@@ -482,18 +482,41 @@ def test_a_change_that_the_recipe_refuses_is_not_proposed(monkeypatch) -> None:
     gemm=st.floats(0.01, 1), cast=st.floats(0, 1), rest=st.floats(0.01, 1), bf16=st.floats(0.01, 1)
 )
 def test_amdahl(gemm, cast, rest, bf16) -> None:
-    """Free casts and products at their best are never slower than BF16, nor faster than r times."""
+    """Free casts and products at the peak are a bound, between BF16 and r times as fast."""
     held = [group(gemm_seconds=gemm, cast_seconds=cast, bf16_seconds=bf16)]
     parts = {FP8_GEMM: gemm, CASTS: cast, POINTWISE: rest}
     seen = facts(groups=held, parts=parts)
     now, best = seen.speed_now, seen.speed_best
-    assert now == pytest.approx((rest + bf16) / (rest + gemm + cast))
+    at_most = min(bf16, seen.ratio * gemm)
+    assert now == pytest.approx((rest + at_most) / (rest + gemm + cast))
     assert best is not None
     assert 1 <= best <= seen.ratio
-    if gemm + cast >= bf16 / seen.ratio:
-        assert now <= best * (1 + 1e-9)
+    assert now <= best * (1 + 1e-9)
     on_cpu = replace(seen, device=CPU)
     assert on_cpu.speed_best == pytest.approx(1)
+
+
+def test_what_is_derived_is_what_a_benchmark_measured() -> None:
+    """8B, LoRA r=8, 4 x 2,048 tokens on one H100 80GB HBM3: 510.3 ms in BF16, 375.6 in FP8.
+
+    Measured on 26 November 2026: seconds of the step's parts, of products in FP8, in BF16 alone.
+    """
+    products = {
+        (4096, 4096): (0.02464, 0.04807), (1024, 4096): (0.00724, 0.01302),
+        (14336, 4096): (0.08362, 0.18866), (4096, 14336): (0.04181, 0.08557),
+    }  # fmt: skip
+    groups = [
+        group(shape=shape, gemm_seconds=fp8, bf16_seconds=bf16)
+        for shape, (fp8, bf16) in products.items()
+    ]
+    parts = {
+        FP8_GEMM: 0.15731, GEMM: 0.05344, CASTS: 0.01650, ATTENTION: 0.07697, POINTWISE: 0.04714,
+        HOST: 0.03733,
+    }  # fmt: skip
+    seen = facts(groups=groups, parts=parts, compiled="on: 32 decoder layers")
+    assert seen.speed_now == pytest.approx(510.3 / 375.6, rel=0.01)
+    assert seen.speed_best is not None
+    assert seen.speed_best > seen.speed_now
 
 
 def test_an_a100_is_told_that_it_cannot() -> None:

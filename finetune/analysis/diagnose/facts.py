@@ -23,6 +23,7 @@ Limits: GEMMs that fill a GPU badly gain less; a group's measured `bf16_seconds`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,12 +52,10 @@ class Payoff(NamedTuple):
     Attributes:
         least: T, the least N and K, and the least M if weights are cast each time.
         least_tokens: M below which even GEMMs with weights stored in FP8 are memory bound.
-        ratio: speedup of a large GEMM in FP8, casts excluded.
     """
 
     least: int
     least_tokens: int
-    ratio: float
 
 
 def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff | None:
@@ -76,7 +75,7 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
     bandwidth = gpu.gb_s * 1e9 * shares.shared.bandwidth
     cast_bytes = FUSED_CAST_BYTES if fused else EAGER_CAST_BYTES
     least = cast_bytes / (2 * bandwidth * (1 / p16 - 1 / p8))
-    return Payoff(round(least), round(p8 / (2 * bandwidth)), p8 / p16)
+    return Payoff(round(least), round(p8 / (2 * bandwidth)))
 
 
 @dataclass(frozen=True)
@@ -192,35 +191,45 @@ class Facts:
 
     @property
     def bf16_seconds(self) -> float | None:
-        """Seconds of the FP8 layers' GEMMs in BF16 here; None if not measured."""
-        times = [group.bf16_seconds if group.seconds else None for group in self.fp8_groups]
-        known = [seconds for seconds in times if seconds is not None]
-        return sum(known) if known and len(known) == len(times) else None
+        """Seconds of the FP8 layers' GEMMs in BF16 here; None if not measured.
+
+        At most `ratio` times as long as in FP8. They are timed alone, where BF16 draws more power
+        than in a step, and a GPU at its limit runs slower: an H100's took up to 2.26 times as long.
+        """
+        most = math.inf if self.emulated else self.ratio
+        times = [
+            min(group.bf16_seconds, most * group.gemm_seconds)
+            for group in self.fp8_groups
+            if group.bf16_seconds is not None and group.seconds
+        ]
+        return sum(times) if times and len(times) == len(self.fp8_groups) else None
 
     @property
     def speed_now(self) -> float | None:
         """Speed of this step relative to BF16, all else equal.
 
-        (T - f + b) / T: T the step, f its FP8 layers with their casts, b their GEMMs in BF16.
+        (T - f + b) / T: T the step, f the GEMMs of FP8 layers and all casts (those of compiled
+        layers belong to no group), b these GEMMs in BF16.
         """
         b = self.bf16_seconds
         if b is None:
             return None
-        f = sum(group.seconds for group in self.fp8_groups)
+        f = sum(group.gemm_seconds for group in self.fp8_groups) + self.parts[StepPart.CASTS]
         return (self.seconds - f + b) / self.seconds
 
     @property
     def ratio(self) -> float:
-        """Speedup of a large GEMM in FP8 here; 1 without FP8 units."""
+        """Peak of FP8 (or FP4) relative to that of BF16 here; 1 without FP8 units."""
         if not self.device.has_fp8:
             return 1.0
-        return self.payoff.ratio if self.payoff is not None else 2.0
+        gpu, low = find_gpu(self.device), self.config.precision.low
+        return 1e12 * gpu.tflops[low] / half_peak(gpu) if gpu and low in gpu.tflops else 2.0
 
     @property
     def speed_best(self) -> float | None:
-        """Best possible speed relative to BF16 (Amdahl), with free casts.
+        """Bound of the speed relative to BF16 (Amdahl): free casts, GEMMs at the peak.
 
-        t / (t - b + b / r): t the step in BF16, b its GEMMs that FP8 may take, r their speedup.
+        t / (t - b + b / r): t the step in BF16, b its GEMMs that FP8 may take, r the `ratio`.
         """
         if not self.ran_fp8:
             b = sum(group.gemm_seconds for group in self.groups if group.role == "base")
@@ -245,8 +254,9 @@ class Facts:
         if self.emulated:
             return f"{self.low} is emulated here, and makes the step {_beside_bf16(now)}."
         return (
-            f"{self.low} makes this step {_beside_bf16(now)}; were casts free and products at "
-            f"their best, it would be {_beside_bf16(best)}."
+            f"By the time of its products alone in BF16, {self.low} makes this step "
+            f"{_beside_bf16(now)}; were casts free and products at the peak of {self.low}, it "
+            f"would be {_beside_bf16(best)}."
         )
 
 
