@@ -11,20 +11,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import finetune
 from finetune import load_recipe
 from finetune.analysis.diagnose import diagnose as module
 from finetune.analysis.diagnose.facts import predict
 from finetune.analysis.diagnose.groups import precisions_of
-from finetune.analysis.diagnose.observer import PREFIX, Observer, Ranges
+from finetune.analysis.diagnose.observer import PREFIX, WINDOW, Observer, Ranges
 from finetune.analysis.diagnose.result import Diagnosis
-from finetune.analysis.diagnose.timeline import Timeline
+from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.config.recipe import with_overrides
+from finetune.config.schema import PrecisionConfig
 from finetune.data.dataset import random_rows
 from finetune.errors import ProofError
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
+from finetune.precision import convert
+from finetune.precision.planner import plan
 from finetune.training import session
 from tests.conftest import CPU, H100, batch
 from tests.traced import traced
@@ -70,6 +73,26 @@ def test_every_step_sees_the_micro_batch_whose_tokens_are_counted() -> None:
     assert observer.tokens == (14, 3)
     assert {tuple(inputs["input_ids"].shape) for inputs in seen} == {(2, 7)}
     assert len(seen) == 6
+
+
+def test_kernels_of_a_fused_loss_are_the_heads(make_llama) -> None:
+    """In slabs of 32,768 words, of which no size tells that they are; in both directions."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = make_llama(vocab_size=33_000)
+    add_fused_lm_head(model)
+    conversion = convert.apply(model, plan(model, PrecisionConfig(compute="bf16")))
+    ids = batch(1, 24)["input_ids"]
+    watched = profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
+    with watched as seen, Ranges(conversion), record_function(WINDOW):
+        model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
+    events = seen.events()
+    assert events is not None
+    trace = read_profile(events, steps=1, low={})
+    of_head = [piece for piece in trace.slices if 33_000 % 2**15 in piece.sizes]
+    assert {(piece.owner, piece.phase) for piece in of_head} == {
+        ("lm_head", "forward"), ("lm_head", "backward"),
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import FROZEN_SCALINGS
 from finetune.errors import ConfigError
 from finetune.estimator.speed.step_parts import StepPart
+from finetune.units import short_time
 
 percent = partial(units.percent, space=True)
 
@@ -252,14 +253,7 @@ def _rest(facts: Facts) -> Iterator[Cause]:
         ("train.optim=adamw_torch_fused",) if eager else fewer_updates,
         "" if eager else twice,
     )
-    what = "the GPU waits for the host" if on_gpu else "Python, views and allocations"
-    compiles = ("precision.compile=on",) if on_gpu and not facts.is_compiled else ()
-    yield Cause(
-        "host",
-        parts[StepPart.HOST],
-        f"{what}: too little work in one operator",
-        change=(*_larger_batch(facts, 2), *compiles),
-    )
+    yield _host(facts, parts[StepPart.HOST])
     yield Cause(
         "elementwise",
         parts[StepPart.ELEMENTWISE],
@@ -273,6 +267,26 @@ def _rest(facts: Facts) -> Iterator[Cause]:
         "GPUs wait for each other, in communication that no computation hides",
         change=fewer_updates,
         hint=twice,
+    )
+
+
+def _host(facts: Facts, share: float) -> Cause:
+    """Nothing that the profile saw accounts for part of the step."""
+    if facts.device.kind != "cuda":
+        text = "Python, views and allocations: too little work in one operator"
+        return Cause("host", share, text, change=_larger_batch(facts, 2))
+    under = f"a step takes {short_time(facts.profiled_seconds)} under the profiler, "
+    if not facts.waits:
+        text = "kernels are slower without the profiler's pauses, as at a GPU's limit of power"
+        return Cause("host", share, text, f"{under}no longer than without: it does not wait")
+    compiles = Change() if facts.is_compiled else ("precision.compile=on",)
+    return Cause(
+        "host",
+        share,
+        "the GPU waits for the host (too little work in one operator), or runs kernels slower "
+        "than under the profiler",
+        f"{under}which slows the host",
+        (*_larger_batch(facts, 2), *compiles),
     )
 
 

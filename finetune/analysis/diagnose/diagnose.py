@@ -191,6 +191,7 @@ def _conclude(
         groups=tuple(with_bf16_times(groups, where, rows_of(config)[1])),
         parts=timeline.parts(),
         adapter_seconds=_adapter_seconds(groups, timeline),
+        profiled_seconds=timeline.profiled_seconds,
         compiled=running.compiled,
         adapters=receipt.precision["adapters"],
         masked=padding_free(config.train) and attention in ("sdpa", "eager"),

@@ -123,6 +123,7 @@ class Facts:
 
     Attributes:
         parts: seconds by step part; they add up to the step.
+        profiled_seconds: duration of the step under the profiler.
         adapter_seconds: time in adapters: GEMMs and elementwise operations.
         compiled, adapters: the receipt's lines on `torch.compile` and on fusing adapters.
         masked: attention runs under an explicit mask over packed rows.
@@ -135,6 +136,7 @@ class Facts:
     parts: dict[StepPart, float]
     recompute_seconds: float = 0.0
     adapter_seconds: float = 0.0
+    profiled_seconds: float = 0.0
     compiled: str = "off"
     adapters: str = ""
     masked: bool = False
@@ -188,6 +190,14 @@ class Facts:
     @property
     def is_compiled(self) -> bool:
         return self.compiled.startswith("on")
+
+    @property
+    def waits(self) -> bool:
+        """True if a GPU may wait for the host: the profiler, which slows the host, slows the step.
+
+        Else kernels that are slower in steps without a profile are all that its share can be.
+        """
+        return self.profiled_seconds > self.seconds
 
     @property
     def bf16_seconds(self) -> float | None:

@@ -14,8 +14,8 @@ tokens, FLOPs and GEMM sizes, which the witness counts once, are those of the st
 layer, decoder layer and PEFT layer opens a `record_function` range around its forward; `timeline`
 finds the backward by autograd's sequence numbers. A forward inside a backward is a recomputation by
 checkpointing and is marked so. GEMMs of adapters fused with their base, of declared parameters, and
-of the head in TRL's fused loss are named by the code that multiplies them. A layer under `torch.compile` is one range around the
-compiled call; its GEMMs are distinguished by their sizes.
+of the head in TRL's fused loss are named by the code that multiplies them. A layer under
+`torch.compile` is one range around the compiled call; its GEMMs are distinguished by their sizes.
 """
 
 from __future__ import annotations

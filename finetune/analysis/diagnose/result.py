@@ -94,7 +94,7 @@ class Diagnosis(JupyterMixin):
             "padding": self.padding,
             "micro_batches": facts.micro_batches,
             "step_seconds": self.step_seconds,
-            "profiled_step_seconds": facts.seconds,
+            "profiled_step_seconds": facts.profiled_seconds,
             "tokens_per_s": self.tokens / self.step_seconds,
             "flop_share": self.receipt.flop_share,
             "groups": [_plain_group(group) for group in self.groups],
@@ -135,7 +135,7 @@ class Diagnosis(JupyterMixin):
             f"{batches}{padding}; {short_time(self.step_seconds)} a step, "
             f"{self.tokens / self.step_seconds:,.0f} tok/s"
         )
-        yield Text(f"torch.compile: {facts.compiled}\n", style="dim")
+        yield Text(f"torch.compile {facts.compiled}\n", style="dim")
         yield _layer_table(facts)
         reasons: dict[str, list[str]] = {}
         for group in (group for group in self.groups if not group.is_low):
@@ -149,6 +149,10 @@ class Diagnosis(JupyterMixin):
         shown = [f"{name} {percent(facts.share(s))}" for name, s in inside.items() if s]
         if shown:
             yield Text(f"included: {', '.join(shown)}", style="dim")
+        if facts.device.kind == "cuda":
+            under = short_time(facts.profiled_seconds)
+            note = f"host: what kernels leave of a step; under the profiler a step takes {under}"
+            yield Text(note, style="dim")
         yield Text()
         yield _kernel_table(facts)
         yield Text(f"\n{self.verdict}", style="bold")
@@ -161,7 +165,8 @@ class Diagnosis(JupyterMixin):
                 yield Text(f"         {advice}")
         if self.prediction is not None and self.prediction.speed is not None:
             likely, low, high = self.prediction.speed
-            yield Text(f"predicted: FP8 at {likely:.2f}x the speed of BF16 ({low:.2f} to {high:.2f})")
+            said = f"FP8 runs at {likely:.2f}x the speed of BF16 ({low:.2f} to {high:.2f})"
+            yield Text(f"predicted: {said}")
             if self.prediction.why:
                 yield Text(f"  {'; '.join(self.prediction.why)}", style="dim")
         yield from (Text(note, style="dim") for note in self.notes)

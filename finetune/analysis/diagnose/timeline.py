@@ -9,9 +9,11 @@ The events of `torch.profiler` form a tree by time on each host thread. A contex
 
 On a *CPU* a slice is the self time of an event; these add up to the window exactly. On a *GPU* a
 slice is a kernel, matched to its launching operator by the driver's correlation id. Overlapping
-kernels count once, computation before communication; the rest of the step is time in which the GPU
-waits. Profiling slows down the host but not the kernels, so the step's length is then that of steps
-without a profile. Limit: kernels in CUDA graphs have no operator each.
+kernels count once, computation before communication; the rest of the step is the host's. Profiling
+slows down the host but not the kernels, so the step's length is then that of steps without a
+profile. Limits: kernels in CUDA graphs have no operator each; where the GPU rests between kernels,
+as under the profiler, it may run them faster than in a step at its limit of power, and the
+difference is then among the host's.
 
 *Parts by name.* Kernel names change with their libraries, so the launching operator decides
 (`aten::_scaled_mm` multiplies FP8 whatever its kernel's name). Names of `torch.compile` kernels
@@ -84,12 +86,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Slices of all `steps`, with the duration of one step; `on_gpu` if slices are kernels."""
+    """Slices of all `steps`, with the duration of one step; `on_gpu` if slices are kernels.
+
+    `profiled_seconds` is the duration of a step under the profiler.
+    """
 
     slices: tuple[Slice, ...]
     steps: int
     step_seconds: float
     on_gpu: bool
+    profiled_seconds: float = 0.0
 
     def parts(self) -> dict[StepPart, float]:
         """Seconds of one step by part; they add up to `step_seconds`."""
@@ -155,6 +161,8 @@ def read_profile(
             part = StepPart.FP8_GEMM
         return Slice(kernel or launcher, part, seconds, here.owner, here.phase, here.sizes)
 
+    window = next(e for e in host if e.name == WINDOW)
+    length = window.time_range.elapsed_us() * 1e-6 / steps
     if kernels:
         launchers = _launchers(kernels, host)
         slices = [slice_of(o, 0.0, k.name) for k, o in zip(kernels, launchers, strict=True)]
@@ -163,12 +171,11 @@ def read_profile(
         timed = zip(slices, charged, strict=True)
         slices = [replace(piece, seconds=s * 1e-6) for piece, s in timed]
         busy = sum(piece.seconds for piece in slices) / steps
-        return Timeline(tuple(slices), steps, max(step_seconds or 0.0, busy), on_gpu=True)
-    window = next(e for e in host if e.name == WINDOW)
+        timed_seconds = max(step_seconds or 0.0, busy)
+        return Timeline(tuple(slices), steps, timed_seconds, True, length)
     inside = (event for event in host if _is_inside(event, window))
     slices = [slice_of(event, event.self_cpu_time_total * 1e-6) for event in inside]
-    length = window.time_range.elapsed_us() * 1e-6 / steps
-    return Timeline(tuple(slices), steps, length, on_gpu=False)
+    return Timeline(tuple(slices), steps, length, False, length)
 
 
 def _is_inside(event: Any, window: Any) -> bool:
