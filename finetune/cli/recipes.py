@@ -226,7 +226,7 @@ def cat(
 ) -> None:
     """Print a recipe, with --resolved complete."""
     if resolved or overrides or as_json:
-        from finetune.config.recipe import load_recipe
+        from finetune.data.lengths import load_recipe
 
         checked = load_recipe(recipe, overrides or ())
         if as_json:
@@ -320,7 +320,7 @@ def data(
     from rich.console import Console
     from rich.text import Text
 
-    from finetune.config.recipe import load_recipe
+    from finetune.data.lengths import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
     console = output(stderr=as_json)
@@ -335,7 +335,7 @@ def data(
         facts = {"description": found.rows.description, "notes": found.rows.notes}
         print(json.dumps({**facts, "train": found.ledger.as_json(), "rows": rows}))
         return
-    show_ledger(console, found)
+    show_ledger(console, found, checked.config)
     if (planned := _schedule(checked.config, found)) is not None:
         _show_schedule(console, planned)
     page = Console(record=True, file=io.StringIO(), width=100)
@@ -354,8 +354,8 @@ def data(
         console.print(whole(f"page: {html}"), crop=False)
 
 
-def show_ledger(console: Console, found: CountedRows) -> None:
-    """Print what rows are, what is worth a warning, and their counts."""
+def show_ledger(console: Console, found: CountedRows, config: RunConfig) -> None:
+    """Print what rows are, what is worth a warning, their counts, and what row lengths cost."""
     from rich.text import Text
 
     console.print(f"data: {found.rows.description}", highlight=False)
@@ -363,6 +363,25 @@ def show_ledger(console: Console, found: CountedRows) -> None:
         console.print(Text(f"! {line}", style="yellow"))
     for warns, line in found.ledger.lines():
         console.print(Text(f"! {line}", style="yellow") if warns else f"      {line}")
+    if found.ledger.trained:
+        _show_lengths(console, found, config)
+
+
+def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> None:
+    """Print how long rows are, and what is cut by some lengths; packed text is not cut."""
+    from finetune.config.methods import method_of
+    from finetune.data.ledger import SPLITTING
+    from finetune.data.lengths import uncut
+
+    lengths, method = found.ledger.lengths, method_of(config.train)
+    if lengths is None or (found.ledger.dropped and not method.is_text):  # TRL kept the rest alone
+        lengths = uncut(config, sample=found.ledger.sampled is not None)
+    (_, median), *more, (_, longest) = lengths.percentiles().items()
+    ends = "".join(f", {share}% up to {tokens:,}" for share, tokens in more)
+    console.print(f"      tokens of a row: median {median:,}{ends}, longest {longest:,}")
+    if found.ledger.bins is None or found.args.packing_strategy not in SPLITTING:
+        costs = [*lengths.costs(config)]
+        print_rows(console, costs, right=[*costs[0]][1:])
 
 
 def _schedule(config: RunConfig, found: CountedRows) -> Schedule | None:
@@ -448,7 +467,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     """Check a recipe and its rows, show each layer's precision; loads no weights."""
     from rich.text import Text
 
-    from finetune.config.recipe import load_recipe
+    from finetune.data.lengths import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
     with busy(output(stderr=True), f"checking {checked.name}"):
@@ -501,7 +520,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     if rows is None:
         console.print(f"data: not read: {unread}", style="yellow")
     else:
-        show_ledger(console, rows)
+        show_ledger(console, rows, config)
         if planned is not None:
             _show_schedule(console, planned)
     console.print("\n", the_plan, "", sep="")

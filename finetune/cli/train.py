@@ -25,7 +25,8 @@ from finetune.cli import (
     TrustCode,
 )
 from finetune.config.generation import generation
-from finetune.config.recipe import Recipe, load_recipe
+from finetune.config.recipe import Recipe
+from finetune.data.lengths import load_recipe
 from finetune.errors import ConfigError, MissingExtraError
 from finetune.hardware.device import rank
 from finetune.logging import busy, json_alone, output, whole

@@ -31,6 +31,7 @@ from finetune.config.train_section import (
     convert_train,
     elsewhere,
     fields_of,
+    refuse_open_length,
     steps_of_tokens,
 )
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
@@ -290,6 +291,7 @@ def checked(
     if not check_train:
         return config
     train = convert_train(config.train, where)
+    refuse_open_length(train, streams=config.data.streaming, where=where)
     if tokens := config.data.max_tokens:
         train["max_steps"] = steps_of_tokens(train, tokens, where)
     return config.model_copy(update={"train": train})

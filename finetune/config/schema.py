@@ -353,6 +353,12 @@ TRAIN: dict[str, Any] = {
         "description": "training method: the trainer of TRL, whose configuration the other keys "
         "of the section are for",
     },
+    "max_length": {
+        "type": ["integer", "string", "null"],
+        "description": "tokens of the longest row, behind which rows are cut; `auto`: the fewest "
+        "that cut nothing that is trained on, or only one very long row of 200, within the "
+        "positions of the model; `python -m finetune data RECIPE` shows it, and what others cost",
+    },
     "embedding_learning_rate": {
         "type": "number",
         "description": "learning rate of embeddings and output head, where they train; left out: "

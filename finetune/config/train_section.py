@@ -46,6 +46,8 @@ CHECKPOINT_ARGUMENTS = (
     *("debug", "early_stop", "context_fn"),
 )
 """Of `torch.utils.checkpoint.checkpoint`, torch 2.10."""
+OPEN = (CHECKPOINTING, "max_length")
+"""Keys that may be `auto`, a value of ours: decided before a trainer sees them."""
 
 
 def decides_checkpointing(config: RunConfig) -> bool:
@@ -56,6 +58,26 @@ def decides_checkpointing(config: RunConfig) -> bool:
 def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
     """The same run with `train.gradient_checkpointing` decided, as TRL knows it."""
     return config.model_copy(update={"train": {**config.train, CHECKPOINTING: on}})
+
+
+def refuse_open_length(
+    train: Mapping[str, Any], *, streams: bool, where: Callable[[KeyPath], str] = ".".join
+) -> None:
+    """Reject `train.max_length: auto` where no row's length is known before training.
+
+    Raises:
+        ConfigError: rows of a stream, or text that is cut anywhere.
+    """
+    wrapped = train.get("packing") and train.get("packing_strategy") == "wrapped"
+    why = "a stream's rows are read while it trains" * streams
+    why = why or "packing_strategy=wrapped cuts text anywhere, and fills every row" * bool(wrapped)
+    if train.get("max_length") == "auto" and why:
+        raise ConfigError(
+            "no longest row is known before training, for train.max_length=auto",
+            where=where(("train", "max_length")),
+            why=why,
+            fix="train.max_length=2048, or what your longest row has",
+        )
 
 
 def steps_of_tokens(
@@ -144,7 +166,7 @@ def convert_train(
             )
         if key not in fields:
             raise _no_argument(key, value, method, where(at))
-        if key == CHECKPOINTING and str(value) == "auto":  # a value of ours
+        if key in OPEN and str(value) == "auto":
             result[key] = "auto"
             continue
         result[key] = _convert(key, plain_data(value), types[key], where(at))
@@ -222,8 +244,10 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
 
 
 def _wrong_kind(key: str, names: str, value: Any, where: str) -> ConfigError:
-    fix = f"~train.{key} takes TRL's default"
-    return ConfigError(f"train.{key} must be {names}, not {value!r}", where=where, fix=fix)
+    names += " or auto" if key in OPEN else ""
+    what = f"train.{key} must be {names}, not {value!r}"
+    what += did_you_mean(str(value), ("auto",) if key in OPEN else ())
+    return ConfigError(what, where=where, fix=f"~train.{key} takes TRL's default")
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}

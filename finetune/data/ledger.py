@@ -17,7 +17,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,18 @@ from finetune.config.train_section import with_checkpointing
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.dataset import Rows, load_data
 from finetune.data.doubled_tokens import each_once
+from finetune.data.lengths import Lengths
 from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
 from finetune.data.repeats import EvaluatesOnce
 from finetune.data.rows import workers
 from finetune.errors import ConfigError, DataError, FinetuneError, first_line
+from finetune.hardware.device import this_device
 from finetune.storage.ends import save_ends
 from finetune.storage.pretrained import TEMPLATE_ERRORS, load_tokenizer, vocabulary_of
 from finetune.units import plural
 
+SPLITTING = ("bfd_split", "wrapped")
+"""Strategies of packing that put what is behind the end of a packed row into the next one."""
 TOKENIZED = Features(input_ids=List(Value("int64")), labels=List(Value("int64")))
 
 
@@ -75,6 +79,7 @@ class Ledger:
         answers: answers of a row that are trained on, each counted as a row is where it is cut.
         late: rows of a stream that were skipped behind these, while it was read.
         in_eval: evaluation rows that are also training rows (`Rows.shared`).
+        lengths: tokens of each row before truncation, without rows that TRL drops uncounted.
     """
 
     rows: int
@@ -98,6 +103,7 @@ class Ledger:
     in_eval: int = 0
     late: int = 0
     answers: int = 1
+    lengths: Lengths | None = field(default=None, repr=False, compare=False)
 
     @property
     def read(self) -> int:
@@ -177,7 +183,9 @@ class Ledger:
     def as_json(self) -> dict[str, Any]:
         """For the receipt."""
         facts = {"trained_share": self.share, "packing_efficiency": self.efficiency}
-        return asdict(self) | facts | {"read": self.read, "stop_token_trained": self.stops > 0}
+        facts |= {"read": self.read, "stop_token_trained": self.stops > 0}
+        lengths = self.lengths and self.lengths.percentiles()
+        return asdict(replace(self, lengths=None)) | facts | {"lengths": lengths}
 
 
 def account(
@@ -201,11 +209,11 @@ def account(
     """
     mode = getattr(args, "truncation_mode", "keep_start")
     limit, at_start = args.max_length, mode == "keep_start" or packing
-    splits = packing and args.packing_strategy in ("bfd_split", "wrapped")
+    splits = packing and args.packing_strategy in SPLITTING
     found = dict.fromkeys(
         ("rows", "dropped", "truncated", "tokens", "cut", "trained", "longest", "stops"), 0
     )
-    ends = Counter[int]()
+    ends, every, needed, trained = Counter[int](), [], [], np.zeros(0, np.int64)
     tables: Any = rows.with_format("arrow").iter(batch_size=BATCH)
     for batch in tables:
         ids = batch["input_ids"].combine_chunks()
@@ -225,6 +233,14 @@ def account(
         if limit is not None and not splits:
             skipped = 0 if at_start else np.repeat(np.maximum(lengths - limit, 0), lengths)
             inside = (position >= skipped) & (position < skipped + limit)
+        distance = position if at_start else np.repeat(lengths, lengths) - 1 - position
+        more = np.bincount(distance[labels != MASKED], minlength=trained.size)
+        more[: trained.size] += trained
+        trained, reach = more, np.zeros_like(lengths)
+        asked = np.where(labels != MASKED, position + 1, 0)
+        reach[lengths > 0] = np.maximum.reduceat(asked, starts[lengths > 0])
+        every.append(lengths)
+        needed.append(reach if at_start else lengths)
         counted = inside & (labels != MASKED)
         per_row = np.bincount(np.repeat(np.arange(lengths.size), lengths), counted, lengths.size)
         kept = np.minimum(lengths, limit) if limit is not None and not splits else lengths
@@ -242,7 +258,8 @@ def account(
         uncut = (last >= 0) & ((kept == lengths)[lengths > 0] | (not at_start))
         ends.update(token for token in labels[last[uncut]].tolist() if token in stops)
     usual = tuple(token for token, count in ends.items() if count * 100 >= found["rows"])
-    return Ledger(**found, ends=usual, bins=None, max_length=limit)
+    known = Lengths(np.concatenate(every), np.concatenate(needed), trained)
+    return Ledger(**found, ends=usual, bins=None, max_length=limit, lengths=known)
 
 
 class ByLength(LengthGroupedSampler):
@@ -502,12 +519,13 @@ class CountedRows:
     args: Any
 
 
-def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
+def counted_rows(config: RunConfig, *, sample: bool = False, tokenizer: Any = None) -> CountedRows:
     """Load, tokenize and count the training rows of a recipe, as its trainer would.
 
-    With `sample` only the first rows of large files and of the hub.
+    With `sample` only the first rows of large files and of the hub; `tokenizer`: a script's own.
     """
-    tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
+    if tokenizer is None:
+        tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
     seed = int(config.train.get("seed", 42))
     vocabulary = vocabulary_of(config.model)
     method = method_of(config.train)
@@ -516,7 +534,9 @@ def counted_rows(config: RunConfig, *, sample: bool = False) -> CountedRows:
     )
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)
-    args = sft_config(plain, Path("runs"), rows.settings, on_cpu=True)
+    # A run that is decided by these rows keeps the process group that this makes.
+    on_cpu = this_device().kind == "cpu"
+    args = sft_config(plain, Path("runs"), rows.settings, on_cpu=on_cpu)
     return count(rows, args, tokenizer, method)
 
 

@@ -111,7 +111,8 @@ class AccountedPairs(Accounted):
         # KTO makes two rows of a pair.
         given *= 2 if len(done) > given else 1
         dropped, answers = given - len(done), found.rows // len(done)
-        return replace(found, rows=given, dropped=dropped, answers=answers)
+        lengths = found.lengths and found.lengths.of_rows(answers)
+        return replace(found, rows=given, dropped=dropped, answers=answers, lengths=lengths)
 
 
 def _as_texts(rows: Dataset, tokenizer: Any) -> Dataset:

@@ -14,9 +14,10 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from finetune.config.recipe import Recipe, load_recipe, with_overrides
+from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING
+from finetune.data.lengths import load_recipe
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
 from finetune.estimator.caveats import caveats

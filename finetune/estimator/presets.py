@@ -73,7 +73,8 @@ def _debug(config: RunConfig) -> Iterator[Change]:
     yield Change("steps", (f"train.max_steps={STEPS}",), "enough for the proof, seconds to wait")
     writes = method_of(train).writes
     key, what = ("max_completion_length", "answers") if writes else ("max_length", "rows")
-    if int(train.get(key) or LENGTH + 1) > LENGTH:
+    length = train.get(key)
+    if not isinstance(length, int) or length > LENGTH:  # null, or auto
         yield Change("length", (f"train.{key}={LENGTH}",), f"short {what}: memory and time")
     yield Change("saving", ("train.save_strategy=no",), "no checkpoint is written")
     shown = ("train.logging_steps=1", "precision.health_every=1", "train.report_to=none")

@@ -33,6 +33,7 @@ from finetune.config.recipe import load_recipe
 from finetune.config.section import BUILTIN
 from finetune.config.train_section import fields_of
 from finetune.data.dataset import MASKING
+from finetune.data.lengths import decided
 from finetune.data.sources import LOADERS
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
@@ -259,7 +260,7 @@ def trainer(
         leaves |= {"learning_rate"} | train.keys() - {*arguments(method)}
     train = {key: value for key, value in train.items() if key not in leaves}
     before = said | {"train": train, "data": {"min_steps": usual.data.min_steps}}
-    recipe = recipe_of("trainer", before, typed, _name_of(said))
+    recipe = decided(recipe_of("trainer", before, typed, _name_of(said)), tokenizer)
     if model.device.type == "cuda":  # trained before: what it takes is not taken twice
         on_host: Any = model
         on_host.to("cpu")

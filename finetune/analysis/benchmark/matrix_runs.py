@@ -12,8 +12,9 @@ from finetune.analysis.benchmark.matrix import MATRIX, REFERENCE, Matrix
 from finetune.analysis.compare.compare import alike_over_seeds, chosen_seeds
 from finetune.analysis.experiment.fairness import settle
 from finetune.analysis.experiment.jobs import Variant
-from finetune.config.recipe import Recipe, load_recipe, with_overrides
+from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
+from finetune.data.lengths import load_recipe
 from finetune.errors import FinetuneError
 from finetune.hardware.gpus import Place, place_of
 from finetune.hardware.requirements import resolve_there

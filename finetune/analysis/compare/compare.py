@@ -41,8 +41,9 @@ from finetune.analysis.experiment.jobs import (
 from finetune.analysis.experiment.outcome import Outcome, read_outcome
 from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, is_path, list_recipes
-from finetune.config.recipe import Recipe, load_recipe, with_overrides
+from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
+from finetune.data.lengths import load_recipe
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, writing
 from finetune.hardware.device import Device, cores, this_device
 from finetune.hardware.requirements import resolve

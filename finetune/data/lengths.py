@@ -1,0 +1,163 @@
+"""Lengths of rows before truncation, and what each `train.max_length` costs.
+
+    needed    tokens of a row up to its last trained one
+    auto      the longest of these; where that is more than twice what all but one row of 200 need,
+              what these need. Rounded up to `train.pad_to_multiple_of`; never more than the
+              model's positions (`max_position_embeddings`)
+
+Example: of 1,000 rows the five longest need 9,000, 910, 900, 890 and 880 tokens, the next 870: it
+is 870, and five rows are cut. Of 100 rows none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from finetune.config import recipe as files
+from finetune.config.methods import method_of
+from finetune.config.recipe import Recipe
+from finetune.config.schema import RunConfig
+from finetune.config.sft import padding_free
+from finetune.errors import speaking
+from finetune.hardware.device import rank
+from finetune.logging import counting_rows, output
+from finetune.units import percent
+
+RARE, VERY_LONG = 200, 2
+"""Of so many rows one may be cut, where it is so many times as long as the others."""
+SHARES = (50, 90, 95, 99, 100)
+"""Percentiles that are shown; the last is the longest row."""
+POWERS = 4
+"""Powers of two that are shown, up to one that holds the longest row."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of rows before truncation.
+
+    Attributes:
+        whole: tokens of each row, [rows]; of a pair its prompt and the longer answer.
+        needed: of these, tokens up to the last trained one, [rows].
+        trained: trained tokens of all rows by their distance from the end that is kept, [longest].
+    """
+
+    whole: np.ndarray
+    needed: np.ndarray
+    trained: np.ndarray
+
+    def of_rows(self, answers: int) -> Lengths:
+        """Of rows that have so many sequences each, one behind another."""
+        whole, needed = (x.reshape(-1, answers).max(axis=1) for x in (self.whole, self.needed))
+        return replace(self, whole=whole, needed=needed)
+
+    def percentiles(self) -> dict[int, int]:
+        """Percentile -> tokens that so many of a hundred rows do not exceed."""
+        found = np.percentile(self.whole, SHARES, method="inverted_cdf")
+        return dict(zip(SHARES, found.astype(int).tolist(), strict=True))
+
+    def auto(self, multiple: int, most: int | None) -> int:
+        """Row length of `train.max_length: auto`, in tokens.
+
+        Args:
+            multiple: that it is rounded up to.
+            most: positions of the model; None without a limit.
+        """
+        order = np.sort(self.needed)
+        usual, longest = int(order[-1 - order.size // RARE]), int(order[-1])
+        found = usual if longest > VERY_LONG * usual else longest
+        rounded = max(1, -(-found // multiple)) * multiple
+        return min(rounded, most or rounded)
+
+    def costs(self, config: RunConfig) -> Iterator[dict[str, str]]:
+        """A row of a table for each of some row lengths: what is cut, and what a step holds."""
+        train, text = config.train, method_of(config.train).is_text
+        chosen, own = self.auto(*_limits(config)), train.get("max_length", 1024)
+        longest, each = int(self.whole.max()), int(train.get("per_device_train_batch_size", 8))
+        top = 1 << (longest - 1).bit_length()
+        most = max(_limits(config)[1] or top, own or 0)
+        lengths = {chosen, own or chosen, *(top >> n for n in range(POWERS))}
+        for limit in sorted(one for one in lengths if 0 < one <= most):
+            marks = " (auto)" * (limit == chosen) + " (now)" * (limit == own)
+            rows, lost = int((self.whole > limit).sum()), int(self.trained[limit:].sum())
+            held = limit if train.get("packing") else min(limit, longest)
+            row = {
+                "train.max_length": f"{limit:,}{marks}",
+                "rows cut": f"{rows:,} ({percent(rows / self.whole.size)})",
+                "trained tokens lost": f"{lost:,} ({percent(lost / max(1, self.trained.sum()))})",
+                "tokens in a micro-batch": f"{each * method_of(train).texts * held:,}",
+            }
+            padded = text and not padding_free(train)
+            yield row | ({"padding": percent(self.padding(limit, each), 0)} if padded else {})
+
+    def padding(self, limit: int, rows: int) -> float:
+        """Share of padding in micro-batches of so many rows in random order."""
+        kept = np.random.default_rng(0).permutation(np.minimum(self.whole, limit))
+        rows = min(rows, kept.size)
+        batches = kept[: kept.size // rows * rows].reshape(-1, rows)
+        return float(1 - batches.sum() / (batches.max(axis=1).sum() * rows))
+
+
+def _limits(config: RunConfig) -> tuple[int, int | None]:
+    """What a row length is a multiple of, and the positions of the model."""
+    from finetune.storage.pretrained import load_shape
+
+    shape = load_shape(config.model).get_text_config(decoder=True)
+    multiple = config.train.get("pad_to_multiple_of") or 1
+    return int(multiple), getattr(shape, "max_position_embeddings", None)
+
+
+def uncut(config: RunConfig, **options: Any) -> Lengths:
+    """Lengths of training rows without a limit; `options` are those of `counted_rows`."""
+    from finetune.data.ledger import counted_rows
+
+    train = {key: value for key, value in config.train.items() if key != "packing"}
+    free = config.model_copy(update={"train": {**train, "max_length": None}})
+    found = counted_rows(free, **options).ledger.lengths
+    assert found is not None
+    return found
+
+
+@speaking(str)
+def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool = True) -> Recipe:
+    """Read, override and check a recipe; `train.max_length: auto` becomes a number.
+
+    For that alone its rows are read and tokenized, and a line says the length.
+
+    Args:
+        name: a shipped recipe's name or a path to a YAML file.
+        overrides: `section.key=value` and `~section.key` items.
+        check_train: also check and convert the `train` section, which imports trl (seconds).
+
+    Raises:
+        RecipeNotFoundError: no such recipe.
+        ConfigError: an unknown key or a value of the wrong type, with file, line and nearest name.
+        DataError, DataNotFoundError: rows whose length was to be known cannot be trained on.
+    """
+    found = files.load_recipe(name, overrides, check_train=check_train)
+    return decided(found) if check_train else found
+
+
+def decided(recipe: Recipe, tokenizer: Any = None) -> Recipe:
+    """The recipe with a row length in place of `train.max_length: auto`, said in a line.
+
+    Args:
+        tokenizer: that of a script; None: the model's.
+    """
+    config = recipe.config
+    if config.train.get("max_length") != "auto":
+        return recipe
+    console = output(stderr=True, quiet=rank() > 0)
+    with counting_rows(console, f"reading the rows of {recipe.name} for train.max_length=auto"):
+        lengths = uncut(config, tokenizer=tokenizer)
+    chosen, (_, most) = lengths.auto(*_limits(config)), _limits(config)
+    config = config.model_copy(update={"train": {**config.train, "max_length": chosen}})
+    cost = next(row for row in lengths.costs(config) if "(now)" in row["train.max_length"])
+    facts = ", ".join(f"{cost[key]} {key}" for key in ("rows cut", "trained tokens lost"))
+    longest = f"the longest row has {lengths.whole.max():,} tokens"
+    longest += f", the model takes {most:,}" * (chosen == most)
+    console.print(f"train.max_length=auto is {chosen}: {longest}; {facts}")
+    return replace(recipe, config=config)
