@@ -32,7 +32,7 @@ RARE, VERY_LONG = 200, 2
 SHARES = (50, 90, 95, 99, 100)
 """Percentiles that are shown; the last is the longest row."""
 POWERS = 4
-"""Powers of two that are shown, up to one that holds the longest row."""
+"""Powers of two that are shown, the highest below the longest row."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,18 @@ class Lengths:
         """
         order = np.sort(self.needed)
         usual, longest = int(order[-1 - order.size // RARE]), int(order[-1])
-        found = usual if longest > VERY_LONG * usual else longest
-        rounded = max(1, -(-found // multiple)) * multiple
+        rounded = _rounded(usual if longest > VERY_LONG * usual else longest, multiple)
         return min(rounded, most or rounded)
 
     def costs(self, config: RunConfig) -> Iterator[dict[str, str]]:
         """A row of a table for each of some row lengths: what is cut, and what a step holds."""
         train, text = config.train, method_of(config.train).is_text
-        chosen, own = self.auto(*_limits(config)), train.get("max_length", 1024)
+        multiple, most = _limits(config)
+        chosen, own = self.auto(multiple, most), train.get("max_length", 1024)
         longest, each = int(self.whole.max()), int(train.get("per_device_train_batch_size", 8))
-        top = 1 << (longest - 1).bit_length()
-        most = max(_limits(config)[1] or top, own or 0)
-        lengths = {chosen, own or chosen, *(top >> n for n in range(POWERS))}
-        for limit in sorted(one for one in lengths if 0 < one <= most):
+        powers = (1 << n for n in range((longest - 1).bit_length())[-POWERS:])
+        shown = {one for one in (*powers, _rounded(longest, multiple)) if one <= (most or one)}
+        for limit in sorted({chosen, own or chosen, *shown}):
             marks = " (auto)" * (limit == chosen) + " (now)" * (limit == own)
             rows, lost = int((self.whole > limit).sum()), int(self.trained[limit:].sum())
             held = limit if train.get("packing") else min(limit, longest)
@@ -99,6 +98,10 @@ class Lengths:
         rows = min(rows, kept.size)
         batches = kept[: kept.size // rows * rows].reshape(-1, rows)
         return float(1 - batches.sum() / (batches.max(axis=1).sum() * rows))
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return max(1, -(-length // multiple)) * multiple
 
 
 def _limits(config: RunConfig) -> tuple[int, int | None]:
@@ -153,11 +156,12 @@ def decided(recipe: Recipe, tokenizer: Any = None) -> Recipe:
     console = output(stderr=True, quiet=rank() > 0)
     with counting_rows(console, f"reading the rows of {recipe.name} for train.max_length=auto"):
         lengths = uncut(config, tokenizer=tokenizer)
-    chosen, (_, most) = lengths.auto(*_limits(config)), _limits(config)
+    limits = _limits(config)
+    chosen = lengths.auto(*limits)
     config = config.model_copy(update={"train": {**config.train, "max_length": chosen}})
     cost = next(row for row in lengths.costs(config) if "(now)" in row["train.max_length"])
-    facts = ", ".join(f"{cost[key]} {key}" for key in ("rows cut", "trained tokens lost"))
     longest = f"the longest row has {lengths.whole.max():,} tokens"
-    longest += f", the model takes {most:,}" * (chosen == most)
-    console.print(f"train.max_length=auto is {chosen}: {longest}; {facts}")
+    longest += f", the model takes {chosen:,}" * (chosen == limits[1])
+    behind = f"rows cut: {cost['rows cut']}, trained tokens lost: {cost['trained tokens lost']}"
+    console.print(f"train.max_length=auto is {chosen}: {longest}; {behind}")
     return replace(recipe, config=config)
