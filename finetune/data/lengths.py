@@ -32,7 +32,7 @@ RARE, VERY_LONG = 200, 2
 SHARES = (50, 90, 95, 99, 100)
 """Percentiles that are shown; the last is the longest row."""
 POWERS = 4
-"""Powers of two that are shown, the highest below the longest row."""
+"""Powers of two that are shown, the highest of those between half of the rows and the longest."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,13 @@ class Lengths:
         train, text = config.train, method_of(config.train).is_text
         multiple, most = _limits(config)
         chosen, own = self.auto(multiple, most), train.get("max_length", 1024)
-        longest, each = int(self.whole.max()), int(train.get("per_device_train_batch_size", 8))
-        powers = (1 << n for n in range((longest - 1).bit_length())[-POWERS:])
-        shown = {one for one in (*powers, _rounded(longest, multiple)) if one <= (most or one)}
+        half, longest = self.percentiles()[50], int(self.whole.max())
+        powers = (1 << n for n in range(half.bit_length(), (longest - 1).bit_length())[-POWERS:])
+        longest, each = (
+            _rounded(longest, multiple),
+            int(train.get("per_device_train_batch_size", 8)),
+        )
+        shown = {one for one in (*powers, longest) if one <= (most or one)}
         for limit in sorted({chosen, own or chosen, *shown}):
             marks = " (auto)" * (limit == chosen) + " (now)" * (limit == own)
             rows, lost = int((self.whole > limit).sum()), int(self.trained[limit:].sum())
