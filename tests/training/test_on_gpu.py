@@ -79,7 +79,7 @@ def test_one_process_takes_one_gpu_of_several_and_says_so(runs) -> None:
 def test_a_diagnosis_of_compiled_layers_ends_in_kernels(tmp_path) -> None:
     done = on_gpu("finetune", "diagnose", "tiny_lora_fp8", "--steps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "torch.compile on: 4 decoder layers" in done.stdout
+    assert "torch.compile: on: 4 decoder layers" in done.stdout
     assert "slowest kernels" in done.stdout
     assert not list(tmp_path.iterdir())
 

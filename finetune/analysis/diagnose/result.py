@@ -135,7 +135,7 @@ class Diagnosis(JupyterMixin):
             f"{batches}{padding}; {short_time(self.step_seconds)} a step, "
             f"{self.tokens / self.step_seconds:,.0f} tok/s"
         )
-        yield Text(f"torch.compile {facts.compiled}\n", style="dim")
+        yield Text(f"torch.compile: {facts.compiled}\n", style="dim")
         yield _layer_table(facts)
         reasons: dict[str, list[str]] = {}
         for group in (group for group in self.groups if not group.is_low):
