@@ -374,7 +374,7 @@ def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> No
     from finetune.data.lengths import uncut
 
     lengths, method = found.ledger.lengths, method_of(config.train)
-    if lengths is None or (found.ledger.dropped and not method.is_text):  # TRL kept the rest alone
+    if found.ledger.dropped and not method.is_text:  # TRL kept the rest alone
         lengths = uncut(config, sample=found.ledger.sampled is not None)
     (_, median), *more, (_, longest) = lengths.percentiles().items()
     ends = "".join(f", {share}% up to {tokens:,}" for share, tokens in more)

@@ -17,7 +17,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class Ledger:
     stops: int
     bins: int | None
     max_length: int | None
+    lengths: Lengths = field(repr=False, compare=False)
     ends: tuple[int, ...] = ()
     doubled: int = 0
     refused: int = 0
@@ -103,7 +104,6 @@ class Ledger:
     in_eval: int = 0
     late: int = 0
     answers: int = 1
-    lengths: Lengths | None = field(default=None, repr=False, compare=False)
 
     @property
     def read(self) -> int:
@@ -183,9 +183,8 @@ class Ledger:
     def as_json(self) -> dict[str, Any]:
         """For the receipt."""
         facts = {"trained_share": self.share, "packing_efficiency": self.efficiency}
-        facts |= {"read": self.read, "stop_token_trained": self.stops > 0}
-        lengths = self.lengths and self.lengths.percentiles()
-        return asdict(replace(self, lengths=None)) | facts | {"lengths": lengths}
+        facts |= {"lengths": self.lengths.percentiles()}
+        return vars(self) | facts | {"read": self.read, "stop_token_trained": self.stops > 0}
 
 
 def account(

@@ -78,10 +78,8 @@ class Lengths:
         chosen, own = self.auto(multiple, most), train.get("max_length", 1024)
         half, longest = self.percentiles()[50], int(self.whole.max())
         powers = (1 << n for n in range(half.bit_length(), (longest - 1).bit_length())[-POWERS:])
-        longest, each = (
-            _rounded(longest, multiple),
-            int(train.get("per_device_train_batch_size", 8)),
-        )
+        longest = _rounded(longest, multiple)
+        each = int(train.get("per_device_train_batch_size", 8))
         shown = {one for one in (*powers, longest) if one <= (most or one)}
         for limit in sorted({chosen, own or chosen, *shown}):
             marks = " (auto)" * (limit == chosen) + " (now)" * (limit == own)
@@ -93,8 +91,9 @@ class Lengths:
                 "trained tokens lost": f"{lost:,} ({percent(lost / max(1, self.trained.sum()))})",
                 "tokens in a micro-batch": f"{each * method_of(train).texts * held:,}",
             }
-            padded = text and not padding_free(train)
-            yield row | ({"padding": percent(self.padding(limit, each), 0)} if padded else {})
+            if text and not padding_free(train):
+                row["padding"] = percent(self.padding(limit, each), 0)
+            yield row
 
     def padding(self, limit: int, rows: int) -> float:
         """Share of padding in micro-batches of so many rows in random order."""
@@ -123,9 +122,7 @@ def uncut(config: RunConfig, **options: Any) -> Lengths:
 
     train = {key: value for key, value in config.train.items() if key != "packing"}
     free = config.model_copy(update={"train": {**train, "max_length": None}})
-    found = counted_rows(free, **options).ledger.lengths
-    assert found is not None
-    return found
+    return counted_rows(free, **options).ledger.lengths
 
 
 @speaking(str)

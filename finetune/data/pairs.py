@@ -111,7 +111,7 @@ class AccountedPairs(Accounted):
         # KTO makes two rows of a pair.
         given *= 2 if len(done) > given else 1
         dropped, answers = given - len(done), found.rows // len(done)
-        lengths = found.lengths and found.lengths.of_rows(answers)
+        lengths = found.lengths.of_rows(answers)
         return replace(found, rows=given, dropped=dropped, answers=answers, lengths=lengths)
 
 

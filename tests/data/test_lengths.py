@@ -63,7 +63,6 @@ def test_a_model_takes_no_more_than_its_positions() -> None:
 def test_what_a_length_costs_is_what_the_ledger_counts(rows) -> None:
     config = load_recipe("tiny_lora_fp8", rows([*range(2, 60, 2)], "train.max_length=64")).config
     ledger = counted_rows(config).ledger
-    assert ledger.lengths is not None
     now = next(x for x in ledger.lengths.costs(config) if "(now)" in x["train.max_length"])
     lost = int(ledger.lengths.trained.sum()) - ledger.trained
     assert ledger.truncated > 0 < lost
@@ -87,7 +86,6 @@ def test_a_pair_is_as_long_as_its_longer_answer(tmp_path, rows) -> None:
     pair = {"prompt": "Say it.", "chosen": "Aye.", "rejected": "tide " * 9}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
     ledger = counted_rows(load_recipe("tiny_lora_fp8", given).config).ledger
-    assert ledger.lengths is not None
     assert ledger.lengths.whole.tolist() == [ledger.longest] * 4
 
 
