@@ -214,7 +214,11 @@ def climb(
         for step, config in zip(taken, configs, strict=True)
     ]
     points = points_of(grid, loaded.config)
-    unpredicted = [step.name for step in taken if step.how == "shipped"]
+    unpredicted = [  # Liger's kernels are not rehearsed: they take less memory and time
+        step.name
+        for step, config in zip(taken, configs, strict=True)
+        if step.how == "shipped" or config.train.get("use_liger_kernel")
+    ]
     measuring = Measuring(
         variants, points, place_here(device), steps, rounds, force, say=say, unpredicted=unpredicted
     )

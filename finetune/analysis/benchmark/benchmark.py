@@ -216,7 +216,7 @@ class Measuring:
         if not self.all_points and any(_at(row).contains(_at(r)) for r in full):
             return TOO_LARGE
         if row.label in self.unpredicted:
-            row.prediction = "other libraries' own conversion is not modelled"
+            row.prediction = "kernels or conversion of another library are not modelled"
             return ""
         device = self.place.device
         try:
