@@ -14,9 +14,9 @@ the model takes the best tile size (smaller tiles run at a lower rate, since the
 per product) and split of K. Filling and draining the pipeline counts as a constant added to K. A
 GEMM with a small M, N or K (LoRA's rank) is memory-bound.
 
-*Attention* runs at the fraction of the BF16 peak that the kernel there reaches; the causal half is
-skipped. *Everything else* is bound by memory bandwidth, or by the L2 cache if all operands fit into
-half of it.
+*Attention* runs at the fraction of the BF16 peak that the kernel there reaches, a short sequence at
+less of it where that was measured; the causal half is skipped. *Everything else* is bound by memory
+bandwidth, or by the L2 cache if all operands fit into half of it.
 
 *The host* needs microseconds per kernel (Python, dispatcher, autograd, launch) and runs ahead: a
 kernel starts when the GPU is free and the host has launched it. GPU idle time is reported as
@@ -101,12 +101,14 @@ class Efficiency(_Row):
         attention: Fraction of the BF16 peak, by direction: of the kernel behind SDPA.
         flash: Same of FlashAttention-2, which documents of different lengths run.
         masked: Same with an explicit mask, which neither flash nor cuDNN attention supports.
+        short: Tokens of a sequence that reaches half of `attention`, and half of `flash`; 0: any.
     """
 
     gemm: dict[str, PositiveFloat]
     attention: dict[Direction, PositiveFloat]
     flash: dict[Direction, PositiveFloat]
     masked: dict[Direction, PositiveFloat]
+    short: tuple[float, float]
     shared: Shared
 
 
@@ -116,6 +118,7 @@ class _Family(_Row):
     gemm: dict[str, PositiveFloat]
     outer_vector: PositiveFloat | None = None
     attention: dict[AttentionKernel, dict[Direction, PositiveFloat]]
+    short: dict[AttentionKernel, PositiveFloat] = {}
     origin: str
 
 
@@ -185,6 +188,7 @@ def efficiency_of(
         attention=family.attention.get(attention, flash),
         flash=flash,
         masked={direction: share * slower for direction, share in flash.items()},
+        short=(family.short.get(attention, 0.0), family.short.get("flash", 0.0)),
         shared=common,
     )
 
@@ -273,12 +277,15 @@ class Roofline:
         elif launch.kind == "attention":
             flops, masked = attention_flops(op)
             shares = self.efficiency
-            plain = shares.flash if base_name(op).startswith("flash") else shares.attention
+            flash = base_name(op).startswith("flash")
+            plain, short = (shares.flash if flash else shares.attention), shares.short[flash]
             wide = dtype_name(op.inputs[0]) == "float32"  # the kernel of masks takes it alone
             reached = shares.masked if masked or wide else plain
             direction = "backward" if is_backward_attention(op) else "forward"
             peak = wide_peak(self.gpu) if wide else half_peak(self.gpu)
-            compute = flops / (peak * reached[direction])
+            tokens = op.inputs[0].shape[-2]  # of q, in backward of its output's gradient
+            shorter = 1 if reached is shares.masked else 1 + short / tokens
+            compute = flops * shorter / (peak * reached[direction])
         body = max(compute, memory)
         if body < start:
             return Kernel(body + start, flops, "launch")
