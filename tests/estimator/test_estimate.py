@@ -605,3 +605,22 @@ def test_a_longer_row_is_checked_as_one_in_the_recipe(config):
         update={"train": {**config.train, "max_length": None}}
     )
     assert estimate(endless, gpu="H100", length=128, twin=False).prediction.pace is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recipe", "fp8", "bf16", "within"),
+    [  # (seconds, GiB) of a step on one H100 80GB HBM3, 26 November 2026: note 15
+        ("llama_8b_lora_fp8", (0.3756, 32.37), (0.5103, 40.81), 0.08),
+        ("llama_8b_full_fp8", (0.7497, 56.88), (0.8616, 67.88), 0.11),
+    ],
+)
+def test_a_step_of_8b_is_predicted_as_an_h100_took_it(recipe, fp8, bf16, within):
+    rows = ("train.per_device_train_batch_size=4", "train.max_length=2048")
+    config = load_recipe(recipe, (*rows, "train.gradient_accumulation_steps=1"))
+    found = estimate(config, gpu="H100", advice=False).facts()
+    seconds, twin = found["time"]["step_seconds"], found["twin"]
+    assert seconds == pytest.approx(fp8[0], rel=within)
+    assert twin["step_seconds"] == pytest.approx(bf16[0], rel=0.04)
+    assert found["memory"]["allocated"] / GIB == pytest.approx(fp8[1], rel=0.005)
+    assert twin["allocated"] / GIB == pytest.approx(bf16[1], rel=0.005)
