@@ -60,8 +60,11 @@ class AccountedPairs(Accounted):
         super().__init__(model=model, args=args, **kwargs)
 
     def compute_loss_context_manager(self) -> Any:
-        """TRL's distillation calls the model below the forward to which Accelerate adds autocast:
-        float32 weights would multiply in float32, whatever is asked."""
+        """Autocast around the loss as around the model's forward.
+
+        TRL's distillation (1.16) calls the model below that forward: without it float32 weights
+        multiply in float32, whatever is asked.
+        """
         return self.accelerator.autocast()
 
     def counts(self, rows: Dataset, args: Any) -> Dataset:
