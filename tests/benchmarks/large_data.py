@@ -82,7 +82,10 @@ def command(run: str, file: Path, steps: int, out: Path) -> list[str]:
     }  # fmt: skip
     words = [f"train.{key}={value}" for key, value in train.items()]
     if run.startswith("trl"):
-        settings = json.dumps(load_recipe(RECIPE, words).config.train)
+        # What a recipe does of itself: the newline behind an answer is not the answer's.
+        settings = json.dumps(
+            load_recipe(RECIPE, words).config.train | {"assistant_only_loss": True}
+        )
         program = [sys.executable, "-c", PLAIN, str(file), kind]
         return [*program, str(TINY_LLAMA), str(out), settings]
     return [
