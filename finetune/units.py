@@ -111,12 +111,6 @@ def perplexity(loss: float) -> str:
     return f"{value:,.2f}" if value < 100 else count(value)
 
 
-def with_perplexity(loss: float) -> str:
-    """`3.2000 (perplexity 24.53)`."""
-    shown = perplexity(loss)
-    return f"{loss:.4f}" + (f" (perplexity {shown})" if shown else "")
-
-
 def shortened(text: str, most: int) -> str:
     """A text of at most so many characters, the last of them `…` where it was longer."""
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -97,7 +97,7 @@ def _line_by_line(console: Console, folder: Path) -> Run:
         for row in now.tail:
             # Of each kind a step has one row.
             key = row["step"], "loss" in row, "eval_loss" in row
-            if key not in told and (line := _line(row, now.planned_steps)):
+            if key not in told and (line := _line(row, now)):
                 new[key] = line
         for line in [*new.values()][0 if told else -BEFORE :]:
             console.print(whole(line), crop=False)
@@ -105,12 +105,13 @@ def _line_by_line(console: Console, folder: Path) -> Run:
     return now
 
 
-def _line(row: dict[str, Any], planned: int | None) -> str:
+def _line(row: dict[str, Any], run: Run) -> str:
     """A row in a line; empty for samples and scores."""
+    planned = run.planned_steps
     step = f"step {row['step']:.0f}/{planned or '?'}"
     health = health_line(row)
     left = max(0, planned - int(row["step"])) if planned else None
-    return f"{step} | {health}" if health else log_line(row, step, left)
+    return f"{step} | {health}" if health else log_line(row, step, run.method, left)
 
 
 def _in_place(console: Console, folder: Path) -> Run:

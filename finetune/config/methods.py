@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from finetune.config.measures import LOSSES
 from finetune.errors import ConfigError, did_you_mean
+from finetune.units import perplexity
 
 RowForm = Literal["answers", "text", "preference", "unpaired", "prompts"]
 FORMS: dict[RowForm, str] = {
@@ -93,6 +94,11 @@ class Method:
     def config_class(self) -> Any:
         """TRL's configuration, a dataclass; imports trl (seconds)."""
         return _imported(self.config)
+
+    def loss_in_words(self, loss: float) -> str:
+        """`3.2000 (perplexity 24.53)`; a loss that is not one of text alone has no perplexity."""
+        shown = perplexity(loss) if self.is_text else ""
+        return f"{loss:.4f}" + (f" (perplexity {shown})" if shown else "")
 
     def is_unusual(self, rate: float, *, lora: bool) -> bool:
         """True for a learning rate that is three times outside of what is usual."""

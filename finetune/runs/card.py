@@ -14,10 +14,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from finetune import __version__
+from finetune.config.methods import method_of
 from finetune.config.paths import ASSETS
 from finetune.config.schema import BUILTIN, RunConfig
 from finetune.runs.receipt import Receipt
-from finetune.units import with_perplexity
 
 TARGETS = {
     "": "all weights, as trained",
@@ -50,7 +50,7 @@ def model_card(
     template = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    template.filters["with_perplexity"] = with_perplexity
+    template.filters["in_words"] = method_of(config.train).loss_in_words
     text = (ASSETS / "model_card.md.j2").read_text(encoding="utf-8")
     base, data = config.model.name, config.data.label
     environment = receipt.get("environment", {})

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.config.methods import SHOWN
+from finetune.config.methods import SHOWN, Method
 from finetune.runs.folder import finite
-from finetune.units import elapsed, percent, with_perplexity
+from finetune.units import elapsed, percent
 
 OPERANDS = {"x": "activations", "w": "weights", "g": "gradients"}
 """Operand of a GEMM, as keys of health rows name it -> what it holds."""
 
 
-def log_line(row: dict[str, Any], step: str, left: int | None = None) -> str:
+def log_line(row: dict[str, Any], step: str, method: Method, left: int | None = None) -> str:
     """A row of training or of an evaluation in a line; empty for a row of another kind.
 
     Args:
@@ -23,9 +23,8 @@ def log_line(row: dict[str, Any], step: str, left: int | None = None) -> str:
         left: steps until the end; None leaves speed and time left out, which a bar shows.
     """
     if "eval_loss" in row:
-        own = shown_of(row, "eval_")
-        loss = f"{row['eval_loss']:.4f}" if own else with_perplexity(row["eval_loss"])
-        return " | ".join([f"{step} | eval loss {loss}", *own])
+        loss = method.loss_in_words(row["eval_loss"])
+        return " | ".join([f"{step} | eval loss {loss}", *shown_of(row, "eval_")])
     if "loss" not in row:
         return ""
     norm, pace = row.get("grad_norm", float("nan")), finite(row.get("step_seconds"))

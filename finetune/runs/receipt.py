@@ -25,7 +25,7 @@ from finetune.config.schema import SCALES
 from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
 from finetune.runs.folder import finite, write_whole
-from finetune.units import elapsed, percent, size_of_gib, with_perplexity
+from finetune.units import elapsed, percent, size_of_gib
 
 PEFT_WRAPPERS = ("base_layer", "default")
 """Parts that PEFT adds to the names of layers: the layer it wraps, and its first adapter."""
@@ -472,9 +472,7 @@ class RunReport(JupyterMixin):
             fell = f"{self.first_loss:.3f} -> " if self.first_loss != self.final_loss else ""
             yield f"loss {fell}{self.final_loss:.3f}"
         if self.eval_loss is not None:
-            words = method_of(self.receipt.run).is_text
-            loss = with_perplexity(self.eval_loss) if words else f"{self.eval_loss:.4f}"
-            yield f"eval loss {loss}"
+            yield f"eval loss {method_of(self.receipt.run).loss_in_words(self.eval_loss)}"
         for key, (first, last) in self.own.items():
             yield f"{key} {first:.3g} -> {last:.3g}"
 

@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
+from finetune.config.methods import Method
 from finetune.hardware.device import synchronize
 from finetune.hardware.energy import EnergyCounter
 from finetune.runs.progress import log_line
@@ -188,8 +189,8 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
 class ProgressBar(TrainerCallback):
     """Step, loss, tokens/s, time left and precision, as a terminal bar or as lines."""
 
-    def __init__(self, console: Console, metrics: MetricsWriter) -> None:
-        self.console, self.metrics = console, metrics
+    def __init__(self, console: Console, metrics: MetricsWriter, method: Method) -> None:
+        self.console, self.metrics, self.method = console, metrics, method
         self._bar: Progress | None = None
         self._task: Any = None
 
@@ -222,7 +223,7 @@ class ProgressBar(TrainerCallback):
         if self._bar is not None and "loss" in row:  # it shows the time left, too
             self._bar.update(self._task, facts=f"{row.get('tokens_per_s', 0):,} tok/s")
             left = None
-        if line := log_line(row, step_label(state, self.console), left):
+        if line := log_line(row, step_label(state, self.console), self.method, left):
             # In a pipe nothing wraps: without the search for words to wrap between it is half the
             # time.
             self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)

@@ -314,7 +314,8 @@ class _Run:
         counter = EnergyCounter(session.device.kind)
         label = session.resolution.label
         self.metrics = MetricsWriter(folder / "metrics.jsonl", label, counter)
-        self.bar, self.stop = ProgressBar(console, self.metrics), GracefulStop(console)
+        self.bar = ProgressBar(console, self.metrics, method_of(config.train))
+        self.stop = GracefulStop(console)
         self.meter = MemoryMeter(session)
         self.keeper = CheckpointKeeper(
             session.resolution.label, self.facts, self.resume, config.checkpoints

@@ -18,11 +18,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from finetune import load_recipe, train
+from finetune.config.methods import METHODS
 from finetune.config.schema import EvalConfig
 from finetune.errors import ConfigError
 from finetune.training import samples as sampling
 from finetune.training.samples import answer, undisturbed
-from finetune.units import with_perplexity
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
@@ -155,8 +155,12 @@ def test_samples_are_shown_written_and_reported(run) -> None:
     shown = f"eval loss {loss:.4f} (perplexity {math.exp(loss):.2f})"
     assert f"step 3/3 | {shown}" in screen
     assert shown in str(report)
-    assert shown == f"eval loss {with_perplexity(loss)}"
-    assert [with_perplexity(x) for x in (8.37, 20.5)] == ["8.3700 (perplexity 4,316)", "20.5000"]
+
+
+def test_perplexity_is_of_a_loss_of_text_alone() -> None:
+    text = METHODS["continue"].loss_in_words
+    assert [text(x) for x in (8.37, 20.5)] == ["8.3700 (perplexity 4,316)", "20.5000"]
+    assert METHODS["distill"].loss_in_words(3.5) == METHODS["dpo"].loss_in_words(3.5) == "3.5000"
 
 
 @pytest.mark.slow
