@@ -38,6 +38,7 @@ from finetune import setup_fp8_mixed_precision_training, teardown_fp8_mixed_prec
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
+from finetune.precision.proof import movement
 from finetune.training import session
 from finetune.training.memory_meter import LiveTensors
 
@@ -307,6 +308,16 @@ def recipe_config(case: str, folder: Path) -> RunConfig:
     return RunConfig.model_validate(data)
 
 
+def in_host_memory(sample: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Samples of weights for the proof, which are in no GPU's memory, uncounted."""
+
+    def call(parameter: Tensor) -> Tensor:
+        with _disable_current_modes():
+            return sample(parameter)
+
+    return call
+
+
 def run_recipe(case: str, out: Path) -> dict[str, int]:
     """Peak of the third step of TRL's trainer under FSDP2, on this process."""
     config = recipe_config(case, out / case / os.environ["RANK"])
@@ -377,6 +388,7 @@ def main(out: Path, cases: list[str]) -> None:
     )  # fmt: skip
     for name in ("all_gather_single", "reduce_scatter_single"):
         setattr(torch.distributed, name, settled(getattr(torch.distributed, name)))
+    movement.sample = in_host_memory(movement.sample)
     # Accelerate ignores FSDP on CPUs without a word; taking these for GPUs, it shards them.
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
