@@ -8,7 +8,7 @@ from finetune.api import train as train
 from finetune.config.paths import list_recipes as list_recipes
 from finetune.config.schema import PrecisionConfig as PrecisionConfig
 from finetune.config.schema import RunConfig as RunConfig
-from finetune.data.lengths import load_recipe as load_recipe
+from finetune.data.auto_length import load_recipe as load_recipe
 from finetune.errors import FinetuneError as FinetuneError
 from finetune.estimator.estimate import estimate as estimate
 from finetune.export.export import export_run as export_run

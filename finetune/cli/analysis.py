@@ -252,7 +252,7 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Show what runs in FP8, where the time goes, and why."""
-    from finetune.data.lengths import load_recipe
+    from finetune.data.auto_length import load_recipe
     from finetune.runs.folder import make_folder
 
     checked = load_recipe(recipe, overrides or ())

@@ -35,10 +35,7 @@ VERBS = {
         "resume": ("train", "Resume a run from its newest complete checkpoint."),
         "checkpoints": ("runs", "List a run's checkpoints: step, loss, size, complete or damaged."),
         "watch": ("watch", "Follow a run from another terminal: loss, speed, health, time left."),
-        "ls": (
-            "recipes",
-            "List recipes, runs (--runs) or model families (--models).",
-        ),
+        "ls": ("listing", "List recipes, runs (--runs) or model families (--models)."),
         "cp": ("recipes", "Copy a recipe to edit it, with --preset for one end."),
         "cat": ("recipes", "Print a recipe, with --resolved complete."),
         "import": ("runs", "Take over another trainer's weights (`latest.pt`) as a model folder."),

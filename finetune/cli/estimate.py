@@ -70,7 +70,7 @@ def estimate(
         raise ConfigError(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
         )
-    from finetune.data.lengths import load_recipe
+    from finetune.data.auto_length import load_recipe
     from finetune.hardware.gpus import place_of
 
     budget, (gpu, *others) = _tokens(tokens), _named(gpu, tokens=tokens, price=price)

@@ -1,16 +1,14 @@
-"""Verbs about recipes and their rows: `ls`, `cat`, `cp`, `schema`, `data`, `validate`.
+"""Verbs about recipes and their rows: `cat`, `cp`, `schema`, `data`, `validate`.
 
-Listing and printing import no torch: what `ls` says of a recipe is in `assets/recipes.json`.
+Printing imports no torch.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import re
 import shlex
 import sys
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +16,7 @@ import typer
 
 from finetune.cli import AsJson, Overrides, RecipeName
 from finetune.config.paths import (
-    ASSETS,
     find_recipe,
-    list_recipes,
-    shipped_shape,
-    shipped_shapes,
 )
 from finetune.errors import (
     ConfigError,
@@ -38,182 +32,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from finetune.config.schema import RunConfig
-    from finetune.data.ledger import CountedRows
+    from finetune.data.counting import CountedRows
     from finetune.training.schedule import Schedule
 
 REACH_SECONDS = 3
 """Time in which the hub has to answer before its cache alone is used."""
-ROWS = ASSETS / "recipes.json"
-"""Rows of `ls`, each with the checksum of its recipe and predicted speeds on several GPUs; made by
-`tests.asset_makers.make_recipes`."""
-FAMILIES = ASSETS / "families.json"
-"""Families of models, each with what was measured of it; written by `tests.benchmarks.families`."""
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
-
-
-def rows() -> list[dict[str, Any]]:
-    """A row for each shipped recipe: the stored one; of a changed one a new one, without memory."""
-    stored = json.loads(ROWS.read_text())
-    found = []
-    for name in list_recipes():
-        known = stored.get(name, {})
-        same = known.get("crc32") == checksum(name)
-        found.append(known["row"] if same else row_of(name) | {"preview_gib": None})
-    return found
-
-
-def checksum(name: str) -> int:
-    """CRC-32 of a recipe's file."""
-    return zlib.crc32(find_recipe(name).read_bytes())
-
-
-def row_of(name: str) -> dict[str, Any]:
-    """The facts of a recipe in a table: model, method, precision, rows."""
-    from finetune.config.recipe import load_recipe
-
-    config = load_recipe(name, check_train=False).config
-    lora, precision = config.lora, config.precision
-    fp8 = precision.compute == "fp8"
-    return {
-        "recipe": name,
-        "model": config.model.name.rpartition("/")[2],
-        "method": f"{'QLoRA' if config.model.storage else 'LoRA'} r={lora.r}" if lora else "full",
-        "precision": f"fp8 {precision.scaling}" if fp8 else precision.compute,
-        "length": str(config.train.get("max_length", "")),
-        "data": config.data.label.rpartition("/")[2],
-    }
-
-
-def ls(
-    runs: Annotated[bool, typer.Option("--runs", help="List runs instead.")] = False,
-    out: Annotated[Path | None, typer.Option(help="With --runs: folder of runs.")] = None,
-    models: Annotated[bool, typer.Option("--models", help="List model families instead.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """List recipes, runs (--runs) or model families (--models)."""
-    if runs and models:
-        raise ConfigError("--runs and --models are two lists", where="ls", fix="one of them")
-    if models:
-        _list_families(as_json=as_json)
-        return
-    if runs:
-        from finetune.cli.runs import list_runs
-
-        list_runs(out, as_json=as_json)
-        return
-    if out is not None:
-        raise ConfigError("--out would change nothing", where="ls", fix="ls --runs --out FOLDER")
-    if as_json:
-        print(json.dumps(rows(), indent=1))
-        return
-    from rich.text import Text
-
-    pairs: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows():
-        name, _, compute = row["recipe"].rpartition("_")
-        pairs.setdefault(name, {})[compute] = row
-    gpu, speeds = _speeds()
-    figures = (*(f"{compute} ≥GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
-    losing, shown = list[str](), list[dict[str, Any]]()
-    for name, pair in pairs.items():
-        one = next(iter(pair.values()))  # they differ in precision alone
-        memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
-        fp8, bf16 = (speeds.get(f"{name}_{compute}", 0) for compute in COMPUTES)
-        ratio = fp8 / bf16 if fp8 and bf16 else None
-        loses = ratio is not None and ratio < LOSES
-        losing += [name] * loses
-        ratio = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
-        facts = (*memory, f"{fp8:,}" if fp8 else "-", ratio)
-        model = re.sub(r"^builtin:|-Instruct|-\d{4}$", "", one["model"])  # --json has it whole
-        row = {"recipe": name, "model": model, "method": one["method"]}
-        shown.append(row | dict(zip(figures, facts, strict=True)))
-    console = output()
-    print_rows(console, shown, right=figures, gap=1)
-    if losing:
-        line = f"\nFP8 is slower than BF16 in {', '.join(losing)}: take the _bf16 twin for speed"
-        console.print(Text(line, style="yellow"))
-    console.print(
-        "\nnames end in _fp8 or _bf16; ≥GiB: predicted least memory of one GPU, with\n"
-        "checkpointing where the forecast decides it; tok/s: predicted on one "
-        f"{gpu},\nbeside compiled BF16; where there is more memory, the faster run takes it\n"
-        "(`estimate` has its figure); `-`: does not fit, no FP8 twin, or not predicted\n"
-        "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
-        style="dim",
-    )
-
-
-def families() -> list[dict[str, Any]]:
-    """A row for each model whose shape is packaged, and for each other family of the matrix.
-
-    `full` and `lora` are shares of matmul FLOPs in FP8, `exports` logit errors, or why there is no
-    export, of a tiny random model: `tests.benchmarks.families` measures and writes them.
-    """
-    measured: dict[str, dict[str, Any]] = json.loads(FAMILIES.read_text())
-    shapes = {name: shipped_shape(name) for name in shipped_shapes()}
-    found = [
-        (json.loads(path.read_text())["model_type"], name) for name, path in shapes.items() if path
-    ]
-    others = measured.keys() - {family for family, _ in found}
-    return [
-        {"model": name, "family": family} | measured.get(family, {})
-        for family, name in (*sorted(found), *((family, None) for family in sorted(others)))
-    ]
-
-
-def _list_families(*, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(families(), indent=1))
-        return
-    from finetune.units import percent
-
-    shown = list[dict[str, Any]]()
-    for row in families():
-        exports = row.get("exports", {})
-        failed = {name.split()[1] for name, x in exports.items() if isinstance(x, str)}
-        good = dict.fromkeys(name.split()[1] for name in exports if name.split()[1] not in failed)
-        trained = [method for method in ("full", "lora") if method in row]
-        shares = {f"FP8 {x}": percent(row[x], 0) if x in row else "-" for x in ("full", "lora")}
-        verified = ", ".join(["trained", *good]) if trained else "only estimated"
-        model = (row["model"] or "-").rpartition("/")[2]
-        shown.append({"model": model, "family": row["family"], **shares, "verified": verified})
-    console = output()
-    print_rows(console, shown, right=("FP8 full", "FP8 lora"), gap=1)
-    console.print(
-        "\nmodel: its shape is packaged, `estimate` needs no network; `-`: any of them\n"
-        "FP8: proven share of the matmul FLOPs of a tiny random model, whose head weighs\n"
-        "more than in a real one. trained: that model, in full and LoRA; merged, fp8:\n"
-        "exported so, reloaded by Transformers alone, logits compared. only estimated:\n"
-        "not trained yet, in any size. On a GPU no family has been measured yet",
-        style="dim",
-    )
-
-
-LOSES = 0.995
-"""Speed of FP8 over BF16 below which the table says that FP8 does not pay."""
-
-
-def _speeds() -> tuple[str, dict[str, int]]:
-    """Name of the GPU here, or else the H100, and predicted tokens/s of recipes on it."""
-    from finetune.hardware.device import installed_model
-
-    stored = json.loads(ROWS.read_text())
-    speeds, name = {recipe: known["tokens_per_s"] for recipe, known in stored.items()}, "H100"
-    if model := installed_model():
-        from finetune.hardware.device import Device
-        from finetune.hardware.gpus import find_gpu
-
-        gpu = find_gpu(Device("cuda", model, None, 0.0))
-        name = gpu.name if gpu and any(gpu.name in row for row in speeds.values()) else name
-    return name, {recipe: row[name] for recipe, row in speeds.items() if name in row}
-
-
-COMPUTES = ("fp8", "bf16")
-
-
-def _digits(gib: float | None) -> str:
-    """Memory in as many digits as a table has room for."""
-    return "-" if gib is None else f"{gib:.0f}" if gib >= 10 else f"{gib:.1f}"
 
 
 def cat(
@@ -226,7 +51,7 @@ def cat(
 ) -> None:
     """Print a recipe, with --resolved complete."""
     if resolved or overrides or as_json:
-        from finetune.data.lengths import load_recipe
+        from finetune.data.auto_length import load_recipe
 
         checked = load_recipe(recipe, overrides or ())
         if as_json:
@@ -320,12 +145,12 @@ def data(
     from rich.console import Console
     from rich.text import Text
 
-    from finetune.data.lengths import load_recipe
+    from finetune.data.auto_length import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
     console = output(stderr=as_json)
     with busy(console, f"loading libraries for {checked.name}"):
-        from finetune.data.ledger import counted_rows
+        from finetune.data.counting import counted_rows
         from finetune.logging import counting_rows
     with counting_rows(console, f"reading the rows of {checked.name}"):
         found = counted_rows(checked.config)
@@ -370,8 +195,8 @@ def show_ledger(console: Console, found: CountedRows, config: RunConfig) -> None
 def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> None:
     """Print how long rows are, and what is cut by some lengths; packed text is not cut."""
     from finetune.config.methods import method_of
+    from finetune.data.auto_length import uncut
     from finetune.data.ledger import SPLITTING
-    from finetune.data.lengths import uncut
 
     lengths, method = found.ledger.lengths, method_of(config.train)
     if found.ledger.dropped and not method.is_text:  # TRL kept the rest alone
@@ -431,7 +256,7 @@ def _rows(config: RunConfig) -> tuple[CountedRows | None, str]:
         DataError, DataNotFoundError: what lies here cannot be trained on.
     """
     from finetune.config.schema import BUILTIN
-    from finetune.data.ledger import counted_rows
+    from finetune.data.counting import counted_rows
 
     named = (config.data.hub, config.model.name)
     if any(name and not name.startswith(BUILTIN) and not Path(name).exists() for name in named):
@@ -467,7 +292,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     """Check a recipe and its rows, show each layer's precision; loads no weights."""
     from rich.text import Text
 
-    from finetune.data.lengths import load_recipe
+    from finetune.data.auto_length import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
     with busy(output(stderr=True), f"checking {checked.name}"):

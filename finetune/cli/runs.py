@@ -1,4 +1,4 @@
-"""Verbs about run folders: `ls --runs`, `checkpoints` (without torch), `export`; and `import`."""
+"""Verbs about run folders: `checkpoints` (without torch), `export`; and `import`."""
 
 from __future__ import annotations
 
@@ -11,113 +11,12 @@ import typer
 from rich.text import Text
 
 from finetune.cli import AsJson, Push, RunName, RunsFolder, TrustCode, Yes
-from finetune.config.measures import LOSSES
-from finetune.errors import ConfigError
+from finetune.cli.listing import DEFAULT_OUT, figure
 from finetune.logging import output, print_rows, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
 from finetune.runs.folder import Run
-from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs
-from finetune.units import size, size_of_gib
-
-DEFAULT_OUT = Path("runs")
-_STATES = {"finished": "", "running": "cyan", "stopped": "yellow"}
-
-
-def list_runs(out: Path | None, *, as_json: bool) -> None:
-    """Print the runs below `out`, newest first, and the comparisons apart.
-
-    Raises:
-        ConfigError: a folder was named and is not there.
-    """
-    folder = DEFAULT_OUT if out is None else out
-    nothing = out is None and not folder.is_dir()
-    runs = [] if nothing else [run.summary() for run in find_runs(folder)]
-    compared = [] if nothing else [_comparison(path) for path in find_comparisons(folder)]
-    if as_json:
-        print(json.dumps({"runs": runs, "comparisons": compared}, indent=1))
-        return
-    if not runs and not compared:
-        print(f"no runs in {folder}/ yet: python -m finetune tiny_lora_fp8 makes one")
-        return
-    console = output()
-    if runs:
-        right = ("steps", "loss", "eval loss", "tok/s", "memory")
-        scored = any(run["scores"] for run in runs)
-        print_rows(console, [_row(run, scored=scored) for run in runs], right=right, least=5)
-    if compared:
-        console.print(Text("\ncomparisons" if runs else "comparisons", style="bold"))
-        scored = any(one["gap"].keys() - {*LOSSES} for one in compared)
-        print_rows(console, [_comparison_row(one, scored=scored) for one in compared])
-
-
-def _row(run: dict[str, Any], *, scored: bool) -> dict[str, Any]:
-    """A run in a line, what matters most first: its name has its precision at the end."""
-    ended = "" if run["state"] == "finished" else f" {run['state']}"
-    return {
-        "run": f"{run['recipe']}/{run['run']}",
-        "verified": _verified(run),
-        "steps": Text(
-            f"{run['step']}/{run['steps'] or '?'}{ended}", style=_STATES.get(run["state"], "red")
-        ),
-        "loss": _shown(run["loss"], ".3f"),
-        "eval loss": _shown(run["eval_loss"], ".3f"),
-        **({"score": _scores(run["scores"])} if scored else {}),
-        "precision": run["precision"],
-        "tok/s": _shown(run["tokens_per_s"], ",.0f"),
-        "memory": "-" if run["memory_gib"] is None else size_of_gib(run["memory_gib"]),
-    }
-
-
-def _scores(scores: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in scores.items()) or "-"
-
-
-def _verified(run: dict[str, Any]) -> Text:
-    if run["fallback"]:  # BF16 is verified, and is not what was requested
-        return Text("fell back", style="bold yellow")
-    return Text("yes", style="green") if run["proven"] else Text("no", style="bold red")
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _comparison(folder: Path) -> dict[str, Any]:
-    """A comparison in a line; one that cannot be read says so instead of a verdict."""
-    from finetune.analysis.compare.result import read_comparison
-
-    try:
-        found = read_comparison(folder)
-    except ConfigError:
-        nothing = {"a": None, "b": None, "seeds": 0, "verdict": "cannot be read"}
-        return {"folder": str(folder), **nothing, "gap": {}, "speed": None}
-    return {
-        "folder": str(folder),
-        "a": found.a.recipe,
-        "b": found.b.recipe,
-        "seeds": len(found.seeds),
-        "verdict": found.verdict,
-        "gap": {name: gap.gap for name, gap in found.gaps.items()},
-        "speed": found.speed and found.speed.ratio,
-    }
-
-
-def _comparison_row(one: dict[str, Any], *, scored: bool) -> dict[str, Any]:
-    points = {
-        name: f"{gap * 100:+z.2f} pt" for name, gap in one["gap"].items() if name not in LOSSES
-    }
-    scores = ", ".join(f"{name} {gap}" for name, gap in points.items()) or "-"
-    return {
-        "folder": one["folder"],
-        "verdict": Text(one["verdict"], style="" if one["verdict"] == "equivalent" else "yellow"),
-        "a against b": f"{one['a']} against {one['b']}",
-        "seeds": str(one["seeds"]),
-        "loss": _shown(one["gap"].get("train"), "+z.2%"),
-        "eval loss": _shown(one["gap"].get("eval"), "+z.2%"),
-        **({"score": scores} if scored else {}),
-        "speed": _shown(one["speed"], ".2f") + "x" * (one["speed"] is not None),
-    }
-
+from finetune.runs.lookup import LAST, find_run
+from finetune.units import size
 
 # ------------------------------------------------------------------------------------ checkpoints
 
@@ -143,8 +42,8 @@ def checkpoints(
     shown = [
         {
             "step": str(row["step"]),
-            "loss": _shown(row["loss"], ".3f"),
-            "eval loss": _shown(row["eval_loss"], ".3f"),
+            "loss": figure(row["loss"], ".3f"),
+            "eval loss": figure(row["eval_loss"], ".3f"),
             "precision": row["precision"],
             "size": size(row["bytes"]),
             "state": Text("complete", style="green")
@@ -224,7 +123,7 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Take over another trainer's weights (`latest.pt`) as a model folder."""
-    from finetune.cli.recipes import rows
+    from finetune.cli.listing import rows
     from finetune.storage.torch_checkpoint import import_checkpoint
 
     done = import_checkpoint(file, model, folder)

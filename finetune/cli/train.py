@@ -26,7 +26,7 @@ from finetune.cli import (
 )
 from finetune.config.generation import generation
 from finetune.config.recipe import Recipe
-from finetune.data.lengths import load_recipe
+from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError, MissingExtraError
 from finetune.hardware.device import rank
 from finetune.logging import busy, json_alone, output, whole

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.cli import INTERRUPTED, RunName, RunsFolder
-from finetune.cli.runs import DEFAULT_OUT
+from finetune.cli.listing import DEFAULT_OUT
 from finetune.cli.tensorboard import serve
 from finetune.config.measures import MEASURES
 from finetune.errors import ConfigError

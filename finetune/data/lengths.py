@@ -11,20 +11,14 @@ is 870, and five rows are cut. Of 100 rows none is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from finetune.config import recipe as files
 from finetune.config.methods import method_of
-from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free
-from finetune.errors import speaking
-from finetune.hardware.device import rank
-from finetune.logging import counting_rows, output
 from finetune.units import percent
 
 RARE, VERY_LONG = 200, 2
@@ -74,7 +68,7 @@ class Lengths:
     def costs(self, config: RunConfig) -> Iterator[dict[str, str]]:
         """A row of a table for each of some row lengths: what is cut, and what a step holds."""
         train, text = config.train, method_of(config.train).is_text
-        multiple, most = _limits(config)
+        multiple, most = limits(config)
         chosen, own = self.auto(multiple, most), train.get("max_length", 1024)
         half, longest = self.percentiles()[50], int(self.whole.max())
         powers = (1 << n for n in range(half.bit_length(), (longest - 1).bit_length())[-POWERS:])
@@ -107,62 +101,10 @@ def _rounded(length: int, multiple: int) -> int:
     return max(1, -(-length // multiple)) * multiple
 
 
-def _limits(config: RunConfig) -> tuple[int, int | None]:
+def limits(config: RunConfig) -> tuple[int, int | None]:
     """What a row length is a multiple of, and the positions of the model."""
     from finetune.storage.pretrained import load_shape
 
     shape = load_shape(config.model).get_text_config(decoder=True)
     multiple = config.train.get("pad_to_multiple_of") or 1
     return int(multiple), getattr(shape, "max_position_embeddings", None)
-
-
-def uncut(config: RunConfig, **options: Any) -> Lengths:
-    """Lengths of training rows without a limit; `options` are those of `counted_rows`."""
-    from finetune.data.ledger import counted_rows
-
-    train = {key: value for key, value in config.train.items() if key != "packing"}
-    free = config.model_copy(update={"train": {**train, "max_length": None}})
-    return counted_rows(free, **options).ledger.lengths
-
-
-@speaking(str)
-def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool = True) -> Recipe:
-    """Read, override and check a recipe; `train.max_length: auto` becomes a number.
-
-    For that alone its rows are read and tokenized, and a line says the length.
-
-    Args:
-        name: a shipped recipe's name or a path to a YAML file.
-        overrides: `section.key=value` and `~section.key` items.
-        check_train: also check and convert the `train` section, which imports trl (seconds).
-
-    Raises:
-        RecipeNotFoundError: no such recipe.
-        ConfigError: an unknown key or a value of the wrong type, with file, line and nearest name.
-        DataError, DataNotFoundError: rows whose length was to be known cannot be trained on.
-    """
-    found = files.load_recipe(name, overrides, check_train=check_train)
-    return decided(found) if check_train else found
-
-
-def decided(recipe: Recipe, tokenizer: Any = None) -> Recipe:
-    """The recipe with a row length in place of `train.max_length: auto`, said in a line.
-
-    Args:
-        tokenizer: that of a script; None: the model's.
-    """
-    config = recipe.config
-    if config.train.get("max_length") != "auto":
-        return recipe
-    console = output(stderr=True, quiet=rank() > 0)
-    with counting_rows(console, f"reading the rows of {recipe.name} for train.max_length=auto"):
-        lengths = uncut(config, tokenizer=tokenizer)
-    limits = _limits(config)
-    chosen = lengths.auto(*limits)
-    config = config.model_copy(update={"train": {**config.train, "max_length": chosen}})
-    cost = next(row for row in lengths.costs(config) if "(now)" in row["train.max_length"])
-    longest = f"the longest row has {lengths.whole.max():,} tokens"
-    longest += f", the model takes {chosen:,}" * (chosen == limits[1])
-    behind = f"rows cut: {cost['rows cut']}, trained tokens lost: {cost['trained tokens lost']}"
-    console.print(f"train.max_length=auto is {chosen}: {longest}; {behind}")
-    return replace(recipe, config=config)

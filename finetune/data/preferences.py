@@ -19,7 +19,7 @@ from typing import Any
 
 from finetune.config.methods import FORMS, Method, RowForm, methods_for
 from finetune.data.chat import BadRowError, Takes, turn_of
-from finetune.data.rows import (
+from finetune.data.converters import (
     ASKED,
     LABELS,
     PAIRS,

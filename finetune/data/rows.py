@@ -23,32 +23,34 @@ import contextlib
 import hashlib
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import date, time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.methods import METHODS, Method
 from finetune.config.schema import DataConfig
-from finetune.data import checks
+from finetune.data import checks, converters
 from finetune.data.chat import (
     TRIED,
     BadRowError,
     Takes,
-    beside,
-    check_answer,
-    is_trained,
-    parsed,
-    plain,
     probe,
     refusal,
-    turn_of,
-    with_system,
-    without_system,
+)
+from finetune.data.converters import (
+    ASKED,
+    CONTEXT,
+    LABELS,
+    PAIRS,
+    PREFERRED,
+    SYSTEM,
+    TURNS,
+    Converter,
 )
 from finetune.data.masks import TRAINED_TURNS, answers
+from finetune.data.preferences import recognize
 from finetune.errors import DataError, did_you_mean
 from finetune.hardware.device import cores
 
@@ -58,30 +60,6 @@ if TYPE_CHECKING:
 
 
 FORMATS = "messages; prompt and completion; instruction, input and output (Alpaca); text"
-PAIRS = {
-    "prompt-completion": ("prompt", "completion"),
-    "prompt-response": ("prompt", "response"),
-    "question-answer": ("question", "answer"),
-    "question-response": ("question", "response"),
-    "query-response": ("query", "response"),
-    "query-answer": ("query", "answer"),
-    "Alpaca": ("instruction", "output"),
-    "Dolly": ("instruction", "response"),
-    "input-output": ("input", "output"),
-}
-"""Columns of question and answer by format."""
-CONTEXT = ("input", "context")
-"""Columns that an instruction may have beside it."""
-SYSTEM = ("system", "system_prompt")
-"""Columns of a system's text, as LLaMA-Factory and OpenOrca have them."""
-TURNS = ("messages", "conversations")
-"""Columns of whole conversations."""
-LABELS = ("label", "kto_tag")
-"""Columns that are false where an answer is a bad one: TRL's and LLaMA-Factory's for KTO."""
-PREFERRED, ASKED = "preferred answers", ("prompt", "instruction", "question", "query")
-"""Format of preference pairs, and columns of their question."""
-
-Converter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -274,8 +252,6 @@ def _without(rows: Dataset, refused: dict[int, str], source: str) -> Dataset:
 
 
 def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
-    from finetune.data.preferences import recognize
-
     columns = set(rows.column_names)
     takes = probe(form.tokenizer) if form.tokenizer.chat_template else None
     if "answers" not in form.method.rows:
@@ -291,17 +267,17 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
                 "rows with columns prompt and completion, or text",
             )
         if column in columns:
-            return "messages", partial(_messages, column, _is_exact(rows, column), takes)
+            return "messages", partial(converters.messages, column, _is_exact(rows, column), takes)
     if "input_ids" in columns:
         checks.check_columns(rows, source)
-        return "tokenized", partial(_tokenized, form.vocabulary)
+        return "tokenized", partial(converters.tokenized, form.vocabulary)
     for kind, (ask, answer) in PAIRS.items():
         if {ask, answer} <= columns:
-            return kind, partial(pair_of, ask, answer, takes)
+            return kind, partial(converters.pair_of, ask, answer, takes)
     if "chosen" in columns:
-        return PREFERRED, partial(preferred, takes)
+        return PREFERRED, partial(converters.preferred, takes)
     if "text" in columns:
-        return "text", as_text
+        return "text", converters.as_text
     raise DataError(
         f"no prompt and answer columns found in {source}",
         where=source,
@@ -367,27 +343,6 @@ def unused_columns(
     return [name for name in given if name not in read]
 
 
-def _tokenized(vocabulary: int, row: dict[str, Any]) -> dict[str, Any]:
-    if why := checks.problem(row, vocabulary):
-        raise BadRowError(why)
-    return dict(row)
-
-
-def as_text(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of text alone."""
-    return {"text": text_of(row, "text")}
-
-
-def text_of(row: dict[str, Any], column: str) -> str:
-    value = row[column]
-    if isinstance(value, date | time):  # of Parquet, which has types for them
-        value = str(value)
-    if not isinstance(value, str) or not value.strip():
-        empty = value is None or isinstance(value, str)
-        raise BadRowError(f"{column!r} is {'empty' if empty else type(value).__name__}")
-    return value
-
-
 def _is_exact(rows: Any, column: str) -> bool:
     """True if turns hold the keys that their row gave them, as `datasets` reads mixed JSON.
 
@@ -397,101 +352,6 @@ def _is_exact(rows: Any, column: str) -> bool:
 
     feature: Any = rows.features[column]
     return isinstance(getattr(feature, "feature", feature), Json)
-
-
-def _messages(column: str, exact: bool, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
-    """Turns, whole, and the tools that they may call."""
-    _refuse_unwanted(row)
-    given = row[column] or ()
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
-        exact, given = True, parsed(given, column)
-    given = given if isinstance(given, list | tuple) else (given,)
-    given = [*given, row["chosen"]] if isinstance(row.get("chosen"), dict) else given
-    turns = [turn_of(turn, exact=exact) for turn in given]
-    trained = [is_trained(turn) for turn in turns if turn["role"] == "assistant"]
-    if not trained:
-        raise BadRowError("no assistant turn, so there is nothing to learn")
-    if not any(trained):
-        raise BadRowError("no assistant turn is to be trained on")
-    for turn in turns:
-        if turn["role"] == "assistant" and is_trained(turn):
-            check_answer(turn)
-    assert takes is not None
-    return {"messages": taken_turns(turns, takes, row), TRAINED_TURNS: trained, **beside(row)}
-
-
-def taken_turns(turns: list[dict[str, Any]], takes: Takes, row: dict[str, Any]) -> list[Any]:
-    """Turns as the template takes them, behind the system's text."""
-    for column in SYSTEM:
-        turns = with_system(turns, row.get(column))
-    return [plain(turn, takes) for turn in (turns if takes.system else without_system(turns))]
-
-
-def _refuse_unwanted(row: dict[str, Any]) -> None:
-    """Raise `BadRowError` for an answer that its row calls a bad one (KTO)."""
-    for column in LABELS:
-        if row.get(column) is False or str(row.get(column)).lower() == "false":
-            raise BadRowError(
-                f"{column!r} is false: its answer is one not to give (train.method=kto)"
-            )
-
-
-def preferred(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
-    """The preferred answer of a pair: `chosen` alone, or behind `prompt`."""
-    if "prompt" in row and isinstance(row["prompt"], str) and isinstance(row["chosen"], list):
-        row = {"chosen": row["chosen"]}  # the turns hold the prompt, as TRL's own examples
-    for ask in (name for name in ASKED if name in row):
-        return pair_of(ask, "chosen", takes, row)
-    if isinstance(row["chosen"], list):
-        if len(row["chosen"]) < 2:
-            raise BadRowError("'chosen' needs a question and an answer")
-        turns = row["chosen"]
-        return turns_pair(turns[:-1], turns[-1:], takes, row)
-    return {"text": text_of(row, "chosen")}
-
-
-def pair_of(ask: str, answer: str, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
-    _refuse_unwanted(row)
-    if isinstance(row[ask], list):  # TRL's conversational prompt-completion
-        if not row[ask] or not row[answer]:
-            raise BadRowError(f"{ask if not row[ask] else answer!r} is empty")
-        return turns_pair(row[ask], row[answer], takes, row)
-    prompt, completion = text_of(row, ask), text_of(row, answer)
-    if ask == "instruction":
-        prompt = "\n\n".join([prompt, *(text_of(row, key) for key in CONTEXT if row.get(key))])
-    past = [text for pair in parsed(row.get("history"), "history") or () for text in pair]
-    if takes is None:
-        before = [row[key] for key in SYSTEM if row.get(key)]
-        return {"prompt": "\n\n".join([*before, *past, prompt, ""]), "completion": completion}
-    turns = [
-        {"role": ("user", "assistant")[index % 2], "content": text}
-        for index, text in enumerate([*past, prompt])
-    ]
-    return {
-        "prompt": taken_turns(turns, takes, row),
-        "completion": [{"role": "assistant", "content": completion}],
-    }
-
-
-def turns_pair(ask: Any, answer: Any, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
-    """Turns up to an answer, and the turns of the answer, which are all trained on."""
-    if takes is None:
-        raise BadRowError("its turns need a chat template, and the tokenizer has none")
-    prompt, completion = list(map(turn_of, ask)), list(map(turn_of, answer))
-    others = [turn["role"] for turn in completion if turn["role"] != "assistant"]
-    if others:
-        raise BadRowError(
-            f"the completion has a turn of {others[0]!r}, which would be trained on; give messages"
-        )
-    if not all(map(is_trained, completion)):
-        raise BadRowError("the completion is not to be trained on")
-    for turn in completion:
-        check_answer(turn)
-    return {
-        "prompt": taken_turns(prompt, takes, row),
-        "completion": [plain(turn, takes) for turn in completion],
-        **beside(row),
-    }
 
 
 # ------------------------------------------------------------------- maps, cached by `datasets`
@@ -507,7 +367,7 @@ def workers(count: int) -> int | None:
 
 def made_by(rows: Dataset, *what: Any) -> str:
     """Name of converted rows in the cache of `datasets`: of the rows, and of the code for them."""
-    names = ("rows.py", "preferences.py", "chat.py", "checks.py", "masks.py")
+    names = ("rows.py", "converters.py", "preferences.py", "chat.py", "checks.py", "masks.py")
     files = [Path(__file__).with_name(name) for name in names]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]

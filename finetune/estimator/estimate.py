@@ -17,7 +17,7 @@ from rich.text import Text
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING
-from finetune.data.lengths import load_recipe
+from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
 from finetune.estimator.caveats import caveats

@@ -286,7 +286,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
 
 def _as_tokens(rows: Rows, config: RunConfig, tokenizer: Any) -> Rows:
     """Prompts and answers of another method than SFT as token ids, all of which count."""
-    from finetune.data.ledger import count
+    from finetune.data.counting import count
 
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)

@@ -32,8 +32,8 @@ from finetune.config.paths import user_path
 from finetune.config.recipe import load_recipe
 from finetune.config.section import BUILTIN
 from finetune.config.train_section import fields_of
+from finetune.data.auto_length import decided
 from finetune.data.dataset import MASKING
-from finetune.data.lengths import decided
 from finetune.data.sources import LOADERS
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast

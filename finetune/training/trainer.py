@@ -299,7 +299,7 @@ class _Run:
         from transformers import set_seed
         from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-        from finetune.data.ledger import count
+        from finetune.data.counting import count
         from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar, StepTimer
         from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
         from finetune.training.health.finiteness import refuse_broken_weights

@@ -27,7 +27,8 @@ import finetune
 from finetune import load_recipe
 from finetune.analysis.benchmark import benchmark, matrix, matrix_runs
 from finetune.analysis.benchmark.grid import WARM_UP, Point, at_point, points_of
-from finetune.analysis.benchmark.result import BENCHMARK, Benchmark, Row, read_benchmark
+from finetune.analysis.benchmark.matrix import read_benchmark
+from finetune.analysis.benchmark.result import BENCHMARK, Benchmark, Row
 from finetune.analysis.experiment import jobs
 from finetune.analysis.experiment.jobs import Job
 from finetune.analysis.report.report import write_report

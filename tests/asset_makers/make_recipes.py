@@ -8,7 +8,7 @@ fresh ones, and a slow test what is predicted of one recipe.
 import json
 import sys
 
-from finetune.cli.recipes import ROWS, checksum, row_of
+from finetune.cli.listing import ROWS, checksum, row_of
 from finetune.config.methods import method_of
 from finetune.config.paths import list_recipes
 from finetune.config.recipe import load_recipe

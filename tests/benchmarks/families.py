@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune import load_recipe, train
-from finetune.cli.recipes import FAMILIES as TABLE
+from finetune.cli.listing import FAMILIES as TABLE
 from finetune.errors import FinetuneError
 from finetune.export.export import export_run
 from finetune.logging import quiet_libraries

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import finetune
 from finetune.analysis.doctor import COMBINATIONS
-from finetune.cli import recipes
+from finetune.cli import listing
 from finetune.cli.analysis import _is_override
 from finetune.cli.app import VERBS, command_of
 from finetune.cli.recipes import _as_argument
@@ -187,13 +187,13 @@ def test_ls_crops_no_name_however_narrow_the_terminal(cli, monkeypatch):
 
 
 def test_stored_rows_of_ls_are_those_of_the_recipes():
-    stored = json.loads(recipes.ROWS.read_text())
+    stored = json.loads(listing.ROWS.read_text())
     fix = "python -m tests.asset_makers.make_recipes"
     assert list(stored) == list_recipes(), fix
     for name, known in stored.items():
         memory = {"preview_gib": known["row"]["preview_gib"]}
-        assert known["crc32"] == recipes.checksum(name), fix
-        assert known["row"] == recipes.row_of(name) | memory, fix
+        assert known["crc32"] == listing.checksum(name), fix
+        assert known["row"] == listing.row_of(name) | memory, fix
         writes = method_of(load_recipe(name, check_train=False).config.train).writes
         assert memory["preview_gib"] is None if writes else memory["preview_gib"] > 0
     speeds = {name: known["tokens_per_s"] for name, known in stored.items()}
@@ -205,7 +205,7 @@ def test_stored_rows_of_ls_are_those_of_the_recipes():
 @pytest.mark.slow
 def test_stored_predictions_of_ls_are_what_the_estimator_says():
     name, fix = "llama_1b_lora_fp8", "python -m tests.asset_makers.make_recipes"
-    stored = json.loads(recipes.ROWS.read_text())[name]
+    stored = json.loads(listing.ROWS.read_text())[name]
     memory = stored["row"]["preview_gib"]
     assert memory == pytest.approx(make_recipes.preview_gib(name), rel=0.01), fix
     speed = {"H100": stored["tokens_per_s"]["H100"]}
@@ -213,13 +213,13 @@ def test_stored_predictions_of_ls_are_what_the_estimator_says():
 
 
 def test_ls_makes_a_row_anew_where_the_recipe_has_changed(tmp_path, monkeypatch):
-    stored = json.loads(recipes.ROWS.read_text())
+    stored = json.loads(listing.ROWS.read_text())
     for name in ("tiny_full_fp8", "tiny_full_bf16"):
         stored[name]["row"] = {"method": "stale"}
     stored["tiny_full_fp8"]["crc32"] += 1
-    monkeypatch.setattr(recipes, "ROWS", tmp_path / "recipes.json")
-    recipes.ROWS.write_text(json.dumps(stored))
-    found = dict(zip(list_recipes(), recipes.rows(), strict=True))
+    monkeypatch.setattr(listing, "ROWS", tmp_path / "recipes.json")
+    listing.ROWS.write_text(json.dumps(stored))
+    found = dict(zip(list_recipes(), listing.rows(), strict=True))
     assert found["tiny_full_fp8"]["method"] == "full"
     assert found["tiny_full_bf16"]["method"] == "stale"
 
@@ -234,7 +234,7 @@ def test_ls_as_json_has_every_recipe(cli):
 
 def test_ls_models_has_every_packaged_shape_and_every_family_that_was_trained(cli):
     rows = json.loads(cli("ls", "--models", "--json").out)
-    measured = json.loads(recipes.FAMILIES.read_text())
+    measured = json.loads(listing.FAMILIES.read_text())
     assert {row["model"] for row in rows} - {None} == set(shipped_shapes())
     assert {row["family"] for row in rows} >= set(measured)
     assert set(measured) <= set(FAMILIES), "python -m tests.benchmarks.families --write"

@@ -15,8 +15,8 @@ from finetune.config.methods import METHODS
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.section import DataConfig
 from finetune.data.checks import MASKED
+from finetune.data.counting import CountedRows, count
 from finetune.data.dataset import load_data
-from finetune.data.ledger import CountedRows, count
 
 MARKS = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),

@@ -17,8 +17,8 @@ import pytest
 from finetune import load_recipe, train
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import DataConfig, ModelConfig
+from finetune.data.counting import counted_rows
 from finetune.data.dataset import load_data
-from finetune.data.ledger import counted_rows
 from finetune.errors import DataError, DataNotFoundError, ModelNotFoundError
 from finetune.storage.pretrained import load_tokenizer
 from tests.data import shapes

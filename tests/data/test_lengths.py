@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.recipe import load_recipe as as_written
-from finetune.data.ledger import counted_rows
-from finetune.data.lengths import Lengths, load_recipe
+from finetune.data.auto_length import load_recipe
+from finetune.data.counting import counted_rows
+from finetune.data.lengths import Lengths
 from finetune.errors import ConfigError
 
 OPEN = "train.max_length=auto"

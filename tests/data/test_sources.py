@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from finetune import load_recipe
 from finetune.config.section import DataConfig
+from finetune.data.counting import counted_rows
 from finetune.data.dataset import load_data
-from finetune.data.ledger import counted_rows
 from finetune.data.sources import files_of
 from finetune.errors import ConfigError, DataError, DataNotFoundError
 from finetune.training.resume import rows_hash

@@ -29,8 +29,8 @@ from finetune.analysis.experiment.jobs import (
 from finetune.analysis.experiment.outcome import read_outcome
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
+from finetune.data.auto_length import load_recipe
 from finetune.data.dataset import random_rows
-from finetune.data.lengths import load_recipe
 from finetune.errors import ConfigError, FinetuneError, RunFailedError
 from finetune.estimator.predict import predict
 from finetune.hardware.device import available_gib, cores, this_device

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 import yaml
+from pydantic import ValidationError
 
 from finetune.analysis.benchmark.result import Benchmark, Row
 from finetune.config.paths import ASSETS
+from finetune.errors import ConfigError
+from finetune.runs.folder import json_of
 from finetune.units import count, percent, size_of_gib
 
 NEAR = 0.10
@@ -175,3 +179,19 @@ def _verdict(said: float, value: float | None) -> str:
 
 def _state(row: Row) -> str:
     return row.state or row.note or "yes"
+
+
+def read_benchmark(file: Path) -> Benchmark:
+    """Read `benchmark.json`, of a benchmark or of a matrix.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    data = json_of(file)
+    try:
+        found = (Matrix if data.get("kind") == "matrix" else Benchmark).model_validate(data)
+    except ValidationError as error:
+        said, fix = str(error).splitlines()[0], "measure again: python -m finetune benchmark RECIPE"
+        raise ConfigError(f"{file.name} cannot be read: {said}", where=str(file), fix=fix) from None
+    found.folder = file.parent
+    return found

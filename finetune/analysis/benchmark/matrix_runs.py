@@ -14,7 +14,7 @@ from finetune.analysis.experiment.fairness import settle
 from finetune.analysis.experiment.jobs import Variant
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.data.lengths import load_recipe
+from finetune.data.auto_length import load_recipe
 from finetune.errors import FinetuneError
 from finetune.hardware.gpus import Place, place_of
 from finetune.hardware.requirements import resolve_there

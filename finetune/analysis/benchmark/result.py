@@ -16,16 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError, computed_field
+from pydantic import BaseModel, computed_field
 from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from finetune.analysis.compare.result import Interval
 from finetune.analysis.statistics import Ratio, speed_ratio
-from finetune.errors import ConfigError
 from finetune.logging import plain_table
-from finetune.runs.folder import json_of, write_whole
+from finetune.runs.folder import write_whole
 from finetune.runs.receipt import Receipt
 from finetune.units import GIB, count, size_of_gib
 
@@ -406,24 +405,6 @@ class Benchmark(JupyterMixin, BaseModel):
         if self.interrupted:
             lines.append("interrupted: what was measured until then is kept")
         return lines
-
-
-def read_benchmark(file: Path) -> Benchmark:
-    """Read `benchmark.json`, of a benchmark or of a matrix.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    from finetune.analysis.benchmark.matrix import Matrix
-
-    data = json_of(file)
-    try:
-        found = (Matrix if data.get("kind") == "matrix" else Benchmark).model_validate(data)
-    except ValidationError as error:
-        said, fix = str(error).splitlines()[0], "measure again: python -m finetune benchmark RECIPE"
-        raise ConfigError(f"{file.name} cannot be read: {said}", where=str(file), fix=fix) from None
-    found.folder = file.parent
-    return found
 
 
 def _ms(seconds: float) -> str:

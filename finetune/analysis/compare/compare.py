@@ -43,7 +43,7 @@ from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
-from finetune.data.lengths import load_recipe
+from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, writing
 from finetune.hardware.device import Device, cores, this_device
 from finetune.hardware.requirements import resolve

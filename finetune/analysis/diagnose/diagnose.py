@@ -36,8 +36,8 @@ from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
+from finetune.data.auto_length import load_recipe
 from finetune.data.dataset import MASKING, Rows, load_data, random_rows
-from finetune.data.lengths import load_recipe
 from finetune.errors import ConfigError, ProofError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.knobs import rows_of

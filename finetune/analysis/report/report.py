@@ -24,7 +24,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from finetune import __version__
-from finetune.analysis.benchmark.result import BENCHMARK, read_benchmark
+from finetune.analysis.benchmark.matrix import read_benchmark
+from finetune.analysis.benchmark.result import BENCHMARK
 from finetune.analysis.compare.result import read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.elements import Page, Source
