@@ -60,7 +60,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _TEXT,
     "gemma": _TEXT,
     "gemma2": _TEXT,
-    "gemma3_text": _TEXT,
+    # As published ones: llama.cpp scales attention so, whatever the configuration says.
+    "gemma3_text": _TEXT | {"query_pre_attn_scalar": 32},
     "phi3": _TEXT,
     "olmo2": _TEXT,
     "granite": _TEXT,
