@@ -2,7 +2,8 @@
 
 torchao compiles its update with `torch.compile`. On a GPU that makes it fast; on a CPU it needs a
 C++ compiler and 20 to 40 seconds for nothing, so the update runs uncompiled there, with the same
-arithmetic. torchao's classes go to the trainer as `optimizer_cls_and_kwargs`, since Transformers
+arithmetic. Where it is compiled, it is so once, and for rows of one block (`compiled_once`).
+torchao's classes go to the trainer as `optimizer_cls_and_kwargs`, since Transformers
 has no name for the FP8 one and passes `block_size` as text.
 
 They compute an update in float32, and round BF16 weights by chance unless that is switched off: up
@@ -19,6 +20,7 @@ would get 32 bits for an unrelated weight with the same id.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,9 @@ from torch.optim import Optimizer
 from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen, state_bytes
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
+from finetune.training.replacing import replaced
+
+Parts = tuple[type[Any], dict[str, Tensor], list[Any]]
 
 
 class TorchaoArguments(BaseModel):
@@ -122,10 +127,10 @@ def around_steps(optimizer: Optimizer, *, compiled: bool) -> Callable[[], None]:
         compiled: False to run its update without `torch.compile`.
     """
     update = contextlib.ExitStack()
+    kept = compiled_once(torch.compile)
 
     def before(*_: Any) -> None:
-        if not compiled:
-            update.enter_context(uncompiled())
+        update.enter_context(replaced(torch, "compile", kept) if compiled else uncompiled())
         update.enter_context(draws_of_step(optimizer))
 
     def after(*_: Any) -> None:
@@ -139,6 +144,44 @@ def around_steps(optimizer: Optimizer, *, compiled: bool) -> Callable[[], None]:
         after()
 
     return undo
+
+
+def compiled_once(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """A `torch.compile` for the time of torchao's step, which asks for its update at each tensor.
+
+    Asking takes the host four times as long as the rest, so it is done once. And low-bit states are
+    updated in rows of one block: in the shape of a weight [N, K] Inductor separates the maxima of
+    blocks from the rest, with two float32 copies of the weight and three more kernels; of rows it
+    makes one kernel. Each number is computed, and rounded by chance, as in torchao's own step.
+
+    Tensors without blocks, shards (DTensor), AMSGrad and strided weights keep their shape.
+    """
+    from torchao.optim.adam import single_param_adam
+
+    def in_rows(p: Tensor, grad: Tensor, step: Tensor, first: Any, second: Any, *rest: Any) -> None:
+        rows = first[1]["scale"].numel()
+        shape = (rows, p.numel() // rows)
+        p, grad = p.view(shape), grad.reshape(shape)
+        single_param_adam(p, grad, step, _of_parts(first, shape), _of_parts(second, shape), *rest)
+
+    @functools.cache
+    def kept(**how: Any) -> Callable[..., None]:
+        whole, rows = compiler(single_param_adam, **how), compiler(in_rows, **how)
+
+        def update(
+            p: Tensor, grad: Tensor, step: Tensor, first: Any, second: Any, largest: Any, *rest: Any
+        ) -> None:
+            if is_torchao(first) and largest is None and p.is_contiguous():
+                rows(p, grad, step, _parts(first), _parts(second), largest, *rest)
+            else:
+                whole(p, grad, step, first, second, largest, *rest)
+
+        return update
+
+    def compile_(model: Any = None, **how: Any) -> Any:
+        return kept(**how) if model is single_param_adam else compiler(model, **how)
+
+    return compile_
 
 
 # ------------------------------------------------------------------------------- shards of a state
@@ -157,7 +200,8 @@ def joined(parts: list[Any], shape: Sequence[int]) -> Tensor | None:
     if not low or not all(map(is_torchao, low)):
         return None
     codes = torch.cat([one.codes.flatten().view(torch.uint8) for one in low])
-    return _with(low[0], codes.view(low[0].codes.dtype), torch.cat([x.scale for x in low]), shape)
+    codes, scale = codes.view(low[0].codes.dtype), torch.cat([one.scale for one in low])
+    return _of_parts(_parts(low[0], codes=codes, scale=scale), shape)
 
 
 def part(state: Any, start: int, shape: Sequence[int]) -> Tensor | None:
@@ -167,13 +211,20 @@ def part(state: Any, start: int, shape: Sequence[int]) -> Tensor | None:
         return None
     each = state.numel() // state.codes.numel()  # numbers in a code
     codes = state.codes.flatten()[start // each : stop // each]
-    return _with(state, codes.clone(), state.scale[start // block : stop // block].clone(), shape)
+    scale = state.scale[start // block : stop // block]
+    return _of_parts(_parts(state, codes=codes.clone(), scale=scale.clone()), shape)
 
 
-def _with(state: Any, codes: Tensor, scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """A state of the same kind with other codes, scales and shape."""
+def _parts(state: Any, **other: Tensor) -> Parts:
+    """The class of a torchao state, its tensors or `other` by name, and what the class asks for."""
     names, facts = state.__tensor_flatten__()
-    codes = codes.view(*shape) if codes.numel() == math.prod(shape) else codes  # in 4 bits flat
-    tensors = {name: getattr(state, name) for name in names} | {"codes": codes, "scale": scale}
+    return type(state), {name: getattr(state, name) for name in names} | other, facts
+
+
+def _of_parts(parts: Parts, shape: Sequence[int]) -> Tensor:
+    """The reverse of `_parts`, in another shape."""
+    kind, tensors, facts = parts
+    if tensors["codes"].numel() == math.prod(shape):  # in 4 bits they are flat
+        tensors = tensors | {"codes": tensors["codes"].view(*shape)}
     facts = [tuple(shape) if isinstance(fact, tuple) else fact for fact in facts]
-    return type(state).__tensor_unflatten__(tensors, facts)
+    return kind.__tensor_unflatten__(tensors, facts)
