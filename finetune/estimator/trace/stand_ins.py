@@ -24,8 +24,8 @@ as `torch.amp.GradScaler`, and never overflows, as in almost every step.
 
 *torchao's optimizers* compile their update. CPU runs step uncompiled (`finetune.training.low_bit`),
 with the temporaries of one parameter at a time, and so does the rehearsal. On a GPU the compiled
-update of a parameter counts as one kernel that updates states in place. The compiler's temporaries
-are unknown: a few copies of the largest trainable tensor may be missing, without activations.
+update of a parameter counts as one kernel that updates states in place, as Inductor writes it for
+rows of blocks. Shards keep their shape there: two float32 copies of the largest may be missing.
 
 *bitsandbytes' paged optimizers* store large states in managed memory, which the driver moves to the
 host when the GPU is full, outside PyTorch's allocator.
