@@ -60,7 +60,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _TEXT,
     "gemma": _TEXT,
     "gemma2": _TEXT,
-    # As published ones: llama.cpp scales attention so, whatever the configuration says.
+    # As published ones: llama.cpp scales attention so, whatever the configuration says; and the
+    # choice of experts of Qwen 3.
     "gemma3_text": _TEXT | {"query_pre_attn_scalar": 32},
     "phi3": _TEXT,
     "olmo2": _TEXT,
@@ -88,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": _MAMBA | {"num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
     "mixtral": _TEXT | {"num_local_experts": 4},
     "qwen2_moe": _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 256},
-    "qwen3_moe": _EXPERTS | {"num_experts": 4},
+    "qwen3_moe": _EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
     "olmoe": _TEXT | {"intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": _EXPERTS | {
         "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,

@@ -124,7 +124,7 @@ def _tokens(text: str | None) -> int | None:
 
 def _named(gpu: str | None, *, tokens: str | None, price: float | None) -> list[str | None]:
     """The GPUs that were named, between commas; several only where days are compared."""
-    names: list[str | None] = [name.strip() for name in (gpu or "").split(",") if name.strip()]
+    names: list[str | None] = [None] if gpu is None else [x.strip() for x in gpu.split(",")]
     if len(names) > 1 and tokens is None:
         raise ConfigError(
             "several GPUs are compared by the days that a number of tokens takes",
@@ -137,7 +137,7 @@ def _named(gpu: str | None, *, tokens: str | None, price: float | None) -> list[
             where=f"--gpu {gpu} --price {price:g}",
             fix="price_usd_per_hour of each in ~/.config/fp8-finetune/gpus.yaml",
         )
-    return names or [None]
+    return names
 
 
 def _next(found: Estimate, run: list[str], place: list[str]) -> str:

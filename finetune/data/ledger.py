@@ -318,6 +318,14 @@ class Accounted(Trainer):
         seed = self.args.seed if seed is None else seed
         return ByLength(found, seed) if isinstance(found, LengthGroupedSampler) else found
 
+    def get_train_dataloader(self) -> Any:
+        """TRL's; settings of workers that torch refuses are a `ConfigError`."""
+        try:
+            return super().get_train_dataloader()
+        except REFUSALS as error:
+            fix = "take back the settings train.dataloader_... that it names"
+            raise refused("torch's DataLoader", error, fix=fix) from error
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, embeddings in groups of their own; what it refuses is a `ConfigError`."""
         try:
