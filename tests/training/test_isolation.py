@@ -34,7 +34,7 @@ PACKED = [
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+        pytest.param(family, marks=() if family in QUICK else pytest.mark.long)
         for family in sorted(FAMILIES | OTHERS)
     ],
 )

@@ -26,8 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWa
 QUICK = [("DPO", "full"), ("DPO", "frozen")]
 SYNCHRONIZED = "DPO, synchronized"
 ROWS = [(n, m) for n in TRAINERS for m in METHODS if n != SYNCHRONIZED or m == "full"]
-SLOW = [(n, "full" if n == SYNCHRONIZED else "LoRA") for n in TRAINERS]
+SLOW = [(SYNCHRONIZED, "full"), *((name, "LoRA") for name in ("KTO", "GRPO", "GKD"))]
+SLOW += [(f"Trainer, {of}", "LoRA") for of in ("classification", "seq2seq (T5)", "vision (ViT)")]
 REST = [row for row in ROWS if row not in QUICK + SLOW]
+"""Trainers that are near one of these, or whose recipe is trained in test_methods, test_rewards."""
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +60,7 @@ def test_stock_trainer_is_proven(shop, name, method) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # `trl.experimental` says that it is
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    slow_but([("SDFT", "frozen")], [(k, m) for k in ("SDFT", "DPO") for m in ("LoRA", "frozen")]),
-)
+@pytest.mark.parametrize(("kind", "method"), [("SDFT", "frozen"), ("DPO", "LoRA")])
 def test_another_adapter_of_the_policy_is_its_teacher_or_reference(shop, kind, method) -> None:
     """TRL adds it: to an adapter that is trained on, or when training begins; it checkpoints."""
     with trainers.precision_of("emulated", method, scaling="rowwise"):
@@ -96,8 +95,7 @@ def test_another_adapter_of_the_policy_is_its_teacher_or_reference(shop, kind, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", slow_but(["full"], ["full", "LoRA"]))
-def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
+def test_equal_rewards_are_no_proof_and_no_error(shop) -> None:
     """GRPO's advantage is zero where all rewards of a group are equal, and so is every gradient."""
     rewards = iter([1.0] * 3 * 4 + [float(i) for i in range(20)])
 
@@ -105,8 +103,8 @@ def test_equal_rewards_are_no_proof_and_no_error(shop, method) -> None:
         return [next(rewards) for _ in completions]
 
     seen = []
-    with trainers.precision_of("emulated", method):
-        trainer = stock_trainers.grpo(shop, method, reward_funcs=reward)
+    with trainers.precision_of("emulated", "full"):
+        trainer = stock_trainers.grpo(shop, "full", reward_funcs=reward)
         plain = trainer.training_step
 
         def training_step(*args, **kwargs):
