@@ -751,13 +751,20 @@ run()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("process_number", "document"), [("0", "{}\n"), ("1", "")])
-def test_json_of_a_run_is_alone_on_the_output(process_number, document):
-    """wandb and trackio print, and each process of torchrun printed a report."""
+def test_json_of_a_run_is_printed_by_its_first_process_alone(cli, monkeypatch):
     launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    launched |= dict.fromkeys(("RANK", "LOCAL_RANK"), process_number)
-    done = process("-c", CHATTY, env=os.environ | launched)
-    assert done.stdout == document
+    report = SimpleNamespace(to_json=lambda: "{}", interrupted=False)
+    monkeypatch.setattr("finetune.api.train", lambda *_, **__: report)
+    for number, document in (("1", ""), ("0", "{}\n")):
+        for key, value in (launched | {"RANK": number, "LOCAL_RANK": number}).items():
+            monkeypatch.setenv(key, value)
+        assert cli("tiny_lora_bf16", "--json").out == document
+
+
+@pytest.mark.slow
+def test_json_of_a_run_is_alone_on_the_output():
+    """wandb and trackio print."""
+    done = process("-c", CHATTY)
+    assert done.stdout == "{}\n"
     assert "a tracker begins\n" in done.stderr
     assert done.stderr.endswith("a tracker ends\nits process ends\n")

@@ -232,6 +232,13 @@ def test_eval_rows_that_are_training_rows_are_counted(load, separate):
     assert load(write("rows.jsonl", rows[:10]), eval_fraction=0.1).shared == 0
 
 
+@pytest.mark.parametrize(("count", "held_out"), [(319, 3), (320, 32), (3199, 32), (3300, 33)])
+def test_three_rows_are_too_few_to_judge_by(load, count, held_out):
+    file = write("rows.jsonl", [{"text": f"row {i}"} for i in range(count)])
+    found = load(file, eval_fraction=0.01)
+    assert (len(found.train), len(found.eval)) == (count - held_out, held_out)
+
+
 def test_eval_rows_that_a_stream_trains_on_are_counted(load):
     rows = [{"text": f"row {i}"} for i in range(20)]
     write("eval.jsonl", [*rows[:3], {"text": "new"}])

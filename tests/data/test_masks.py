@@ -43,11 +43,9 @@ TEMPLATE_FILES = Path(trl.__file__).parent / "chat_templates"
 BY_COLUMNS = SHAPES[SHAPES.index("Alpaca") :]
 """Shapes that become one of the others before a template sees them: one family is enough."""
 MATRIX = [
-    pytest.param(shape, family, marks=pytest.mark.slow)
-    if shape in BY_COLUMNS and family != "chatml"
-    else (shape, family)
+    (shape, family)
     for shape in SHAPES
-    for family in FAMILIES
+    for family in (["chatml"] if shape in BY_COLUMNS else FAMILIES)
 ]
 
 

@@ -207,16 +207,14 @@ def test_a_stream_goes_on_where_it_was_and_its_hash_is_of_its_files(load) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffer", [1, 16])
 @pytest.mark.parametrize(
-    "path",
+    ("path", "buffer"),
     [
-        "rows",
-        "rows/*.jsonl",
-        ["rows/a.jsonl", "rows/b.jsonl"],
-        {"rows/[ab].jsonl": 3, "e.jsonl": 1},
+        ("rows", 1),
+        (["rows/a.jsonl", "rows/b.jsonl"], 16),
+        ({"rows/[ab].jsonl": 3, "e.jsonl": 1}, 16),
     ],
-    ids=["folder", "glob", "list", "mixture"],
+    ids=["folder", "list", "mixture"],
 )
 def test_processes_and_workers_share_the_rows_of_a_stream_and_not_its_files(
     path: Any, buffer, load
@@ -264,12 +262,11 @@ def test_a_bad_row_of_a_stream_is_named_or_skipped(load) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_each_row_of_a_stream_that_is_skipped_late_is_counted_once(load, workers) -> None:
+def test_each_row_of_a_stream_that_is_skipped_late_is_counted_once(load) -> None:
     bad = '{"prompt": "", "completion": "x"}\n'
     Path("a.jsonl").write_text(bad + rows_of("a", 1200) + bad * 2 + rows_of("b", 100) + bad)
     rows = load("a.jsonl", streaming=True, shuffle_buffer=8, on_bad_row="skip")
-    loader = DataLoader(rows.train, num_workers=workers, batch_size=100, collate_fn=len)
+    loader = DataLoader(rows.train, num_workers=2, batch_size=100, collate_fn=len)
     assert sum(itertools.islice(loader, 30)) == 3000  # more than two rounds
     assert (rows.refused, *map(int, rows.late)) == (1, 3)
 

@@ -127,7 +127,8 @@ def test_command_runs(command, cli, tmp_path) -> None:
     if words[0] == "estimate":  # of one layer: a search over all 32 or 80 takes a minute
         words.append(f"model.name={one_layer(tmp_path)}")
     if words[0] in list_recipes():
-        words += ["train.max_steps=3", "data.max_rows=48"]  # test_training.py trains whole recipes
+        # test_training.py trains whole recipes
+        words += ["train.max_steps=3", "data.max_rows=48", "eval.samples=false"]
     done = cli(*words, *SMALL.get(words[0], ()))
     undecided = {"compare": 3}.get(words[0], 0)  # four steps of one seed decide nothing
     assert done.code in (0, undecided), done.err[-2000:]

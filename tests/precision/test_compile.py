@@ -24,7 +24,7 @@ from finetune.precision.backends.base import Owner
 from finetune.precision.lora import AdaptedLinear
 from finetune.precision.planner import plan
 from finetune.training.health.operands import OperandWatch
-from tests.conftest import batch, slow_but
+from tests.conftest import batch
 from tests.traced import traced
 
 
@@ -135,7 +135,8 @@ def test_a_layer_in_fp32_is_in_fp32_backward_too(make_llama, setup_backend, trac
 @pytest.mark.filterwarnings("ignore")
 def test_layers_compiled_under_observation_are_whole(make_llama, setup_backend, traced) -> None:
     """Hooks of training health on modules inside broke a layer into dozens of graphs, for good."""
-    model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+    lora = LoraConfig(r=8, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(make_llama(), lora).train()
     accelerator = setup_backend("torchao", compile="on", frozen="fp8", scaling="rowwise")
     model = accelerator.prepare(model)
     watch = OperandWatch(model, convert.conversion_of(model))
@@ -275,7 +276,7 @@ def whole(model: nn.Module) -> None:
 
 
 def one_layer(model: nn.Module) -> None:
-    model.get_submodule("model.layers.1").compile(backend="eager")
+    model.get_submodule("model.layers.0").compile(backend="eager")
 
 
 def the_forward(model: nn.Module) -> None:
@@ -284,14 +285,15 @@ def the_forward(model: nn.Module) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("compile_it", [whole, one_layer, the_forward])
+@pytest.mark.parametrize(
+    ("compile_it", "late"), [(whole, True), (one_layer, False), (the_forward, True)]
+)
 def test_what_a_script_compiles_by_itself_is_refused(
     make_llama, setup_backend, compile_it, late
 ) -> None:
     """The first steps are watched uncompiled: torch would never compile what it met then."""
     accelerator = setup_backend("emulated")
-    model = make_llama()
+    model = make_llama(num_hidden_layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -516,9 +518,7 @@ def test_a_layer_on_fp8_units_is_one_graph(make_llama, kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
-@pytest.mark.parametrize(
-    "scaling", slow_but(["tensorwise"], ["tensorwise", "rowwise"], pytest.mark.slow)
-)
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_graph_for_changing_lengths_trains_on_fp8_units(scaling) -> None:
     """Padding to 16 tokens of a transposed gradient made graphs that torch traced and refused."""
     model = nn.Sequential(nn.Linear(32, 48)).train()
@@ -538,7 +538,7 @@ def test_a_graph_for_changing_lengths_trains_on_fp8_units(scaling) -> None:
     torch._dynamo.reset()
     layer = model[0]
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=noted), fullgraph=True)
-    for tokens in (32, 48, 64, 80, 40, 24):
+    for tokens in (32, 48, 40):
         for a, b in zip(step(compiled, tokens), step(layer, tokens), strict=True):
             assert torch.equal(a, b)
         assert any(padded) == (tokens % 16 > 0)

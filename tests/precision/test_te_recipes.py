@@ -71,17 +71,22 @@ def trained(real_te, monkeypatch, make_llama):
     return train
 
 
-@pytest.mark.parametrize("kind", slow_but(["full"], ["full", "lora"]))
-@pytest.mark.parametrize(
-    ("device", "scaling"), slow_but([(H100, "delayed"), (B200, "nvfp4")], RECIPES), ids=name
-)
+QUICK = [(H100, "delayed", "full"), (B200, "nvfp4", "full")]
+LORA = [(*recipe, "lora") for recipe in RECIPES]
+
+
+@pytest.mark.parametrize(("device", "scaling", "kind"), slow_but(QUICK, QUICK + LORA), ids=name)
 def test_recipe_is_proven(trained, device, scaling, kind) -> None:
+    """All weights under the others too, where recomputation is compared with it."""
     assert all(bool(x.isfinite().all()) for x in trained(device, scaling, kind).values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["reentrant"], ["recomputed", "reentrant"]))
-@pytest.mark.parametrize(("device", "scaling"), slow_but([(H100, "delayed")], RECIPES), ids=name)
+@pytest.mark.parametrize(
+    ("device", "scaling", "kind"),
+    [*((*recipe, "reentrant") for recipe in RECIPES), (H100, "delayed", "recomputed")],
+    ids=name,
+)
 def test_recomputation_changes_no_bit(trained, device, scaling, kind) -> None:
     """Neither gradients nor, under delayed scaling, any history or scale.
 

@@ -222,8 +222,7 @@ def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(("loaded", "scaling"), [(False, "rowwise"), (True, "tensorwise")])
 def test_replicated_layers_share_their_codes(setup_backend, loaded, scaling) -> None:
     """PEFT's `layer_replication` makes layers that share weights, under adapters of their own."""
     from peft import LoraConfig, get_peft_model

@@ -192,10 +192,3 @@ def test_no_evaluation_is_none_also_at_the_end_and_runs_stay_in_their_folder(cli
     (folder,) = (tmp_path / "inside" / "runs").rglob("metrics.jsonl")
     assert "eval_loss" not in folder.read_text()
     assert [one.name for one in (tmp_path / "inside").iterdir()] == ["runs"]
-
-
-@pytest.mark.slow
-def test_three_rows_are_too_few_to_judge_by(cli, chat) -> None:
-    for rows, held_out in ((319, 3), (320, 32), (3199, 32), (3300, 33)):
-        said = cli("data", *OF_8B, f"data.path={chat(rows)}", "--show", "0").out
-        assert f"{rows - held_out:,} training rows, {held_out} eval rows" in said
