@@ -205,7 +205,9 @@ def test_scales_are_powers_of_two_where_asked(make_llama, on) -> None:
 
 
 @pytest.mark.parametrize(
-    "high", [("wgrad",), ("dgrad", "wgrad"), ("fprop", "dgrad", "wgrad")], ids="+".join
+    "high",
+    [("wgrad",), ("fprop", "dgrad"), ("dgrad", "wgrad"), ("fprop", "dgrad", "wgrad")],
+    ids="+".join,
 )
 @pytest.mark.parametrize("scaling", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_high_gemms(on, scaling, high) -> None:
