@@ -18,7 +18,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         CHROMIUM is None,
         reason="there is no Chromium to open a report in: apt-get install chromium",
