@@ -567,7 +567,9 @@ def test_a_cpu_has_no_predicted_time(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch_fused", pytest.param("adamw_8bit", marks=pytest.mark.long)]
+)
 def test_the_update_counts_once_however_many_micro_batches(optim):
     """Gradients are normed, clipped and used once a step: a 1B has 1.24e9 of them."""
     given = [

@@ -637,7 +637,11 @@ def ratio(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "published"),
-    [("0.5B", 32, 1.10), ("3B", 16, 1.29), ("14B", 8, 1.48)],
+    [
+        pytest.param("0.5B", 32, 1.10, marks=pytest.mark.long),
+        ("3B", 16, 1.29),
+        pytest.param("14B", 8, 1.48, marks=pytest.mark.long),
+    ],
 )
 def test_llm_q_on_an_h100(size, batch, published):
     """IST-DASLab/llmq README, FP8 over BF16 tokens per second, 524,288 tokens per update."""

@@ -107,7 +107,7 @@ def test_parquet_shots_and_chat_template_act(tiny, data) -> None:
     rows = datasets.Dataset.from_list([json.loads(x) for x in ROWS.read_text().splitlines()])
     (data / "hellaswag" / "validation.jsonl").unlink()
     rows.to_parquet(data / "hellaswag" / "validation.parquet")
-    asked = {"tasks": "hellaswag", "data": str(data), "limit": 20}
+    asked = {"tasks": "hellaswag", "data": str(data), "limit": 6}
     seen = []
     plain = tiny[0].forward
 
