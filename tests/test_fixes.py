@@ -11,7 +11,6 @@ import doctest
 import re
 import shlex
 import subprocess
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,11 +323,8 @@ def there(cli, tmp_path):
     return cli
 
 
-def slow(wrong: str, right: str, mark: Any = pytest.mark.slow) -> Any:
-    return pytest.param(wrong, right, marks=mark)
-
-
-long = partial(slow, mark=pytest.mark.long)
+def long(wrong: str, right: str) -> Any:
+    return pytest.param(wrong, right, marks=pytest.mark.long)
 
 
 TINY = "estimate tiny_full_fp8 --gpu H100"
@@ -340,7 +336,7 @@ COMMANDS = [
     ("cp tiny_lora_fp8 new/mine.yaml", "cp tiny_lora_fp8 new/mine.yaml"),
     ("ls --out runs", "ls --runs --out runs"),
     ("cat tiny_full_fb8", "cat tiny_full_fp8"),
-    slow("report nothing", "report runs/tiny_full_fp8/20260101-000000-aaaa"),
+    long("report nothing", "report runs/tiny_full_fp8/20260101-000000-aaaa"),
     ("ls --runs --out nowhere", "ls --runs --out runs"),
     long("estimate tiny_full_fp8 --gpus 0", "estimate tiny_full_fp8 --gpus 1"),
     long("estimate tiny_full_fp8 --gpu H10", "estimate tiny_full_fp8 --gpu H100"),
@@ -348,10 +344,6 @@ COMMANDS = [
     long("estimate --gpu H100", "estimate tiny_lora_fp8 --gpu H100"),
     long(f"{TINY} train.max_length=null", f"{TINY} train.max_length=512"),
     long(f"{TINY} train.max_length=9999", f"{TINY} train.max_length=512"),
-    long(
-        "{TINY} train.padding_free=true",
-        "{TINY} train.padding_free=true train.max_length=null",
-    ),
 ]
 """A command that ends with an error, and the one that its fix says."""
 

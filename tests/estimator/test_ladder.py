@@ -13,7 +13,6 @@ from finetune.estimator.variants import twin_of
 from finetune.hardware.gpus import place_of
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_gains_multiply_to_the_run() -> None:
     """Each setting that the run has is a rung; the one before FP8 is its BF16 twin."""
@@ -36,12 +35,6 @@ def test_gains_multiply_to_the_run() -> None:
     whole = math.prod(rung.gain for rung in rungs)
     assert math.isclose(whole * rungs[0].tokens_per_s, rungs[-1].tokens_per_s)
     assert all(rung.gain > 0.5 for rung in rungs)
-
-
-@pytest.mark.slow
-def test_a_cpu_has_no_ladder() -> None:
-    run = predict(load_recipe("tiny_lora_bf16").config, place_of())
-    assert ladder_of(run, None) == ()
 
 
 @pytest.mark.slow

@@ -57,12 +57,9 @@ def test_predicted_is_what_a_real_run_holds(name, tmp_path) -> None:
     assert abs(row.error) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param("tiny_lora_fp8", marks=pytest.mark.slow),
-        pytest.param("tiny_qlora_bf16", marks=pytest.mark.long),
-    ],
+    "recipe", ["tiny_lora_fp8", pytest.param("tiny_qlora_bf16", marks=pytest.mark.long)]
 )
 def test_dora_over_a_stored_base_is_predicted(recipe, tmp_path) -> None:
     """It dequantizes each weight for a norm; compiled, its identity is read from nothing."""

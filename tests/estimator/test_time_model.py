@@ -39,6 +39,7 @@ from finetune.hardware.device import OUTER_VECTOR_CUDA, cuda_of
 from finetune.hardware.gpus import named_gpu
 from tests.benchmarks.score.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
 from tests.benchmarks.score.workload import adapter_parameters, in_layers, write_step
+from tests.conftest import slow_but
 
 ON_H100 = roofline_of(named_gpu("H100"))
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -634,14 +635,13 @@ def ratio(
     return seconds[0] / seconds[1]
 
 
+PUBLISHED = [("0.5B", 32, 1.10), ("3B", 16, 1.29), ("14B", 8, 1.48)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "published"),
-    [
-        pytest.param("0.5B", 32, 1.10, marks=pytest.mark.long),
-        ("3B", 16, 1.29),
-        pytest.param("14B", 8, 1.48, marks=pytest.mark.long),
-    ],
+    slow_but(PUBLISHED[1:2], PUBLISHED, pytest.mark.long),
 )
 def test_llm_q_on_an_h100(size, batch, published):
     """IST-DASLab/llmq README, FP8 over BF16 tokens per second, 524,288 tokens per update."""

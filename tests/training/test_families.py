@@ -15,6 +15,7 @@ from finetune.storage.pretrained import auto_class, beside_text
 from finetune.training.model import sketch
 from finetune.training.scope import notes
 from tests.benchmarks.families import run, run_exported
+from tests.conftest import slow_but
 from tests.families import FAMILIES, config_of, folder_of
 
 TOWERS = {
@@ -61,27 +62,14 @@ def test_a_model_that_is_all_text_has_nothing_beside_it(tmp_path) -> None:
     assert not notes(sketch(config), config)
 
 
-QUICK = [("gemma3", "full")]
-SLOW = [("qwen3_moe", "lora")]
+FEW = [("gemma3", "full"), ("qwen3_moe", "lora")]
+ALL = [(family, method) for family in FAMILIES for method in ("full", "lora")]
 SHARES = {"mamba": 0.3, "falcon_mamba": 0.3, "mamba2": 0.08, "opt": 0.37, "falcon": 0.4}
 """Least FP8 share of tiny models in which head, convolutions or scans weigh more than elsewhere."""
 
 
-def speed_of(family: str, method: str) -> tuple[pytest.MarkDecorator, ...]:
-    if (family, method) in QUICK:
-        return ()
-    return (pytest.mark.slow,) if (family, method) in SLOW else (pytest.mark.long,)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [
-        pytest.param(family, method, marks=speed_of(family, method))
-        for family in FAMILIES
-        for method in ("full", "lora")
-    ],
-)
+@pytest.mark.parametrize(("family", "method"), slow_but(FEW, ALL, pytest.mark.long))
 def test_every_family_is_proven_in_fp8_and_its_memory_predicted(family, method, tmp_path) -> None:
     """The table of `tests.benchmarks.families`, a row at a time."""
     row = run(family, method, tmp_path)

@@ -12,6 +12,7 @@ import finetune
 from finetune.config.recipe import load_recipe
 from finetune.training.health import monitor
 from tests.benchmarks.isolation import look, probe
+from tests.conftest import slow_but
 from tests.families import FAMILIES, OTHERS, config_of, folder_of
 
 SEES = {
@@ -31,13 +32,7 @@ PACKED = [
 
 
 @pytest.mark.filterwarnings("ignore")  # of models whose kernels are for GPUs
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family in QUICK else pytest.mark.long)
-        for family in sorted(FAMILIES | OTHERS)
-    ],
-)
+@pytest.mark.parametrize("family", slow_but(QUICK, sorted(FAMILIES | OTHERS), pytest.mark.long))
 def test_the_probe_tells_families_apart(family, tmp_path) -> None:
     auto, own = (look(family, tmp_path, own=own, dtype="float32") for own in (False, True))
     for found, sees in ((auto, SEES), (own, SEES | SEES_BY_ITSELF)):
