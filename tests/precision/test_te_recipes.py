@@ -83,10 +83,9 @@ def test_recipe_is_proven(trained, device, scaling, kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("device", "scaling", "kind"),
-    [*((*recipe, "reentrant") for recipe in RECIPES), (H100, "delayed", "recomputed")],
-    ids=name,
+    "kind", slow_but(["reentrant"], ["recomputed", "reentrant"], pytest.mark.long)
 )
+@pytest.mark.parametrize(("device", "scaling"), RECIPES, ids=name)
 def test_recomputation_changes_no_bit(trained, device, scaling, kind) -> None:
     """Neither gradients nor, under delayed scaling, any history or scale.
 
