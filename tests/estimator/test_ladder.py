@@ -37,7 +37,7 @@ def test_gains_multiply_to_the_run() -> None:
     assert all(rung.gain > 0.5 for rung in rungs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rungs_of_layers_that_share_their_weights() -> None:
     """A BDH calls one block again and again: its second layer is no other module."""
     run = predict(load_recipe("bdh_tiny_full_fp8").config, place_of("H100"))

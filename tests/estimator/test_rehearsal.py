@@ -43,24 +43,25 @@ GIB = 2**30
 CASES = {case.name: case for case in predicted_memory.CASES}
 QUICK_RECIPES = ("tiny_full_bf16", "llama_8b_full_fp8", "llama_8b_lora_fp8", "bdh_tiny_full_fp8")
 SMALLEST = (
-    "tiny full fp16, accumulation 4",
     "tiny LoRA 8, frozen FP8",
     "tiny QLoRA nf4",
+    "tiny full fp16, accumulation 4",
     "BDH tiny full tensorwise",
 )
 
 
-@pytest.mark.parametrize("name", slow_but(["tiny LoRA 8, frozen FP8"], SMALLEST))
+@pytest.mark.parametrize(
+    "name",
+    [*slow_but(SMALLEST[:1], SMALLEST[:2]), *slow_but([], SMALLEST[2:], pytest.mark.long)],
+)
 def test_predicted_is_what_a_real_run_holds(name, tmp_path) -> None:
     row = predicted_memory.run(CASES[name], tmp_path)
     assert row.what == "peak of live tensors in step 3"
     assert abs(row.error) < 0.01
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", ["tiny_lora_fp8", pytest.param("tiny_qlora_bf16", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tiny_qlora_bf16", "tiny_lora_fp8"])
 def test_dora_over_a_stored_base_is_predicted(recipe, tmp_path) -> None:
     """It dequantizes each weight for a norm; compiled, its identity is read from nothing."""
     given = ("lora.use_dora=true",)

@@ -661,7 +661,10 @@ def test_llm_q_on_an_h100(size, batch, published):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "published"), [("tensorwise", 1.25), ("rowwise", 1.10)])
+@pytest.mark.parametrize(
+    ("how", "published"),
+    [("tensorwise", 1.25), pytest.param("rowwise", 1.10, marks=pytest.mark.long)],
+)
 def test_torchao_compiled_on_8b(how, published):
     """torchao `float8/README.md`: Llama 3 8B, 8 H100, 8192 tokens, FSDP2 and torch.compile."""
     setting = Setting(
