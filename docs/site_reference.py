@@ -159,7 +159,7 @@ REFUSED = {
 
 def refusal(recipe: str, overrides: str, gpu: str = "CPU") -> Any:
     """The error of such settings on a device, None where they are accepted."""
-    from finetune.config.recipe import load_recipe
+    from finetune import load_recipe
     from finetune.errors import FinetuneError
     from finetune.hardware.gpus import as_device, named_gpu
     from finetune.training.preflight import preflight

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.config.yaml import dump_yaml, plain_data
 from finetune.runs.checkpoints import MANIFEST, hashes_of
 

@@ -34,9 +34,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCa
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl import SFTConfig, SFTTrainer
 
-from finetune import setup_fp8_mixed_precision_training, teardown_fp8_mixed_precision_training
+from finetune import (
+    load_recipe,
+    setup_fp8_mixed_precision_training,
+    teardown_fp8_mixed_precision_training,
+)
 from finetune.config.paths import TINY_LLAMA
-from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.precision.proof import movement
 from finetune.training import session

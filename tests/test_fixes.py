@@ -18,9 +18,8 @@ import pytest
 import site_reference
 
 import finetune
-from finetune import setup_fp8_mixed_precision_training
+from finetune import load_recipe, setup_fp8_mixed_precision_training
 from finetune.config import section
-from finetune.config.recipe import load_recipe
 from finetune.config.schema import DataConfig
 from finetune.errors import ConfigError, FinetuneError, PrecisionError
 from finetune.hardware.device import Device

@@ -47,9 +47,9 @@ def checksum(name: str) -> int:
 
 def row_of(name: str) -> dict[str, Any]:
     """The facts of a recipe in a table: model, method, precision, rows."""
-    from finetune.config.recipe import load_recipe
+    from finetune.config.recipe import read_recipe
 
-    config = load_recipe(name, check_train=False).config
+    config = read_recipe(name, check_train=False).config
     lora, precision = config.lora, config.precision
     fp8 = precision.compute == "fp8"
     return {

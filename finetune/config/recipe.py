@@ -225,7 +225,7 @@ def replace(data: dict[str, Any], written: Mapping[str, Any], overrides: Sequenc
 
 
 @speaking(str)
-def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool = True) -> Recipe:
+def read_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool = True) -> Recipe:
     """Read, override and check a recipe.
 
     Args:
@@ -282,7 +282,7 @@ def checked(
         where: from a path such as `("train", "optim")` to its place for messages.
 
     Raises:
-        ConfigError: as `load_recipe`.
+        ConfigError: as `read_recipe`.
     """
     try:
         config = RunConfig.model_validate(data)

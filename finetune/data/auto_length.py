@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from finetune.config import recipe as files
-from finetune.config.recipe import Recipe
+from finetune.config.recipe import Recipe, read_recipe
 from finetune.config.schema import RunConfig
 from finetune.data.lengths import Lengths, limits
 from finetune.errors import speaking
@@ -40,7 +39,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
         ConfigError: an unknown key or a value of the wrong type, with file, line and nearest name.
         DataError, DataNotFoundError: rows whose length was to be known cannot be trained on.
     """
-    found = files.load_recipe(name, overrides, check_train=check_train)
+    found = read_recipe(name, overrides, check_train=check_train)
     return decided(found) if check_train else found
 
 

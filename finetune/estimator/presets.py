@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from finetune.config.methods import method_of
-from finetune.config.recipe import apply_overrides, load_recipe
+from finetune.config.recipe import apply_overrides, read_recipe
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
@@ -126,7 +126,7 @@ def with_preset(recipe: str, text: str, preset: str) -> tuple[str, list[str]]:
         preset: a key of `PRESETS`.
     """
     written: dict[str, Any] = parse_yaml(text, recipe)[0]
-    config = load_recipe(recipe, check_train=False).config
+    config = read_recipe(recipe, check_train=False).config
     config = config.model_copy(update={"train": plain_data({"": config.train})[""]})
     made, lines = [], []
     for change in PRESETS[preset].changes(config):

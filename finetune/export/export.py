@@ -30,7 +30,7 @@ from rich.console import Console
 from finetune import __version__
 from finetune.config.methods import method_of
 from finetune.config.paths import recipe_of, user_path
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import read_recipe
 from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
 from finetune.errors import ConfigError, DataNotFoundError, did_you_mean, install_hint
 from finetune.export import compressed_tensors, gguf, parity
@@ -108,7 +108,7 @@ def open_run(folder: Path | str) -> FinishedRun:
             why="an export says what of the run was proven",
             fix="let the run end, or run it again",
         )
-    config = load_recipe(str(folder / "config.yaml")).config
+    config = read_recipe(str(folder / "config.yaml")).config
     refuse_scores(config, folder)
     # A loss of preferences is no loss of text, which is what is computed again.
     loss = run.report.get("eval_loss") if method_of(config.train).is_text else None

@@ -29,7 +29,7 @@ from transformers import set_seed
 from finetune.config.aliases import keyword
 from finetune.config.methods import arguments, method_of
 from finetune.config.paths import user_path
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import read_recipe
 from finetune.config.section import BUILTIN
 from finetune.config.train_section import fields_of
 from finetune.data.auto_length import decided
@@ -246,7 +246,7 @@ def trainer(
     typed["data"] = _source_of(data, Path(out)) | typed.get("data", {})
     if template := typed.get("train", {}).get("chat_template_path"):
         tokenizer.chat_template = template_of(str(template))
-    usual = load_recipe(DEFAULTS["lora" in said], check_train=False).config
+    usual = read_recipe(DEFAULTS["lora" in said], check_train=False).config
     method = method_of(typed.get("train", {}))
     if method.head == "score":
         raise ConfigError(

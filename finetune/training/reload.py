@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.recipe import load_recipe
+from finetune.config.recipe import read_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean, some
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
@@ -46,7 +46,7 @@ def open_trained(
         checkpoint: a step, or `last`; default: the weights at the run's end.
         trust_remote_code: the model's own code may run, if the run's recipe says so too.
     """
-    config = load_recipe(str(folder / "config.yaml"), check_train=False).config
+    config = read_recipe(str(folder / "config.yaml"), check_train=False).config
     refuse_scores(config, folder)
     refuse_foreign_code(config, folder, trust_remote_code)
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from finetune import load_recipe
 from finetune.analysis.diagnose import causes
 from finetune.analysis.diagnose.causes import Cause, causes_of
 from finetune.analysis.diagnose.facts import (
@@ -27,7 +28,7 @@ from finetune.analysis.diagnose.timeline import (
     part_of,
     read_profile,
 )
-from finetune.config.recipe import load_recipe, with_overrides
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS

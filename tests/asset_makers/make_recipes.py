@@ -8,10 +8,10 @@ fresh ones, and a slow test what is predicted of one recipe.
 import json
 import sys
 
+from finetune import load_recipe
 from finetune.cli.listing import ROWS, checksum, row_of
 from finetune.config.methods import method_of
 from finetune.config.paths import list_recipes
-from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.estimator.predict import predict_fast

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.timing import micro_batch

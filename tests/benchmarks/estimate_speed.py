@@ -25,7 +25,8 @@ POINT = """
 import json, resource, sys, time
 from finetune.estimator.predict import predict_fast
 from finetune.hardware.gpus import place_of
-from finetune.config.recipe import load_recipe, with_overrides
+from finetune import load_recipe
+from finetune.config.recipe import with_overrides
 config, place = load_recipe(sys.argv[1]).config, place_of("H100")
 predict_fast(config, place)
 times = []

@@ -41,12 +41,12 @@ from torch import nn
 from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
 
+from finetune import load_recipe
 from finetune.analysis.benchmark.benchmark import ROUNDS, STEPS, Measuring, Say
 from finetune.analysis.benchmark.grid import points_of
 from finetune.analysis.benchmark.result import Benchmark
 from finetune.analysis.experiment.fairness import settle_checkpointing
 from finetune.analysis.experiment.jobs import Variant
-from finetune.config.recipe import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.data.dataset import load_data

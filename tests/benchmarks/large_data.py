@@ -71,8 +71,8 @@ def make(file: Path, rows: int) -> None:
 
 def command(run: str, file: Path, steps: int, out: Path) -> list[str]:
     """The process of a run."""
+    from finetune import load_recipe
     from finetune.config.paths import TINY_LLAMA
-    from finetune.config.recipe import load_recipe
 
     kind = "stream" if "stream" in run else "map"
     train = {

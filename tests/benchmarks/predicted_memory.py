@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from finetune import load_recipe
 from finetune.api import train
 from finetune.config.methods import METHODS
-from finetune.config.recipe import Recipe, load_recipe
+from finetune.config.recipe import Recipe
 from finetune.estimator.memory.footprint import Footprint, tensor_footprint
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import this_device

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import OWNED_BY_US
 from finetune.errors import ConfigError

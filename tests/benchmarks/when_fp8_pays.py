@@ -66,8 +66,7 @@ def checkpoints(found: Any) -> bool:
 @functools.cache
 def ask(recipe: str, gpu: str, gpus: int, overrides: tuple[str, ...] = ()) -> Any:
     """An estimate of this and nothing beside it."""
-    from finetune import estimate
-    from finetune.config.recipe import load_recipe
+    from finetune import estimate, load_recipe
 
     checked = load_recipe(recipe, overrides)
     return estimate(checked, gpu=gpu, gpus=gpus, twin=False, advice=False)

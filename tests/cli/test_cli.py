@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import finetune
+from finetune import load_recipe
 from finetune.analysis.doctor import COMBINATIONS
 from finetune.cli import listing
 from finetune.cli.analysis import _is_override
@@ -24,7 +25,6 @@ from finetune.cli.app import VERBS, command_of
 from finetune.cli.recipes import _as_argument
 from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, list_recipes, recipes_folder, shipped_shapes
-from finetune.config.recipe import load_recipe
 from finetune.errors import install_hint
 from finetune.logging import plain_table
 from finetune.runs.checkpoints import launcher_of

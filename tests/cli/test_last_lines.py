@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 import finetune
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.export.serving import commands
 from finetune.logging import as_text
 from finetune.runs.receipt import LayerReceipt, Receipt, RunReport, Sample

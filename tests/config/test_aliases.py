@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from finetune import (
+    load_recipe,
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
 from finetune.cli.app import MODULES
 from finetune.config import aliases
 from finetune.config.methods import METHODS, arguments
-from finetune.config.recipe import load_recipe
 from finetune.config.train_section import fields_of
 from finetune.errors import (
     ConfigError,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
 
+from finetune import load_recipe
 from finetune.config.optimizers import (
     FP8_ADAMW,
     OPTIMIZERS,
@@ -22,7 +23,6 @@ from finetune.config.optimizers import (
     check_optimizer,
     state_bytes,
 )
-from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, MissingExtraError
 from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_here, check_optimizer_here

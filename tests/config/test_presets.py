@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune import load_recipe
 from finetune.config.paths import list_recipes
-from finetune.config.recipe import load_recipe
 from finetune.config.yaml import parse_yaml, with_values
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.presets import PRESETS

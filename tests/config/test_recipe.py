@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune import load_recipe
 from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, is_text, list_recipes
-from finetune.config.recipe import load_recipe, with_overrides
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
 from finetune.config.train_section import (

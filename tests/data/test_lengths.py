@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.config.recipe import load_recipe as as_written
+from finetune.config.recipe import read_recipe as as_written
 from finetune.data.auto_length import load_recipe
 from finetune.data.counting import counted_rows
 from finetune.data.lengths import Lengths

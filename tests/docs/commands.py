@@ -11,9 +11,9 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from finetune import load_recipe
 from finetune.cli.app import MODULES, command_of
 from finetune.config.paths import list_recipes
-from finetune.config.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 STARTS = ("python -m ", "python docs/", "python -c ", "pytest ", "torchrun ", "accelerate launch ")

@@ -10,8 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from finetune import load_recipe
 from finetune.config.paths import list_recipes
-from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from tests.docs import notebooks
 from tests.docs.notebooks import NOTEBOOKS, code_cells

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from finetune.config.recipe import load_recipe, with_overrides
+from finetune import load_recipe
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator import predict as predicting
 from finetune.estimator.advice import Advised, advise, speed_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.estimator.days import CHANGES, days_of
 from finetune.estimator.estimate import estimate
 from finetune.units import amount

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 import finetune
-from finetune.config.recipe import load_recipe, with_overrides
+from finetune import load_recipe
+from finetune.config.recipe import with_overrides
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.errors import (
     ConfigError,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.config.train_section import with_checkpointing
 from finetune.estimator import gate
 from finetune.estimator.gate import MemoryForecast, bound_of, most_bytes

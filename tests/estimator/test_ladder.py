@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.estimator.ladder import ladder_of
 from finetune.estimator.predict import predict
 from finetune.estimator.variants import twin_of

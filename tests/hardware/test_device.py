@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from finetune import load_recipe
 from finetune.analysis.doctor import COMBINATIONS, examine, real_gemm
-from finetune.config.recipe import load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import Device, available_gib, this_device

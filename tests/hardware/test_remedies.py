@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
 from finetune.hardware import requirements
 from finetune.hardware.requirements import FP8_GPUS, check_here, resolve

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerState
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import (
     MANIFEST,

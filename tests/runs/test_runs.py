@@ -11,9 +11,8 @@ import time
 import psutil
 import pytest
 
-from finetune import find_runs
+from finetune import find_runs, load_recipe
 from finetune.config.paths import find_recipe
-from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError
 from finetune.runs.folder import QUIET, Run, write_start
 from finetune.runs.lookup import find_comparisons, find_run, read_run

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from finetune import load_recipe
 from finetune.config.paths import TINY_LLAMA
-from finetune.config.recipe import load_recipe
 from finetune.config.schema import ModelConfig
 from finetune.config.secrets import redacted
 from finetune.errors import ConfigError, ModelNotFoundError

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.config.schema import ModelConfig
 from finetune.storage.pretrained import load_shape
 from finetune.training.model import load_model

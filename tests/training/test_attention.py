@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import finetune
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.errors import ConfigError
 from finetune.training import varlen
 from finetune.training.model import resolve_attention, sketch

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ModelNotFoundError
 from finetune.storage import bdh

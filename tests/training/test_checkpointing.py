@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from finetune import load_recipe
 from finetune.analysis.experiment.fairness import settle_checkpointing
-from finetune.config.recipe import load_recipe
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.errors import ConfigError
 from finetune.estimator.predict import decided, predict

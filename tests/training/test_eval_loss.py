@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import finetune
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 
 
 @pytest.mark.slow

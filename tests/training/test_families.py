@@ -7,7 +7,7 @@ import re
 import pytest
 from transformers import T5Config
 
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.errors import ConfigError
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import plan

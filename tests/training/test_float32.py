@@ -8,8 +8,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import set_seed
 
-from finetune import get_receipt
-from finetune.config.recipe import load_recipe
+from finetune import get_receipt, load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, PrecisionError
 from finetune.training import compute_types, session

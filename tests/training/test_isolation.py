@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import finetune
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.training.health import monitor
 from tests.benchmarks.isolation import look, probe
 from tests.conftest import slow_but

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from finetune import setup_fp8_mixed_precision_training
+from finetune import load_recipe, setup_fp8_mixed_precision_training
 from finetune.config.paths import list_recipes, recipes_folder
-from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, PrecisionError
 from finetune.training.preflight import idle_gpus, preflight
 from tests.conftest import CPU, H100

@@ -12,8 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from finetune import get_receipt
-from finetune.config.recipe import load_recipe
+from finetune import get_receipt, load_recipe
 from finetune.errors import ConfigError
 from finetune.training.preflight import preflight
 from tests.conftest import CPU, batch

@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from finetune import get_receipt
-from finetune.config.recipe import load_recipe
+from finetune import get_receipt, load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, NonFiniteError, PrecisionError, ProofError
 from finetune.training import session

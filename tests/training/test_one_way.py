@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import finetune
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe
 from finetune.estimator.trace import rehearsal
 from finetune.hardware import requirements
 from finetune.hardware.requirements import resolve

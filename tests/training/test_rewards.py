@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from finetune import load_recipe
 from finetune.config.paths import ASSETS
-from finetune.config.recipe import load_recipe
 from finetune.errors import ConfigError, DataError, ProofError
 from finetune.training.rewards import EARLY, FLAT, RewardWatch, rewards_of
 from finetune.training.trainer import train

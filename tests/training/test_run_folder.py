@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from finetune import train
-from finetune.config.recipe import load_recipe
+from finetune import load_recipe, train
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.runs.last_model import saved_whole
 from finetune.training import faults, run_folder
