@@ -136,12 +136,15 @@ def recomputed(
 
 def _leave_cached(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Hook of a layer that checkpoints it unless it is called with entries in a cache."""
+    has_entries = any(cache.get_seq_length() for cache in _caches(args, kwargs))
+    vars(layer)["gradient_checkpointing"] = not has_entries
+
+
+def _caches(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Caches of Transformers that a layer is called with."""
     from transformers import Cache
 
-    has_entries = any(
-        each.get_seq_length() for each in (*args, *kwargs.values()) if isinstance(each, Cache)
-    )
-    vars(layer)["gradient_checkpointing"] = not has_entries
+    return [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
 
 
 def _does_not_repeat(layer: nn.Module) -> bool:
@@ -198,15 +201,20 @@ def _acts(hook: Any) -> bool:
 def uncompiled_with_hooks(layer: nn.Module, said: Callable[[], None]) -> None:
     """Let a layer that is compiled now run uncompiled in calls with hooks inside; `said` is called.
 
+    So do the calls of a generation. Dynamo (2.13) makes graphs of its own for each layer that reads
+    a cache: of 32 layers they reach the limit, and training, which comes later, is not compiled.
+
     Call it after everything else that replaces `layer._compiled_call_impl`.
     """
     run: Any = layer._compiled_call_impl
     hooks = Hooks(layer)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not hooks.are_there():
+        generates = not torch.is_grad_enabled() and bool(_caches(args, kwargs))
+        if not generates and not hooks.are_there():
             return run(*args, **kwargs)
-        said()
+        if not generates:
+            said()
         return layer._call_impl(*args, **kwargs)
 
     setattr(call, OURS, True)

@@ -252,6 +252,19 @@ def test_hooks_inside_compiled_layers_run(make_llama, setup_backend, traced, kin
     assert "layers ran uncompiled, with hooks" in get_receipt().precision["compile"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_generation_takes_no_graphs_from_training(make_llama, setup_backend, traced) -> None:
+    """Each layer would take three: 64 are made of all layers, and training comes later."""
+    model = setup_backend("torchao", compile="on").prepare(make_llama().train())
+    model(**batch()).loss.backward()
+    counters.clear()
+    with torch.no_grad():
+        model.generate(batch()["input_ids"], max_new_tokens=3, use_cache=True)
+    assert not counters["frames"]
+    model(**batch(), use_cache=False).loss.backward()
+    assert counters["frames"]["ok"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_each_row_has_the_adapter_that_was_named_for_it(make_llama, setup_backend, traced) -> None:
