@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings, padding_free
-from finetune.estimator.knobs import EXPANDABLE, attends_by_mask
+from finetune.estimator.knobs import EXPANDABLE, answer_of, attends_by_mask, setting
 from finetune.estimator.predict import Prediction
 from finetune.hardware.device import shown_capability
 from finetune.hardware.requirements import TAKEN
@@ -84,7 +85,17 @@ def caveats(prediction: Prediction) -> tuple[str, ...]:
         notes.append(
             "rehearsed as CUDA would run it: attention and allocator of ROCm differ, either way"
         )
-    if not train.get("packing") and on_gpu:
+    if method_of(train).writes:
+        answer, length = answer_of(config), setting(config, "max_length")
+        notes.append(
+            f"answers are taken to have {answer} tokens (train.max_completion_length) and prompts "
+            f"{max(1, length - answer)}; finetune.estimate(..., length=N) is for other sums of both"
+        )
+        notes.append(
+            "generation is that of Transformers, uncompiled, and its time was never measured; "
+            "reward models are not counted"
+        )
+    elif not train.get("packing") and on_gpu:
         notes.append(
             "rows are taken to have train.max_length tokens: shorter ones take less memory and "
             f"time, and reserve more where lengths change, without {EXPANDABLE}"
@@ -110,6 +121,8 @@ def _of_several(prediction: Prediction) -> Iterator[str]:
         )
         return
     settings = fsdp_settings(train)
+    if method_of(train).writes:
+        yield "weights gathered for each token of an answer are not in its time, which is far longer"
     yield (
         "gathered weights are of streams of their own, with fragments of their own: reserved "
         "memory may be some GiB off, either way"

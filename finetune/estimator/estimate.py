@@ -14,14 +14,14 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from finetune.config.recipe import Recipe, with_overrides
+from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING
 from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
 from finetune.estimator.caveats import caveats
-from finetune.estimator.knobs import setting
+from finetune.estimator.knobs import setting, with_length
 from finetune.estimator.ladder import Rung, ladder_of, ladder_table
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
@@ -44,6 +44,7 @@ NAMES = {
     "optimizer": "optimizer states",
     "saved": "saved activations",
     "logits": "head and loss",
+    "cache": "keys and values",
     "temporary": "temporaries",
     "gathered": "gathered for a moment",
     "buckets": "buckets of DDP",
@@ -322,7 +323,8 @@ def estimate(
         gpu: Name (`H100`, `4090`, `A100-80GB`) or table entry; default: this machine.
         memory_gib: Memory of one GPU, if only that is known or it differs from the table.
         gpus: Number of GPUs; they shard the model with `train.fsdp`, else replicate it (DDP).
-        length: Tokens of the longest row; default: `train.max_length`.
+        length: Tokens of the longest row; default: `train.max_length`. Of a prompt and its answer
+            where the model writes answers; default: twice `train.max_completion_length`.
         tokens: Tokens of the whole run, for its time and cost; default: `data.max_tokens`, or
             from `train.max_steps`.
         price: Price per GPU and hour; default: that of the table, if set there.
@@ -347,7 +349,7 @@ def estimate(
                 fix=f"--{what} with a number above 0, or leave it out",
             )
     if length is not None:
-        config = with_overrides(config, [f"train.max_length={length}"])
+        config = with_length(config, length)
     check_sizes(config)
     prediction = predict(config, place, whole=whole)
     if price is None and place.gpu is not None:

@@ -16,14 +16,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.methods import method_of
+from finetune.config.methods import TEACHER, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.knobs import EXPANDABLE, as_typed, changes, rows_of, setting
+from finetune.estimator.knobs import EXPANDABLE, as_typed, changes, rows_of, setting, with_length
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import Device, available_gib, processes
 from finetune.hardware.gpus import place_here
@@ -130,17 +130,18 @@ class MemoryForecast:
         """
         if batch is None:
             return {}
-        rows, length, padded = batch
+        rows, length, padded, prompt = batch
         train = run.config.train
         rows //= method_of(train).texts
         if train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
             rows, _ = rows_of(run.config)
             length //= rows
         shape = [f"train.per_device_train_batch_size={rows}"]
-        if not method_of(train).writes:  # its rows have no such limit
-            shape.append(f"train.max_length={length}")
+        if prompt:  # answers may end before they have to
+            shape.append(f"train.max_completion_length={max(1, length - prompt)}")
+        config = with_overrides(run.config, shape)
         try:
-            found = _rehearsed(run, with_overrides(run.config, shape), padded).footprint
+            found = _rehearsed(run, with_length(config, length), padded).footprint
         except FinetuneError as error:
             return {"predicted": f"not predicted: {error.what}"}
         values: dict[str, Any] = {
@@ -278,9 +279,10 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     """
     from torch import nn
 
-    length, (rows, _) = setting(config, "max_length"), rows_of(config)
-    if length is None:
+    length, (rows, times) = setting(config, "max_length"), rows_of(config)
+    if length is None or config.train.get(TEACHER):  # of any size
         return math.inf
+    rows *= times if method_of(config.train).writes else 1  # written at once
     tokens = rows * method_of(config.train).texts * int(length)
     shape = model.config.get_text_config(decoder=True)
     layers = int(shape.num_hidden_layers)

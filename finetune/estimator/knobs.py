@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.schema import FROZEN_SCALINGS, RunConfig
 from finetune.config.sft import padding_free
@@ -95,7 +97,47 @@ def as_typed(change: Iterable[str]) -> str:
 
 
 def setting(config: RunConfig, key: str) -> Any:
+    """A key of the `train` section, or its default.
+
+    Rows that the model writes have no `max_length`: it is that of a prompt and its answer, and
+    prompts are taken to have as many tokens as answers have at most.
+    """
+    if key == "max_length" and key not in config.train and method_of(config.train).writes:
+        return 2 * answer_of(config)
     return config.train.get(key, DEFAULTS[key])
+
+
+def answer_of(config: RunConfig) -> int:
+    """Most tokens of an answer that the model writes while it trains."""
+    return int(_written(config, "max_completion_length"))
+
+
+def longest(config: RunConfig) -> tuple[str, Any]:
+    """Key of the `train` section that limits rows, or answers that the model writes; its value."""
+    if method_of(config.train).writes:
+        return "max_completion_length", answer_of(config)
+    return "max_length", setting(config, "max_length")
+
+
+def with_length(config: RunConfig, length: int) -> RunConfig:
+    """The run as if its longest row, or prompt and answer together, had so many tokens."""
+    return config.model_copy(update={"train": config.train | {"max_length": length}})
+
+
+def rows_in_groups(config: RunConfig) -> int:
+    """What the rows of a micro-batch are a multiple of: a generation has all answers to a prompt.
+
+    Eight answers to a prompt and two micro-batches a generation: 4.
+    """
+    answers, (_, times) = int(_written(config, "num_generations") or 1), rows_of(config)
+    times = int(config.train.get("steps_per_generation") or times)
+    return answers // math.gcd(answers, times)
+
+
+def _written(config: RunConfig, key: str) -> Any:
+    """A setting of a method that writes its rows, or its default; None if it has no such one."""
+    default = getattr(method_of(config.train).config_class, key, None)
+    return config.train.get(key) or default
 
 
 def rows_of(config: RunConfig) -> tuple[int, int]:
@@ -190,10 +232,10 @@ def _narrower(config: RunConfig) -> Iterator[Change]:
 
 
 def _shorter(config: RunConfig) -> Iterator[Change]:
-    length, (_, times) = setting(config, "max_length"), rows_of(config)
+    (key, length), (_, times) = longest(config), rows_of(config)
     if length is None or length // 2 < SHORTEST:
         return
-    what, overrides = "longer rows are cut off", (f"train.max_length={length // 2}",)
+    what, overrides = "what is longer is cut off", (f"train.{key}={length // 2}",)
     if setting(config, "packing"):  # keep the tokens per step
         what = "documents are split"
         overrides += (f"train.gradient_accumulation_steps={times * 2}",)

@@ -17,7 +17,7 @@ from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
 from finetune.errors import ConfigError, did_you_mean
-from finetune.estimator.knobs import BF16, COMPILED, Change, changes, free_of_charge
+from finetune.estimator.knobs import BF16, COMPILED, Change, changes, free_of_charge, longest
 from finetune.hardware.device import Device
 
 FP8_GPU = Device("cuda", "H100", (9, 0), 80.0)
@@ -71,9 +71,8 @@ def _no_fp8(config: RunConfig) -> Iterator[Change]:
 def _debug(config: RunConfig) -> Iterator[Change]:
     train = config.train
     yield Change("steps", (f"train.max_steps={STEPS}",), "enough for the proof, seconds to wait")
-    writes = method_of(train).writes
-    key, what = ("max_completion_length", "answers") if writes else ("max_length", "rows")
-    length = train.get(key)
+    key, _ = longest(config)
+    length, what = train.get(key), "answers" if method_of(train).writes else "rows"
     if not isinstance(length, int) or length > LENGTH:  # null, or auto
         yield Change("length", (f"train.{key}={LENGTH}",), f"short {what}: memory and time")
     yield Change("saving", ("train.save_strategy=no",), "no checkpoint is written")

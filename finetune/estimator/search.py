@@ -33,7 +33,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.estimator.caveats import ONE_MACHINE
-from finetune.estimator.knobs import SHARDED, as_typed, rows_of, setting
+from finetune.estimator.knobs import SHARDED, as_typed, longest, rows_in_groups, rows_of, setting
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast, tried
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
@@ -116,9 +116,9 @@ def largest(config: RunConfig, place: Place) -> Largest:
 def largest_rows(config: RunConfig, place: Place) -> Found:
     """Find the largest micro-batch that fits at the run's `max_length`."""
     check_sizes(config)
-    rows, _ = rows_of(config)
+    (rows, _), step = rows_of(config), rows_in_groups(config)
     most = max(rows, MOST_TOKENS // int(setting(config, "max_length")))
-    return _largest("train.per_device_train_batch_size", config, place, rows, 1, most)
+    return _largest("train.per_device_train_batch_size", config, place, rows, step, most)
 
 
 def largest_length(config: RunConfig, place: Place) -> Found:
@@ -128,11 +128,11 @@ def largest_length(config: RunConfig, place: Place) -> Found:
         FinetuneError: the run itself would fail with it.
     """
     check_sizes(config)
-    asked, most = int(setting(config, "max_length")), MOST_TOKENS // rows_of(config)[0]
+    (key, asked), most = longest(config), MOST_TOKENS // rows_of(config)[0]
     shape = load_shape(config.model).get_text_config(decoder=True)
     most = min(most, getattr(shape, "max_position_embeddings", None) or most)
     step = LENGTHS if most >= 16 * LENGTHS else 16
-    return _largest("train.max_length", config, place, asked, min(step, most), max(asked, most))
+    return _largest(f"train.{key}", config, place, asked, min(step, most), max(asked, most))
 
 
 def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, most: int) -> Found:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerState
 
+from finetune.precision.layers import without_adapters
 from finetune.training.session import Session
 from finetune.units import GIB
 
@@ -30,11 +31,15 @@ STEP = 3
 
 
 class Batch(NamedTuple):
-    """Shape of a micro-batch, and True if some of its tokens are padding."""
+    """Shape of a micro-batch, True if some of its tokens are padding, tokens of a written prompt.
+
+    The last is that of the longest prompt that the model answered in training, 0 if it wrote none.
+    """
 
     rows: int
     length: int
     padded: bool
+    prompt: int = 0
 
 
 class MemoryMeter(TrainerCallback):
@@ -48,6 +53,7 @@ class MemoryMeter(TrainerCallback):
         self.session, self.kind = session, session.device.kind
         self.earlier_gib = 0.0
         self._largest: tuple[int, int, Tensor | bool] | None = None  # rows, length, has no padding
+        self._prompt = 0
         self._undo = contextlib.ExitStack()
         self._live: LiveTensors | None = None
         self._begun = 0  # steps of this process, which may have resumed
@@ -100,12 +106,20 @@ class MemoryMeter(TrainerCallback):
             mask = kwargs.get("attention_mask")
             if not module.training or not isinstance(ids, Tensor):
                 return
-            rows, length = ids.shape
-            if self._largest is None or rows * length > self._largest[0] * self._largest[1]:
+            if not torch.is_grad_enabled():
+                if kwargs.get("past_key_values") is not None:  # it writes
+                    self._prompt = max(self._prompt, ids.shape[1])
+                return
+            (rows, length), before = ids.shape, self._largest or (0, 0, True)
+            if rows * length >= before[0] * before[1]:
                 whole = mask.all() if isinstance(mask, Tensor) else True  # read at the end
+                if (rows, length) == before[:2]:  # of several the padded one
+                    whole = whole & before[2]
                 self._largest = rows, length, whole
 
-        self._undo.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
+        # A distillation calls what is below the head alone.
+        backbone: nn.Module = getattr(without_adapters(model), "base_model", model)
+        self._undo.callback(backbone.register_forward_pre_hook(note, with_kwargs=True).remove)
 
     def _is_due(self, *, last: bool) -> bool:
         if self._begun == 1:
@@ -159,7 +173,7 @@ class MemoryMeter(TrainerCallback):
         if self._largest is None:
             return None
         rows, length, whole = self._largest
-        return Batch(rows, length, padded=not bool(whole))
+        return Batch(rows, length, not bool(whole), self._prompt)
 
     def reading(self) -> dict[str, Any]:
         """Receipt entries: `measured_gib` (None if unmeasured), `measured`, `weights_gib`, and on a

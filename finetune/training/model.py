@@ -283,6 +283,11 @@ def load_teacher(config: RunConfig) -> PreTrainedModel:
         ConfigError: none is named.
         ModelNotFoundError: there is no such model.
     """
+    return load_model(teacher_of(config), ())
+
+
+def teacher_of(config: RunConfig) -> ModelConfig:
+    """The `model` section of the teacher; raises `ConfigError` if none is named."""
     if not (name := config.train.get(TEACHER)):
         raise ConfigError(
             "there is no teacher to learn from",
@@ -291,7 +296,7 @@ def load_teacher(config: RunConfig) -> PreTrainedModel:
             "a folder",
         )
     given = {"name": name, "weights": "pretrained", "storage": None, "revision": None}
-    return load_model(config.model.model_copy(update=given), ())
+    return config.model.model_copy(update=given)
 
 
 def _load_pretrained(

@@ -24,6 +24,7 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import Conversion
+from finetune.precision.planner import PrecisionPlan
 from finetune.training.replacing import Patches, replaced
 
 PRECOMPUTES = "_precompute_ref_logps"
@@ -74,7 +75,7 @@ class References:
         name, policy = type(reference.model).__name__, self._policy()
         if policy is None:  # nothing trains yet: an evaluation like any other
             return False
-        if _layers(policy) != _layers(reference):
+        if layers_of(policy.plan) != layers_of(reference.plan):
             self._lines[f"{name}, another model: evaluated in high precision"] = None
             return False
         self._lines[f"{name}: in the precision of the policy, FP8 in training"] = None
@@ -112,7 +113,6 @@ class References:
         return precompute
 
 
-def _layers(conversion: Conversion) -> Counter[Any]:
+def layers_of(plan: PrecisionPlan) -> Counter[Any]:
     """Shapes of the layers of a model without adapters."""
-    rows = conversion.plan.layers
-    return Counter((row.role, row.shape) for row in rows if row.role != "adapter")
+    return Counter((row.role, row.shape) for row in plan.layers if row.role != "adapter")

@@ -32,8 +32,9 @@ from rich.console import Console
 
 from finetune import load_recipe
 from finetune.api import train
-from finetune.config.methods import METHODS
+from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe
+from finetune.estimator.knobs import longest
 from finetune.estimator.memory.footprint import Footprint, tensor_footprint
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import this_device
@@ -125,13 +126,23 @@ CASES = (
     *(Case(f"{method} tiny {of}", recipe, (f"train.method={method}", "~train.pad_to_multiple_of"))
       for method in ("dpo", "kto")
       for of, recipe in (("full fp8", "tiny_full_fp8"), ("LoRA 8, frozen FP8", "tiny_lora_fp8"))),
+    Case("grpo tiny full fp8", "tiny_grpo_fp8",
+         ("train.num_generations=2", "train.entropy_coef=0.01")),
+    Case("grpo tiny LoRA 8, reference, long generation", "tiny_grpo_bf16",
+         ("lora.r=8", "train.beta=0.1", "train.gradient_accumulation_steps=32",
+          "train.entropy_coef=0.01", "train.per_device_train_batch_size=1")),
+    Case("rloo tiny full bf16, accumulation 4", "tiny_rloo_bf16",
+         ("train.gradient_accumulation_steps=4",)),
+    Case("distill tiny full fp8, accumulation 2", "tiny_distill_fp8",
+         ("train.gradient_accumulation_steps=2",)),
 )  # fmt: skip
-"""Twenty of SFT, from tiny to large, and methods with a reference."""
+"""Twenty of SFT, from tiny to large, methods with a reference, and those that write their rows."""
 
 ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "answers": lambda text: {"text": text},
     "preference": lambda text: {"prompt": "Write.", "chosen": text, "rejected": text[::-1]},
     "unpaired": lambda text: {"prompt": "Write.", "completion": text, "label": text > "n"},
+    "prompts": lambda text: {"prompt": text[:40], "answer": "7"},
 }
 """Form of rows -> a row of more tokens than a batch may have."""
 
@@ -139,7 +150,6 @@ COMMON = (
     "~data.name",
     "train.max_steps=3",
     "train.per_device_train_batch_size=2",
-    "train.max_length=64",
     "train.lr_scheduler_type=constant",
     "train.warmup_steps=0",
     "train.eval_strategy=no",
@@ -168,10 +178,11 @@ class Row(NamedTuple):
 def recipe_of(case: Case, folder: Path) -> Recipe:
     """The case's recipe, over data of full rows; its model's shape is written to `folder`."""
     data = folder / "rows.jsonl"
-    named = [x.partition("=")[2] for x in case.changes if x.startswith("train.method=")]
-    rows = (ROWS[METHODS[[*named, "sft"][0]].rows[0]](text) for text in _texts())
+    named = [x for x in case.changes if x.startswith(("train.method=", "~train.pad"))]
+    config = load_recipe(case.recipe, named).config
+    rows = (ROWS[method_of(config.train).rows[0]](text) for text in _texts())
     data.write_text("\n".join(map(json.dumps, rows)))
-    changes = [*COMMON, f"data.path={data}"]
+    changes = [*COMMON, f"data.path={data}", f"train.{longest(config)[0]}=64"]
     if case.shape is not None:
         model = folder / case.name.replace(" ", "_").replace(",", "")
         model.mkdir(exist_ok=True)
@@ -201,15 +212,16 @@ def measure(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def run(case: Case, folder: Path) -> Row:
-    """Predict, then measure."""
+    """Predict, then measure; prompts are of any length, and predicted as they were."""
     started, recipe = time.perf_counter(), recipe_of(case, folder)
     expected, parameters = predict(recipe)
     memory = measure(recipe, folder)
     assert memory["measured_gib"] is not None, memory["measured"]
+    writes = method_of(recipe.config.train).writes
     return Row(
         case.name,
         parameters,
-        expected.tensors / 2**30,
+        memory["predicted_gib"] if writes else expected.tensors / 2**30,
         memory["measured_gib"],
         memory["measured"],
         time.perf_counter() - started,

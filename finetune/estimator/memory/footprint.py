@@ -2,7 +2,9 @@
 
 Each of three phases has a peak: saved activations at the end of forward; in backward a layer's
 recomputation or the logits' gradient on top; in the optimizer's step all gradients, without
-activations. Before them, loading leaves the weights. Each phase has four figures, in rising order:
+activations. Before them, loading leaves the weights, and a model that writes its rows has two
+more: all prompts at once, and the last token of the answers, with keys and values of all others.
+Each phase has four figures, in rising order:
 
     allocated    tensors, and library workspaces in the caching allocator
     reserved     memory that the allocator has taken from the driver: allocated, and fragments
@@ -25,6 +27,9 @@ from finetune.hardware.device import Device
 
 LASTING = ("weights", "gradients", "optimizer")
 """Kinds that stay from step to step."""
+PHASES = ("prompts", "answers", "forward", "backward", "optimizer")
+"""Phases of a step; a model that writes answers begins with two of its own
+(`finetune.estimator.trace.writing`)."""
 FRAGMENTS = 0.03
 """Bytes reserved beside those allocated, as a share of these.
 
@@ -103,13 +108,12 @@ class Footprint:
 
 def tensor_footprint(trace: Trace) -> Footprint:
     """Peaks of a rehearsed step by phase, from the mark `step` on: tensors alone."""
-    start, back, end = (trace.marks[name] for name in ("step", "backward", "optimizer"))
-    fullest = {
-        "load": -1,
-        "forward": trace.peak(start, back)[1],
-        "backward": trace.peak(back, end)[1],
-        "optimizer": trace.peak(end)[1],
-    }
+    marks = {"forward": trace.marks["step"], **trace.marks}
+    begins = {phase: marks[phase] for phase in PHASES if phase in marks}
+    ends = [*[*begins.values()][1:], len(trace.events)]
+    fullest = {"load": -1}
+    for (phase, start), end in zip(begins.items(), ends, strict=True):
+        fullest[phase] = trace.peak(start, end)[1]
     phases: dict[str, dict[str, int]] = {}
     owners: dict[str, Counter[str]] = {}
     for phase, at in fullest.items():
@@ -168,5 +172,10 @@ def extrapolated(few: Footprint, more: Footprint, times: float) -> Footprint:
         }
         for phase, kinds in more.phases.items()
     }
-    fragments = few.fragments + times * (more.fragments - few.fragments)
-    return replace(more, phases=phases, fragments=max(0, round(fragments)))
+    grown = replace(more, phases=phases)
+    if not more.fragments:
+        return grown
+    # Of all layers another phase may be the highest: of fragments only what is not its share grows.
+    beside = [each.fragments - FRAGMENTS * each.allocated for each in (few, more)]
+    fragments = FRAGMENTS * grown.allocated + beside[0] + times * (beside[1] - beside[0])
+    return replace(grown, fragments=max(0, round(fragments)))

@@ -57,7 +57,7 @@ TABLE = ASSETS / "efficiency.yaml"
 
 Direction = Literal["forward", "backward"]
 AttentionKernel = Literal["flash", "cudnn"]
-HostKind = Literal["eager", "slow", "compiled", "native"]
+HostKind = Literal["eager", "slow", "compiled", "native", "generate"]
 
 
 class _Row(BaseModel):

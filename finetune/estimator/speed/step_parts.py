@@ -44,6 +44,8 @@ class StepPart(StrEnum):
     """Norms, activations, rotary embeddings, residual sums, their backward."""
     EMBEDDING = "embedding"
     WAITING = "waiting for launches"
+    GENERATION = "generation"
+    """Answers that the model writes before it learns from them."""
 
     FP8_GEMM = "FP8 GEMMs"
     """GEMMs with FP8 operands, emulated ones included."""
@@ -82,6 +84,7 @@ _PROFILED_AS = {
     StepPart.POINTWISE: StepPart.ELEMENTWISE,
     StepPart.EMBEDDING: StepPart.ELEMENTWISE,
     StepPart.WAITING: StepPart.HOST,
+    StepPart.GENERATION: StepPart.OTHER,
 }
 PROFILED_PARTS = tuple(part for part in StepPart if part not in {*_PROFILED_AS, StepPart.LINEARS})
 """Parts that a profile distinguishes, in display order."""

@@ -2,7 +2,10 @@
 
 For g micro-batches (gradient accumulation):
 
-    step = g x (forward + backward) + optimizer + exposed communication
+    step = g x (forward + backward) + optimizer + exposed communication + generation
+
+Of a model that writes its rows, generation is all prompts once and then token by token, each as
+long as the last one; what is scored once for several micro-batches is counted so.
 
 Compiled decoder layers (`precision.compile`) run with their pointwise chains fused. With
 `train.fsdp` each micro-batch gathers the weights of each group in forward and in backward, the last
@@ -123,7 +126,9 @@ def pace_of_one(
     micro, update = micro_batch(trace)
     batch, once = timed(micro), timed(update)
     classes = {name: value * batches for name, value in batch.by_class.items()}
-    for name, value in once.by_class.items():
+    written = roofline_of(roofline.gpu, "generate") if rehearsal.generations else None
+    beside = _written(rehearsal, roofline, written) if written is not None else {}
+    for name, value in (*once.by_class.items(), *beside.items()):
         classes[name] = classes.get(name, 0.0) + value
     traffic = None
     if gpu is not None:
@@ -147,9 +152,27 @@ def pace_of_one(
     )
 
 
+def _written(rehearsal: Rehearsal, scores: Roofline, writes: Roofline) -> dict[str, float]:
+    """Seconds by part in which a model writes and scores its rows, per optimizer step.
+
+    All tokens take as long as the last one, which reads the longest cache. Layers that are
+    compiled for training run uncompiled in a generation.
+    """
+    trace, times = rehearsal.trace, rehearsal.generations
+    ops = trace.since("step")[: -len(trace.since("written"))]
+
+    def timed(roofline: Roofline, *phases: str) -> StepTime:
+        return roofline.step_time([op for op in ops if op.phase in phases])
+
+    seconds = timed(writes, "prompt").seconds
+    seconds += timed(writes, "token").seconds * (rehearsal.answer - 1)
+    scored = timed(scores, "forward", "reference").by_class
+    return {n: s * times for n, s in (scored | {StepPart.GENERATION: seconds}).items()}
+
+
 def micro_batch(trace: Trace) -> tuple[list[Op], list[Op]]:
     """Operators of a micro-batch, and those that run once per optimizer step."""
-    step = trace.since("step")
+    step = trace.since("written" if "written" in trace.marks else "step")
     once = [op.phase == "optimizer" for op in step]
     return [*compress(step, (not x for x in once))], [*compress(step, once)]
 

@@ -314,7 +314,8 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Treat CPU tensors as CUDA would treat its own."""
     import torch.optim.optimizer as optimizers
     from torch.utils import _foreach_utils
-    from trl.kernels import chunked_logprob
+    from trl.kernels import chunked_divergence, chunked_logprob
+    from trl.trainer import distillation_trainer
     from trl.trainer import utils as trl_utils
 
     def also_cpu() -> list[str]:
@@ -322,6 +323,13 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
     def always(_: Any) -> bool:
         return True
+
+    def project(
+        tile: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, start: int, end: int, dtype: Any
+    ) -> None:  # [N, H] @ [H, V]
+        OPS.addmm_fp32(tile, x, w[start:end].to(dtype).t())
+        if bias is not None:
+            tile.add_(bias[start:end].float())
 
     changes: list[tuple[Any, str, Any]] = [
         (optimizers, "_get_foreach_kernels_supported_devices", also_cpu),
@@ -334,6 +342,15 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         (chunked_logprob, "_addmm_fp32", OPS.addmm_fp32),
         (chunked_logprob, "_forward_kernel", _Launcher("logprob_forward")),
         (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
+        (distillation_trainer, "_use_triton", always),
+        (chunked_divergence, "_use_triton", always),
+        (chunked_divergence, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),
+        (chunked_divergence, "_addmm_fp32", OPS.addmm_fp32),
+        (chunked_divergence, "_project", project),
+        *(
+            (chunked_divergence, f"_{name}_kernel", _Launcher(f"divergence_{name}"))
+            for name in ("stats", "jsd", "backward")
+        ),
         (F, "scaled_dot_product_attention", attention_on(capability)),
         (F, "dropout", _dropout),
         (gemm, "writes_float32", always),

@@ -5,7 +5,8 @@ PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layer
 runs. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
 by the target device's plan and trained by the stock trainer of its method for one step on a
 synthetic batch of the maximum size. So the loss of DPO or KTO is TRL's own, with the reference that
-it compares with: a copy of the model, or the model without its adapters. Packed rows consist of
+it compares with: a copy of the model, or the model without its adapters. A method whose rows the
+model writes begins with a generation (`finetune.estimator.trace.writing`). Packed rows consist of
 full documents (see `DOCUMENTS`); other rows differ by one token of padding: the longest decides the
 peak, and the difference makes Transformers pass a mask, at a cost.
 
@@ -40,13 +41,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune.config.methods import Method, method_of
+from finetune.config.methods import REWARDS, TEACHER, Method, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, sft_config, shortened
 from finetune.errors import FinetuneError, RehearsalError, first_line
-from finetune.estimator.knobs import rows_of
+from finetune.estimator.knobs import answer_of, setting
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
     choose_attention,
@@ -73,16 +74,18 @@ from finetune.estimator.trace.stand_ins import (
     torchao_updates,
 )
 from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
+from finetune.estimator.trace.writing import PROMPT, settle, writing, written_beside
 from finetune.hardware.device import Device, generators
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
 from finetune.precision.planner import PrecisionPlan
+from finetune.precision.planner import plan as make_plan
 from finetune.storage.pretrained import load_shape
 from finetune.training import low_bit, session
 from finetune.training.compute_types import AUTOCAST
-from finetune.training.model import VARLEN, resolve_attention, sketch
+from finetune.training.model import VARLEN, resolve_attention, sketch, teacher_of
 from finetune.training.preflight import check_settings
-from finetune.units import MEMORY, size
+from finetune.training.references import References, layers_of
 
 DOCUMENTS = 8
 """Documents per packed row, where a mask keeps them apart: then their number costs nothing. Where
@@ -102,6 +105,8 @@ class Rehearsal:
         visits: when each group computes; `step` begins with the first.
         accumulates: gradients of several micro-batches are summed.
         compiles: it has layers that `torch.compile` takes, with numbers of their own.
+        answer: tokens of an answer that the model writes first, 0 if it writes none.
+        generations: how often it writes in an optimizer step.
     """
 
     trace: Trace
@@ -112,6 +117,8 @@ class Rehearsal:
     visits: list[GroupVisit]
     accumulates: bool
     compiles: bool = True
+    answer: int = 0
+    generations: float = 0.0
 
 
 def rehearse(
@@ -139,14 +146,13 @@ def rehearse(
         FinetuneError: any error of the run itself: no such model, adapters that match no layer.
         RehearsalError: the model's code depends on values.
     """
-    if method_of(config.train).writes:
-        raise _not_rehearsed(config)
     optimizer, on_cuda = chosen(config.train), device.kind == "cuda"
     before, reading = None, contextlib.nullcontext
     if config.model.storage == "nf4":
         before, reading = as_four_bit, four_bit_weights
     with reading():
         model: nn.Module = sketch(config, before, layers=layers)
+        teacher = _sketch_teacher(config, layers)
     attention = resolve_attention(config, model, device)
     if plan is None or before is not None:  # the rows of a four-bit base say so
         plan = check_settings(config, model, resolution.precision)
@@ -161,7 +167,8 @@ def rehearse(
     ):
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        to_fake(model)
+        for each in filter(None, (model, teacher)):
+            to_fake(each)
         if on_cuda:
             stack.enter_context(on_gpu(device.capability or (9, 0)))
         name = attention.implementation
@@ -172,15 +179,23 @@ def rehearse(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         documents = 1 if name in KERNELS else DOCUMENTS
         with replaced([(nn.Module, "to", lambda module, *_, **__: module)]):  # they cannot move
-            trainer = _trainer(model, config, Path(folder), padded=padded, documents=documents)
+            trainer = _trainer(
+                *(model, config, Path(folder), teacher), padded=padded, documents=documents
+            )
         if resolution.precision.backend == "te":
             engine = engine_maker(device.capability or (0, 0))
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
         reference: Any = getattr(trainer, "ref_model", None)
-        if reference is not None:  # it computes as the policy does
-            stack.callback(convert.apply(reference, plan, hardware=bool(device.has_fp8)).revert)
+        beside = [(reference, plan)] if reference is not None else []
+        if teacher is not None:
+            beside.append((teacher, _plan_of(teacher, resolution, bool(device.has_fp8))))
+        for other, its in beside:
+            if layers_of(its) == layers_of(plan) or its.precision.eval == "fp8":
+                made = convert.apply(other, its, hardware=bool(device.has_fp8))
+                made.follows = lambda: True  # it computes as the policy does, in FP8
+                stack.callback(made.revert)
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":
@@ -192,8 +207,9 @@ def rehearse(
         with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
             batch = _tensors(trainer.batches)
             waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
-        others = [] if reference is None else [reference]
-        trainer.recorder = Recorder(model, [*batch, *waiting], beside=others)
+        trainer.recorder = Recorder(
+            model, [*batch, *waiting], beside=[other for other, _ in beside]
+        )
         if optimizer.paged and on_cuda:
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
@@ -206,37 +222,15 @@ def rehearse(
             trainer.train()
     return Rehearsal(
         trace=trainer.recorder.trace,
-        tokens=sum(x.numel() for name, x in trainer.batches[0].items() if name in _TRAINED),
+        tokens=trainer.tokens,
         parameters=sum(size for size, _ in sizes),
         trainable=sum(size for size, trains in sizes if trains),
         groups=groups,
         visits=trainer.visits.visits,
         accumulates=trainer.micro_batches > 1,
         compiles=any(layer_of(op.module) for op in trainer.recorder.trace.ops),
-    )
-
-
-def _not_rehearsed(config: RunConfig) -> RehearsalError:
-    """The error for a method whose rows the model writes, with the cache that this takes at most.
-
-    Keys and values in 16 bits of all answers at once, whose prompts have as many tokens again.
-    """
-    method, train = method_of(config.train), config.train
-    shape = load_shape(config.model).get_text_config(decoder=True)
-    heads, args = shape.num_attention_heads, method.config_class
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    heads = getattr(shape, "num_key_value_heads", None) or heads
-    rows, times = rows_of(config)
-    rows *= int(train.get("steps_per_generation") or times)
-    words = int(train.get("max_completion_length") or args.max_completion_length)
-    cache = size(2 * rows * 2 * words * shape.num_hidden_layers * 2 * heads * width, MEMORY)
-    return RehearsalError(
-        f"memory and speed of train.method={method.name} are not predicted yet",
-        where=f"train.method={method.name}",
-        why=f"its rows are answers that are written in training. Beside a step of SFT on these: a "
-        f"cache of {cache} for {rows} answers of {words} tokens and prompts as long",
-        fix="train it: its receipt has the measured memory; for the rest of the step "
-        "train.method=sft, with rows of prompt and answer",
+        answer=trainer.answer,
+        generations=trainer.generations,
     )
 
 
@@ -297,15 +291,31 @@ _LAUNCHED = re.compile(
 """Launcher variables that describe the process group and its sharding."""
 
 
+def _sketch_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
+    """The model that a method learns from; one as deep as the policy with as few layers."""
+    if TEACHER not in arguments(method_of(config.train)):
+        return None
+    model = teacher_of(config)
+    shapes = (load_shape(each).get_text_config(decoder=True) for each in (config.model, model))
+    alike = len({shape.num_hidden_layers for shape in shapes}) == 1
+    only = config.model_copy(update={"model": model, "lora": None})
+    return sketch(only, layers=layers if alike else None)
+
+
+def _plan_of(teacher: nn.Module, resolution: Resolution, has_fp8: bool) -> PrecisionPlan:
+    return make_plan(teacher, References.precision_of(resolution.precision, hardware=has_fp8))
+
+
 def _trainer(
     model: nn.Module,
     config: RunConfig,
     folder: Path,
+    teacher: nn.Module | None = None,
     *,
     padded: bool | None = None,
     documents: int = DOCUMENTS,
 ) -> Any:
-    """The recipe's trainer over synthetic rows, for one step, writing nothing."""
+    """The recipe's trainer over synthetic rows, for one step, saving nothing."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
@@ -314,7 +324,11 @@ def _trainer(
     micro_batches = int(train.pop("gradient_accumulation_steps", 1))
     if config.train.get("fsdp") and fsdp_settings(config.train).checkpointing:
         train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
-    only, method = config.model_copy(update={"train": train}), method_of(config.train)
+    method, own = method_of(config.train), contextlib.nullcontext()
+    if method.writes:
+        settle(train, method, micro_batches)
+        own = written_beside(method, model)
+    only = config.model_copy(update={"train": train})
     settings = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     args = sft_config(only, folder, settings, on_cpu=True)
     if padded is None:
@@ -324,18 +338,23 @@ def _trainer(
         def map(self, *_: Any, **__: Any) -> Rows:  # columns are those of rows that were prepared
             return self
 
-    rows = Rows.from_list(_rows(args, padded=padded, documents=documents))
-    beside = dict[str, Any]()
+    made = [PROMPT] if method.writes else _rows(args, padded=padded, documents=documents)
+    rows, beside = Rows.from_list(made), dict[str, Any]()
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)
-    trainer: Any = _rehearsal_trainer(method)(
-        model=model,
-        args=args,
-        train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
-        **beside,
-    )
-    if method.reference and "ref" in getattr(model, "peft_config", ()):
+    if method.rewarded:
+        beside["reward_funcs"] = [len for _ in config.train.get(REWARDS) or [""]]  # not called
+    if teacher is not None:
+        beside["teacher_model"] = teacher
+    with own:
+        trainer: Any = _rehearsal_trainer(method)(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
+            **beside,
+        )
+    if "ref" in getattr(model, "peft_config", ()):
         cast(Any, model).delete_adapter("ref")  # as in training
     if chosen(config.train).library == "torchao":
         trainer.optimizer_cls_and_kwargs = low_bit.class_and_kwargs(config.train, args)
@@ -343,9 +362,13 @@ def _trainer(
     trainer.accelerator.device_placement = False
     trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
     trainer.micro_batches = micro_batches
+    if method.writes:
+        trainer.begin(setting(config, "max_length"), answer_of(config), padded=padded)
+        return trainer
     with unset_fake_temporarily():
         found = trainer.data_collator(list(rows))
         trainer.batches = [{k: v for k, v in found.items() if isinstance(v, Tensor | int)}]
+    trainer.tokens = sum(x.numel() for name, x in trainer.batches[0].items() if name in _TRAINED)
     return trainer
 
 
@@ -395,7 +418,9 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
     class RehearsalTrainer(method.trainer_class):
         """Recorded trainer that takes batches as they are and starts at the end of step one."""
 
-        batches: list[dict[str, Any]]
+        batches: list[Any]
+        tokens: int
+        answer = generations = 0
         micro_batches: int
         recorder: Recorder
         visits: VisitRecorder
@@ -431,7 +456,7 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
             self.visits.move("optimizer")
             self.recorder.phase = "optimizer"
 
-    return RehearsalTrainer
+    return writing(RehearsalTrainer) if method.writes else RehearsalTrainer
 
 
 def _record(
@@ -457,4 +482,6 @@ def _record(
 
 
 def _tensors(batches: list[dict[str, Any]]) -> list[Tensor]:
-    return [value for batch in batches for value in batch.values() if isinstance(value, Tensor)]
+    """Tensors of batches; rows that the model writes are none yet."""
+    found = (value for batch in batches if isinstance(batch, dict) for value in batch.values())
+    return [value for value in found if isinstance(value, Tensor)]

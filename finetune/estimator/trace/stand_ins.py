@@ -74,7 +74,8 @@ def casts_to_fuse(recorder: Recorder) -> Iterator[None]:
 
     def cast_rows(x: Tensor, fold: Tensor | None = None, *, pow2: bool = False) -> Any:
         module = recorder.owner(x)  # in backward the norm after the last layer, for its first cast
-        if module in recorder.around or "/" in module:
+        generates = recorder.phase in ("prompt", "token")  # which runs uncompiled
+        if module in recorder.around or "/" in module or generates:
             return kernels.cast_rows(x, fold, pow2=pow2)
         return recorder.as_kernel(reference, x, fold, pow2)
 

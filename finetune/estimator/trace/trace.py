@@ -15,6 +15,7 @@ Kinds of storages:
     optimizer    created in the optimizer's step and outliving it
     fp8          with an FP8 dtype
     logits       created outside the decoder: head and loss
+    cache        keys and values that a generation reads
     saved        the batch; what is created in forward and alive when backward begins
     temporary    all others, with constants such as tables of an optimizer's codes
 """
@@ -22,6 +23,7 @@ Kinds of storages:
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +37,13 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-Phase = Literal["forward", "reference", "recompute", "backward", "optimizer", "load", "other"]
-Kind = Literal["weights", "fp8", "gradients", "optimizer", "saved", "logits", "temporary"]
+# fmt: off
+Phase = Literal[
+    "forward", "reference", "recompute", "backward", "optimizer", "prompt", "token",
+    "load", "other",
+]
+# fmt: on
+Kind = Literal["weights", "fp8", "gradients", "optimizer", "saved", "logits", "cache", "temporary"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -162,6 +169,7 @@ class Recorder(TorchDispatchMode):
         self._depth = 0
         self._recomputing = 0  # depth of modules at which a recomputation began
         self._outside = self._passing = False
+        self.small = SMALL
         self._model = model
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
@@ -259,6 +267,11 @@ class Recorder(TorchDispatchMode):
                 if storage is not None and storage.kind == "temporary":
                     storage.kind = "gradients"
 
+    def sort_cache(self, states: Iterable[Tensor]) -> None:
+        """Assign the kind `cache` to the tensors of a cache."""
+        for state in states:
+            self.trace.storages[self._number(state, "")].kind = "cache"
+
     # ----------------------------------------------------------------------------------- modules
 
     def __enter__(self) -> Recorder:
@@ -346,7 +359,8 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         real = all(type(t) is not FakeTensor for t in inputs)
-        if real and (inputs or func in _COUNTING) and _is_small(inputs):
+        counts = inputs or _counts(func, args, kwargs, self.small)
+        if real and counts and _is_small(inputs, self.small):
             # A batch and counts derived from it: their values decide control flow.
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -398,7 +412,9 @@ _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _COUNTING = {getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")}
-_SMALL = 2**20
+_COUNTING |= {torch.ops.aten.randperm.default}
+_FULL = torch.ops.aten.full.default
+SMALL = 2**20
 """Most elements of an operator that runs on real tensors."""
 _NOTHING = {
     getattr(torch.ops.aten, name).default
@@ -435,14 +451,20 @@ def around_decoder(model: nn.Module) -> set[str]:
     return around | {n for n, m in model.named_modules() if m is head}
 
 
-def _is_small(inputs: list[Tensor]) -> bool:
+def _is_small(inputs: list[Tensor], most: int) -> bool:
     """True if an operator on real tensors is fast; False for an L x L mask."""
-    if any(t.numel() > _SMALL for t in inputs):
+    if any(t.numel() > most for t in inputs):
         return False
     outer = 1
     for dims in zip_longest(*(reversed(t.shape) for t in inputs), fillvalue=1):
         outer *= max(dims)
-    return outer <= _SMALL
+    return outer <= most
+
+
+def _counts(func: Any, args: Any, kwargs: Any, most: int) -> bool:
+    """True if an operator without operands makes integers, as batches are made of."""
+    integers = func is _FULL and kwargs.get("dtype") is torch.long
+    return func in _COUNTING or (integers and math.prod(args[0]) <= most)
 
 
 def _collect(values: Any, found: list[Tensor]) -> None:

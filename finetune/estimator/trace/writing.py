@@ -1,0 +1,162 @@
+"""Rehearsal of answers that a model writes in training, before the micro-batches that learn them.
+
+TRL's trainers call `generate` once for the rows of several micro-batches. Two of its forwards are
+rehearsed, by Transformers' own code: that of all prompts, and that of the last token, which reads
+the longest cache. Between them the cache is lengthened. The ids that come out have no values, so
+answers of full length stand for them, and TRL's bookkeeping goes on with these: it pads, and
+computes the log-probabilities of the old policy and of the reference where its settings ask for
+them. Rewards are a constant; reward models are not there.
+
+    mark      what follows
+    prompts   forward of all prompts of a generation, phase `prompt`
+    answers   forward of the last token, phase `token`
+    forward   what else is done once for a generation
+    written   the micro-batch that trains
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import GenerationConfig
+
+from finetune.config.methods import Method, arguments
+from finetune.estimator.trace.fake_cuda import replaced
+from finetune.estimator.trace.trace import Recorder
+
+TOKEN = 3
+"""Id of all tokens: one that ends nothing, in the tokenizer of rehearsals."""
+LARGE = 2**25
+"""Most ids of a generation: 8,192 rows of 4,096 tokens."""
+PROMPT = {"prompt": ""}
+"""A row of data; its ids are `WritingTrainer.prompts`."""
+
+
+def settle(train: dict[str, Any], method: Method, micro_batches: int) -> None:
+    """Say in settings of one micro-batch how many of them a generation is for."""
+    train.pop("max_length", None)
+    if "steps_per_generation" in arguments(method) and "generation_batch_size" not in train:
+        train.setdefault("steps_per_generation", micro_batches)
+
+
+def written_beside(method: Method, model: nn.Module) -> AbstractContextManager[None]:
+    """Make a trainer copy `model` where it would load it again, as a reference."""
+    module = sys.modules[method.trainer_class.__module__]
+    return replaced([(module, "create_model_from_path", lambda *_, **__: deepcopy(model))])
+
+
+def writing(trainer: type[Any]) -> type[Any]:
+    """The class of a trainer of rehearsals whose rows are written."""
+    from finetune.data.pairs import AccountedPairs
+
+    class WritingTrainer(trainer):
+        """Trainer that starts with a generation.
+
+        Attributes:
+            prompts: ids of the prompts of a generation.
+            answer: tokens of an answer.
+        """
+
+        prompts: list[list[int]]
+        answer: int
+
+        def begin(self, length: int, answer: int, *, padded: bool) -> None:
+            """Set prompts and answers of rows with `length` tokens at most."""
+            self.answer = max(1, min(answer, length - 1))
+            prompt = [TOKEN] * max(1, length - self.answer)
+            shorter = prompt[padded:] or prompt
+            rows = self.args.per_device_train_batch_size
+            self.tokens = rows * (len(prompt) + self.answer)
+            self.every = getattr(self.args, "steps_per_generation", None) or self.micro_batches
+            self.generations = self.micro_batches / self.every
+            self.generations /= getattr(self.args, "num_iterations", 1)
+            rows *= self.every
+            self.prompts = [prompt, *[shorter] * (rows - 1)]
+            self.batches = [[PROMPT] * rows]
+
+        compute_loss_context_manager = AccountedPairs.compute_loss_context_manager
+
+        def _tokenize_prompts(self, *_: Any) -> tuple[list[list[int]], None, dict[str, Any]]:
+            return self.prompts, None, {}
+
+        def _calculate_rewards(self, inputs: list[Any], *_: Any) -> Tensor:
+            with unset_fake_temporarily():
+                return torch.zeros(len(inputs), len(self.reward_funcs))
+
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            """Write the rows; a generation for whole steps comes before there are gradients."""
+            held = [p for p in self.model.parameters() if p.grad is not None]
+            emptied = held if self.every % self.micro_batches == 0 else []
+            for p in emptied:
+                p.grad = None
+            write = _generate(self.model.generate, self.recorder, self.answer)
+            # Of the run's micro-batches the rehearsal makes one, and TRL counts them.
+            counted = self.args, "gradient_accumulation_steps", self.micro_batches
+            # Ids of all rows are real; a micro-batch has few of them.
+            small = self.recorder, "small", LARGE
+            with replaced([(self.model, "generate", write), counted, small]):
+                inputs = super()._prepare_inputs(generation_batch)
+            for p in emptied:
+                p.grad = torch.empty_like(p)
+            self.recorder.sort_gradients()
+            self.recorder.mark("written")
+            return inputs
+
+    return WritingTrainer
+
+
+def _generate(generate: Callable[..., Any], recorder: Recorder, answer: int) -> Callable[..., Any]:
+    """`model.generate` as it begins and as it ends; returns ids [rows, prompt + answer]."""
+
+    def rehearsed(
+        *, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig
+    ) -> Tensor:
+        (rows, prompt), config = input_ids.shape, deepcopy(generation_config)
+        config.update(max_new_tokens=1, return_dict_in_generate=True)
+        once = {"generation_config": config}
+        recorder.mark("prompts")
+        with recorder.during("prompt"):
+            made = generate(input_ids=input_ids, attention_mask=attention_mask, **once)
+            recorder.sort_cache(_states(cache := made.past_key_values))
+        recorder.mark("answers")
+        if answer > 1:
+            with recorder.during("other"):
+                _lengthen(cache, answer - 2)
+                recorder.sort_cache(_states(cache))
+                ids = _tokens(rows, prompt + answer - 1)
+                seen = torch.cat([attention_mask, _tokens(rows, answer - 1)], dim=1)
+            with recorder.during("token"):
+                generate(input_ids=ids, attention_mask=seen, past_key_values=cache, **once)
+        recorder.sort_cache(_states(cache))
+        del made, cache
+        recorder.mark("forward")
+        return _tokens(rows, prompt + answer)
+
+    return rehearsed
+
+
+def _tokens(rows: int, length: int) -> Tensor:
+    return torch.full((rows, length), TOKEN, dtype=torch.long)
+
+
+def _states(cache: Any) -> Iterator[Tensor]:
+    """Tensors that a cache has of each layer."""
+    found = (value for layer in cache.layers for value in vars(layer).values())
+    return (value for value in found if isinstance(value, Tensor))
+
+
+def _lengthen(cache: Any, tokens: int) -> None:
+    """Add keys and values of so many tokens to the layers that keep them; others keep a state."""
+    for number, layer in enumerate(cache.layers):
+        if isinstance(getattr(layer, "keys", None), Tensor):
+            more = [
+                x.new_empty((*x.shape[:2], tokens, x.shape[3])) for x in (layer.keys, layer.values)
+            ]
+            cache.update(*more, number)
