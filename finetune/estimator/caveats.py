@@ -122,7 +122,7 @@ def _of_several(prediction: Prediction) -> Iterator[str]:
         return
     settings = fsdp_settings(train)
     if method_of(train).writes:
-        yield "weights gathered for each token of an answer are not in its time, which is far longer"
+        yield "gathering weights for each token of an answer is not in its time: far longer"
     yield (
         "gathered weights are of streams of their own, with fragments of their own: reserved "
         "memory may be some GiB off, either way"

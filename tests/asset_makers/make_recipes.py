@@ -10,7 +10,6 @@ import sys
 
 from finetune import load_recipe
 from finetune.cli.listing import ROWS, checksum, row_of
-from finetune.config.methods import method_of
 from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
@@ -22,16 +21,11 @@ from finetune.units import GIB
 GPUS = ("A100-80GB", "RTX 4090", "L40S", "RTX 5090", "H100", "H200", "B200")
 
 
-def preview_gib(recipe: str) -> float | None:
-    """Predicted peak on one H100, context included, as if it had room for any run.
-
-    None of a method that is not predicted yet.
-    """
+def preview_gib(recipe: str) -> float:
+    """Predicted peak on one H100, context included, as if it had room for any run."""
     config = _compiled(recipe)
     if decides_checkpointing(config):
         config = with_checkpointing(config, True)
-    if method_of(config.train).writes:
-        return None
     held = predict_fast(config, place_of("H100")).footprint
     return round((held.allocated + held.outside) / GIB, 2)
 
@@ -42,8 +36,6 @@ def speeds(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, int]:
     Tiny recipes run on CPUs, QLoRA has no FP8 twin: none at all.
     """
     if "tiny" in recipe or "qlora" in recipe:
-        return {}
-    if method_of(_compiled(recipe).train).writes:
         return {}
     gpus = tuple(gpu for gpu in gpu_table() if gpu.name in names)
     found = cheapest_gpu(_compiled(recipe), gpus=gpus).choices
