@@ -127,7 +127,8 @@ class Conversion:
             self._swap(module.base_layer, AdaptedMixin)
             self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
             self.fused.append(module)
-        self._swap(self.model, RootMixin, **{ATTRIBUTE: self})
+        root = WritingRootMixin if hasattr(self.model, "generate") else RootMixin
+        self._swap(self.model, root, **{ATTRIBUTE: self})
         self.is_applied = True
 
     def _convert_experts(self, modules: dict[str, nn.Module]) -> None:
@@ -252,6 +253,16 @@ class Conversion:
             logs = "" if self._hooked else "; TORCH_LOGS=recompiles,graph_breaks says why"
             warnings.warn(f"! {why}{logs}", stacklevel=2)
 
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Context of a generation by weights that train, in whatever mode the model is.
+
+        Trainers of answers that the model writes leave it in training mode, where every token would
+        cast all weights to FP8 again. Frozen weights are stored so, and stay.
+        """
+        if self.backend is None:
+            return contextlib.nullcontext()
+        return self.backend.computing(low=self.plan.precision.eval == "fp8")
+
     def _wrap_checkpointing(self) -> None:
         # Trainers enable checkpointing at moments of their own, so this looks again each step.
         assert self.backend is not None
@@ -282,6 +293,15 @@ class RootMixin(Swapped):
         conversion = self.__dict__.get(ATTRIBUTE)
         with contextlib.nullcontext() if conversion is None else conversion.call():
             return super().__call__(*args, **kwargs)
+
+
+class WritingRootMixin(RootMixin):
+    """The same of a model that writes."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        conversion = self.__dict__.get(ATTRIBUTE)
+        with contextlib.nullcontext() if conversion is None else conversion.writing():
+            return super().generate(*args, **kwargs)  # pyright: ignore
 
 
 def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> Backend:

@@ -505,3 +505,27 @@ def test_evaluation_in_fp8_only_when_asked(make_llama, setup_backend, backend, s
     assert not torch.equal(plain, fp8)
     assert torch.equal(fp8, logits("high", training=True))
     assert float((plain - fp8).norm() / plain.norm()) < 0.2
+
+
+@pytest.mark.parametrize("backend", ["emulated", "torchao", "te"])
+def test_answers_are_written_in_high_precision_by_weights_that_train(
+    make_llama, setup_backend, backend
+) -> None:
+    """In training mode, as trainers of written answers leave it; and FP8 goes on afterwards."""
+
+    def written(eval_precision: str) -> tuple[torch.Tensor, torch.Tensor]:
+        accelerator = setup_backend(backend, scaling="tensorwise", eval_precision=eval_precision)
+        model = accelerator.prepare(make_llama()).train()
+        ids = batch()["input_ids"][:2, :8]
+        how = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+        found = model.generate(ids, max_new_tokens=3, min_new_tokens=3, **how)
+        with torch.no_grad():
+            return torch.stack(found.logits), model(ids).logits[:, -1]
+
+    high, low = written("high"), written("fp8")
+    model, ids = make_llama().eval(), batch()["input_ids"][:2, :8]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        plain = model(ids).logits[:, -1].float()
+    torch.testing.assert_close(high[0][0], plain)
+    assert not torch.allclose(low[0][0], plain)
+    torch.testing.assert_close(high[1], low[1], rtol=0, atol=0)
