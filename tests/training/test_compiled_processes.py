@@ -60,10 +60,13 @@ def test_compiled_layers_over_fsdp2_train_as_eager_ones(recipe, tmp_path) -> Non
     assert losses(compiled) == pytest.approx(losses(eager), rel=0.01)
     seen, expected = largest_weights(compiled), largest_weights(eager)
     assert len(seen) == 2
-    assert seen == [pytest.approx(row, rel=1e-3) for row in expected]
+    # Those of a layer whose forward is observed are gathered, in BF16; others are shards.
+    assert seen == [pytest.approx(row, rel=2**-8) for row in expected]
 
 
-def test_a_head_stored_in_fp8_is_observed_over_fsdp2(tmp_path) -> None:
-    """TRL multiplies by its weight inside the loss, so that its own forward never runs."""
+def test_health_over_fsdp2_leaves_out_a_head_stored_in_fp8(tmp_path) -> None:
+    """TRL multiplies by its weight inside the loss: only its shard of codes could be seen."""
     run = train(tmp_path, "tiny_lora_fp8", "precision.map={output: fp8}", SHARDED)
-    assert [row["health/head/w_amax"] > 0 for row in largest_weights(run)] == [True, True]
+    rows = largest_weights(run)
+    assert len(rows) == 2
+    assert all("health/mlp/w_amax" in row and "health/head/w_amax" not in row for row in rows)

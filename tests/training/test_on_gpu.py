@@ -53,7 +53,7 @@ def test_a_run_is_proven_and_waits_once_a_step(runs, case) -> None:
     assert run["environment"]["name"] == "NVIDIA H100 80GB HBM3"
     assert run["memory"]["measured"] == "peak allocated by torch, whole training"
     assert run["loss"] < 6
-    once = {"finetune/training/health/finiteness.py <genexpr>": run["steps"]}
+    once = {"finetune/training/health/finiteness.py all_finite": run["steps"]}
     assert run["waits"] == once
 
 
