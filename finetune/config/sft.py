@@ -133,11 +133,11 @@ def refused(
     return ConfigError(
         f"{who} refuses this combination: {kind}{shorten(str(error), 400)}",
         where="section train",
-        fix=fix or _settings_in(str(error), train or {}),
+        fix=fix or settings_in(str(error), train or {}),
     )
 
 
-def _settings_in(text: str, train: Mapping[str, Any]) -> str:
+def settings_in(text: str, train: Mapping[str, Any]) -> str:
     """The settings that an error names, by themselves or by their value, as they are taken back."""
     named = []
     for key, value in train.items():

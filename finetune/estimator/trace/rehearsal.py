@@ -45,7 +45,7 @@ from finetune.config.methods import REWARDS, TEACHER, Method, arguments, method_
 from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
-from finetune.config.sft import fsdp_settings, padding_free, sft_config, shortened
+from finetune.config.sft import fsdp_settings, padding_free, settings_in, sft_config, shortened
 from finetune.errors import FinetuneError, RehearsalError, first_line
 from finetune.estimator.knobs import answer_of, setting
 from finetune.estimator.trace.fake_cuda import (
@@ -247,8 +247,8 @@ def _rehearsal_errors(config: RunConfig) -> Iterator[None]:
             f"{config.model.name} cannot be rehearsed: {said}",
             where="the rehearsal of a training step, on tensors without memory",
             why="the trainer takes no such settings, or code reads values, which are not there",
-            fix="change the setting that the message names; or train it: its receipt has the "
-            "measured memory",
+            fix=settings_in(str(error), config.train)
+            + "; or train it: its receipt has the measured memory",
         ) from error
 
 
