@@ -16,7 +16,7 @@ from finetune import load_recipe, train
 from finetune.errors import ProofError
 from finetune.runs.receipt import Receipt, memory_line
 from finetune.training.interrupt import GracefulStop
-from finetune.training.memory_meter import MemoryMeter
+from finetune.training.memory_meter import Batch, MemoryMeter
 from finetune.units import size_of_gib
 
 QUIET = Console(quiet=True)
@@ -195,7 +195,7 @@ def test_what_was_predicted_stands_beside_it(tmp_path, monkeypatch) -> None:
     assert memory.items() >= forecast.items()
     assert memory_line(memory).startswith("tensors: predicted 30.7 MiB, measured ")
     assert json.loads((report.folder / "receipt.json").read_text())["memory"] == memory
-    assert asked == [((2, 32, False), 1)]
+    assert asked == [(Batch(rows=2, length=32, padded=False), 1)]
 
 
 # ---------------------------------------------------------------------------------------- rendering
