@@ -51,7 +51,6 @@ class Method:
         head: what the model gives: words, or one score of a text.
         writes: True if the model writes answers while it trains.
         judged: measures that its runs are judged by (`finetune.config.measures`).
-        shown: metrics of TRL that say most of what is learned, beside the loss.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Method:
     head: Literal["causal", "score"] = "causal"
     writes: bool = False
     judged: tuple[str, ...] = ()
-    shown: tuple[str, ...] = ()
 
     @property
     def rewarded(self) -> bool:
@@ -121,9 +119,8 @@ def _row(
 
 PAIRS, REWARD = ("loss", "accuracy"), ("reward",)
 """Measures: of pairs of answers, and of rewarded ones, whose loss says nothing."""
-_OF_PAIRS: dict[str, Any] = {"judged": PAIRS, "shown": ("rewards/accuracies", "rewards/margins")}
-_REWARDED: dict[str, Any] = {"writes": True, "judged": REWARD, "shown": ("reward",)}
-_ORPO = "trl.experimental.orpo.ORPOTrainer"
+_REWARDED: dict[str, Any] = {"writes": True, "judged": REWARD}
+_ORPO, _SCORER = "trl.experimental.orpo.ORPOTrainer", "trl.RewardTrainer"
 
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
 # which its examples lower to 1e-5), and those of its example scripts.
@@ -132,30 +129,17 @@ METHODS = {
     for row in (
         _row("sft", "trl.SFTTrainer", ("answers",), (5e-6, 5e-5)),
         _row("continue", "trl.SFTTrainer", ("text",), (5e-6, 6e-4)),
-        _row("dpo", "trl.DPOTrainer", ("preference",), (5e-7, 5e-6), reference=True, **_OF_PAIRS),
-        _row(
-            *("kto", "trl.KTOTrainer"),
-            rows=("unpaired", "preference"),
-            rates=(5e-7, 5e-6),
-            reference=True,
-            shown=("rewards/margins", "kl"),
-        ),
-        _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), **_OF_PAIRS),
-        _row(
-            *("reward", "trl.RewardTrainer"),
-            rows=("preference",),
-            rates=(5e-6, 1e-4),
-            head="score",
-            judged=PAIRS,
-            shown=("accuracy", "margin"),
-        ),
+        _row("dpo", "trl.DPOTrainer", ("preference",), (5e-7, 5e-6), reference=True, judged=PAIRS),
+        _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), (5e-7, 5e-6), reference=True),
+        _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), judged=PAIRS),
+        _row("reward", _SCORER, ("preference",), (5e-6, 1e-4), head="score", judged=PAIRS),
         _row("grpo", "trl.GRPOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
         _row("rloo", "trl.RLOOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
         _row("distill", "trl.DistillationTrainer", ("prompts",), (1e-6, 2e-5), writes=True),
     )
 }
-SHOWN = tuple(dict.fromkeys(key for method in METHODS.values() for key in method.shown))
-"""Metrics of all methods that are shown beside the loss."""
+SHOWN = ("rewards/accuracies", "rewards/margins", "kl", "accuracy", "margin", "reward")
+"""Metrics of TRL that say most of what is learned, by any method; shown beside the loss."""
 
 
 def _imported(dotted: str) -> Any:

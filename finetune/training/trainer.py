@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import sft
-from finetune.config.methods import REWARDS, TEACHER, arguments, method_of
+from finetune.config.methods import REWARDS, SHOWN, TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -482,7 +482,7 @@ class _Run:
         from finetune.training.memory_meter import peak_memory_gib
 
         metrics = self.metrics
-        shown = {key: metrics.values(key) for key in method_of(self.config.train).shown}
+        shown = {key: metrics.values(key) for key in SHOWN}
         losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
         paces = sorted(metrics.values("step_seconds")[1:])
         report = RunReport(
