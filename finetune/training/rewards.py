@@ -16,16 +16,16 @@ trains on; where all groups are so, first to last, `RewardWatch` says that nothi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import math
 import re
+import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -103,52 +103,38 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
 
 
 def _found(name: str) -> Any:
-    file, _, function = name.partition(":")
+    place, _, function = name.partition(":")
     if name.startswith(BUILTIN):
-        return checked(name, _of_names(name, PACKAGED, name))
-    if file.endswith(".py"):
-        return checked(name, _of_names(function, vars(_module_of(user_path(file))), name))
-    if "/" in name or user_path(name).is_dir():
+        function, known = name, PACKAGED
+    elif place.endswith(".py"):
+        known = _names_in(place, name)
+    elif "/" in name or user_path(name).is_dir():
         return name  # a reward model, which TRL loads
-    module, _, function = name.rpartition(".")
-    if not module:  # as TRL's own command line has them
-        module, others = "trl.rewards", PACKAGED
     else:
-        others = {}
-    return checked(name, _of_names(function, others | _public(module, name), name))
+        module, _, function = name.rpartition(".")
+        # A name alone is one of TRL's, as its own command line has them.
+        known = _names_in(module, name) if module else PACKAGED | _names_in("trl.rewards", name)
+    return checked(name, _of_names(function, known, name))
 
 
-def _module_of(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None  # it ends with .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _not_run(str(file), error) from error
-    return module
-
-
-def _public(module: str, name: str) -> dict[str, Any]:
-    """Names of a module, of the folder that the command was typed in or installed."""
+def _names_in(place: str, name: str) -> dict[str, Any]:
+    """Names of a file, or of a module of the folder that the command was typed in or installed."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = importlib.import_module(module)
+        if place.endswith(".py"):
+            return runpy.run_path(str(user_path(place)))
+        found = importlib.import_module(place)
     except Exception as error:
-        raise _not_run(name, error) from error
+        raise ConfigError(
+            f"the reward {name!r} cannot be imported",
+            where=WHERE,
+            why=f"{type(error).__name__}: {first_line(error)}",
+            fix=f"{WHERE}=[FILE.py:FUNCTION], or [MODULE.FUNCTION] of a module that this folder "
+            "has",
+        ) from error
     names = (n for n in getattr(found, "__all__", None) or vars(found) if not n.startswith("_"))
     return {n: getattr(found, n, None) for n in names}
-
-
-def _not_run(name: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"the reward {name!r} cannot be imported",
-        where=WHERE,
-        why=f"{type(error).__name__}: {first_line(error)}",
-        fix=f"{WHERE}=[FILE.py:FUNCTION], or [MODULE.FUNCTION] of a module that this folder has",
-    )
 
 
 def _of_names(wanted: str, known: dict[str, Any], name: str) -> Callable[..., Any]:
@@ -190,36 +176,33 @@ def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             found.append(number)
         return found
 
-    def failed(error: Exception, prompts: Any, completions: Any, columns: Any) -> DataError:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
-        beside = [key for key in columns if key not in OF_TRL]
-        fix = f"correct it; columns beside the prompt: {', '.join(beside) or 'none'}"
-        if isinstance(error, TypeError):
-            fix += "; name yours by 'data.columns={answer: NAME}', and end with **kwargs"
-        return _refused(f"the reward {name!r} failed", prompts[0], completions[0], fix, said)
+    @contextlib.contextmanager
+    def telling(prompts: Any, completions: Any, columns: Any) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
+            beside = [key for key in columns if key not in OF_TRL]
+            fix = f"correct it; columns beside the prompt: {', '.join(beside) or 'none'}"
+            if isinstance(error, TypeError):
+                fix += "; name yours by 'data.columns={answer: NAME}', and end with **kwargs"
+            what = f"the reward {name!r} failed"
+            raise _refused(what, prompts[0], completions[0], fix, said) from error
 
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def later(prompts: Any, completions: Any, **columns: Any) -> Any:
-            try:
-                given = await function(prompts=prompts, completions=completions, **columns)
-            except Exception as error:
-                raise failed(error, prompts, completions, columns) from error
-            return check(given, prompts, completions)
-
-        return later
+    @functools.wraps(function)
+    async def later(prompts: Any, completions: Any, **columns: Any) -> Any:
+        with telling(prompts, completions, columns):
+            given = await function(prompts=prompts, completions=completions, **columns)
+        return check(given, prompts, completions)
 
     @functools.wraps(function)
     def now(prompts: Any, completions: Any, **columns: Any) -> Any:
-        try:
+        with telling(prompts, completions, columns):
             given = function(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
-            raise failed(error, prompts, completions, columns) from error
         return check(given, prompts, completions)
 
-    return now
+    return later if inspect.iscoroutinefunction(function) else now
 
 
 OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
