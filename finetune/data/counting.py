@@ -46,12 +46,15 @@ def counted_rows(config: RunConfig, *, sample: bool = False, tokenizer: Any = No
     rows = load_data(
         config.data, tokenizer, seed, sample=sample, vocabulary=vocabulary, method=method
     )
+    return count(rows, arguments_for(rows, config), tokenizer, method)
+
+
+def arguments_for(rows: Rows, config: RunConfig) -> Any:
+    """Arguments of a trainer that only prepares these rows, in this process."""
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)
     # A run that is decided by these rows keeps the process group that this makes.
-    on_cpu = this_device().kind == "cpu"
-    args = sft_config(plain, Path("runs"), rows.settings, on_cpu=on_cpu)
-    return count(rows, args, tokenizer, method)
+    return sft_config(plain, Path("runs"), rows.settings, on_cpu=this_device().kind == "cpu")
 
 
 def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:

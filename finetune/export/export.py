@@ -210,23 +210,11 @@ def export_run(
         write_json(folder / RECORD, record, indent=1)
         parity.check(measured, to, reference.noise, str(folder))
         shutil.rmtree(folder / gguf.MERGED, ignore_errors=True)
-        _write_card(finished, folder, to, f"{batches.rows}: {measured}")
+        compared, whole = f"{batches.rows}: {measured}", read_run(finished.folder)
+        card = model_card(config, whole.receipt, whole.report, target=to, parity=compared)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     say(f"parity on {batches.rows}: {measured}")
     return Export(out, to, measured, batches.rows, tuple(quantized), tuple(kept))
-
-
-def _write_card(finished: FinishedRun, folder: Path, to: str, compared: str) -> None:
-    """Write the card of the run's model again, with the form of the weights and the comparison."""
-    run = read_run(finished.folder)
-    card = model_card(
-        finished.config,
-        run.receipt,
-        run.report,
-        adapter=to == "adapter",
-        target=to,
-        parity=compared,
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_export(

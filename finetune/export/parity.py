@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -44,15 +43,15 @@ from transformers.pytorch_utils import Conv1D
 from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
-from finetune.config.train_section import with_checkpointing
 from finetune.data.dataset import Rows, load_data
 from finetune.errors import DataError, ParityError
 from finetune.hardware.device import this_device
 from finetune.precision.layers import decoder_layers, without_adapters
-from finetune.storage.ends import ends_of, take_ends
+from finetune.storage.ends import ends_of
 from finetune.storage.loading import load_in_fp8
 from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole
 from finetune.training.model import implementation_arguments, is_published_fp8
+from finetune.training.reload import with_adapter
 from finetune.training.samples import positions
 
 if TYPE_CHECKING:
@@ -238,18 +237,6 @@ def load_stock(
     return (model if adapter is None else with_adapter(model, adapter)).eval()
 
 
-def with_adapter(model: Any, adapter: Path) -> Any:
-    """A plain model under the adapter in a folder, by stock PEFT."""
-    from peft import PeftModel
-
-    with warnings.catch_warnings():
-        # PEFT would begin what is missing by chance.
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        model = PeftModel.from_pretrained(model, str(adapter))
-    take_ends(model, adapter)
-    return model
-
-
 def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     """Batches of evaluation and training rows of the run, on the model's device.
 
@@ -286,11 +273,9 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
 
 def _as_tokens(rows: Rows, config: RunConfig, tokenizer: Any) -> Rows:
     """Prompts and answers of another method than SFT as token ids, all of which count."""
-    from finetune.data.counting import count
+    from finetune.data.counting import arguments_for, count
 
-    train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
-    plain = with_checkpointing(config.model_copy(update={"train": train}), False)
-    args, method = sft_config(plain, Path("runs"), rows.settings, on_cpu=True), method_of(train)
+    args, method = arguments_for(rows, config), method_of(config.train)
 
     def tokens(part: Any) -> Any:
         if part is None:

@@ -36,15 +36,13 @@ def model_card(
     receipt: dict[str, Any],
     report: dict[str, Any],
     *,
-    adapter: bool,
     target: str = "",
     parity: str = "",
 ) -> str:
     """The card as Markdown with the front matter that the hub reads.
 
     Args:
-        adapter: True if the folder holds an adapter, False if it holds all weights.
-        target: one of `TARGETS`.
+        target: one of `TARGETS`; left out, that of the run itself.
         parity: comparison of an export with the run's model.
     """
     template = Environment(
@@ -54,8 +52,9 @@ def model_card(
     text = (ASSETS / "model_card.md.j2").read_text(encoding="utf-8")
     base, data = config.model.name, config.data.label
     environment = receipt.get("environment", {})
+    target = target or ("adapter" if config.lora else "")
     return template.from_string(text).render(
-        adapter=adapter,
+        adapter=target == "adapter",
         title=f"{short_name(base)} on {short_name(data)}",
         base=long_name(base),
         base_id=base if is_hub_id(base) else "",
@@ -64,7 +63,7 @@ def model_card(
         data=long_name(data),
         data_id=data if config.data.name and is_hub_id(data) else "",
         device=device_name(environment.get("device") or {}) or "unknown",
-        form=TARGETS[target or ("adapter" if adapter else "")],
+        form=TARGETS[target],
         gguf=target.startswith("gguf"),
         headline=Receipt.read(receipt).headline,
         method=method_name(config.lora and config.lora.r, config.model.storage),

@@ -166,11 +166,8 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 
 
 def _load(run: TrainedRun) -> Any:
-    from peft import PeftModel
-
     from finetune.precision.experts import split_adapters
     from finetune.precision.planner import plan
-    from finetune.storage.ends import take_ends
     from finetune.training.model import load_model, sketch
 
     config = run.config
@@ -180,11 +177,21 @@ def _load(run: TrainedRun) -> Any:
         return load_model(ModelConfig(**full))
     refuse_random_base(config.model)
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
+    model = with_adapter(base, run.weights, is_trainable=True)
+    split_adapters(model.modules())  # PEFT adds those on experts to weights, which may be codes
+    return model
+
+
+def with_adapter(model: Any, adapter: Path, **options: Any) -> Any:
+    """A plain model under the adapter in a folder, by stock PEFT with its `options`."""
+    from peft import PeftModel
+
+    from finetune.storage.ends import take_ends
+
     with warnings.catch_warnings():  # PEFT leaves what it does not find as it was drawn
         warnings.filterwarnings("error", "Found missing adapter keys")
-        model: Any = PeftModel.from_pretrained(base, str(run.weights), is_trainable=True)
-    take_ends(model, run.weights)
-    split_adapters(model.modules())  # PEFT adds those on experts to weights, which may be codes
+        model = PeftModel.from_pretrained(model, str(adapter), **options)
+    take_ends(model, adapter)
     return model
 
 

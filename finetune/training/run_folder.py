@@ -76,8 +76,7 @@ def discarded_unless_begun(folder: Path) -> Iterator[None]:
 def write_card(folder: Path, config: RunConfig, report: RunReport) -> None:
     """Write the card of a run's model, if it has one: an interrupted run has none."""
     if (folder / MODEL).is_dir():
-        facts = asdict(report.receipt), asdict(report)
-        card = model_card(config, *facts, adapter=config.lora is not None)
+        card = model_card(config, asdict(report.receipt), asdict(report))
         (folder / MODEL / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 NO_TEXT = "text does not reach them"
-ADAPTER = "default"
-"""PEFT's name of the one adapter of a run."""
 
 
 def freeze(model: PreTrainedModel, config: RunConfig) -> None:

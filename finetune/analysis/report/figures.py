@@ -30,7 +30,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 _THEMES = yaml.safe_load((TEMPLATES / "themes.yaml").read_text("utf-8"))
 LIGHT, DARK = ({n: pair[theme] for n, pair in _THEMES.items()} for theme in ("light", "dark"))
 COLORS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
-PATTERNS = ("solid", "dashed", "dashdot", "dotted", "long")
 
 
 def style(number: int) -> tuple[str, str]:
