@@ -124,14 +124,6 @@ def band(losses: Sequence[float]) -> float:
 # ------------------------------------------------------------------------------------------- speed
 
 
-class Step(NamedTuple):
-    """An optimizer step: its number, seconds on the device, tokens without padding."""
-
-    step: int
-    seconds: float
-    tokens: int
-
-
 class Ratio(NamedTuple):
     """A ratio of speeds and its interval; None with too few steps."""
 
@@ -149,14 +141,18 @@ def warm_up_steps(total: int) -> int:
     return min(20, max(5, total // 10))
 
 
-def step_ratios(a: Sequence[Step], b: Sequence[Step], warm_up: int) -> list[float]:
+Steps = Sequence[dict[str, Any]]
+"""Rows of `Run.steps`."""
+
+
+def step_ratios(a: Steps, b: Steps, warm_up: int) -> list[float]:
     """ln(tokens per second of a / those of b), for each step of both."""
-    others = {step.step: step for step in b}
+    others = {step["step"]: step for step in b}
+    pairs = ((step, others[step["step"]]) for step in a[warm_up:] if step["step"] in others)
     return [
-        math.log((step.tokens / step.seconds) / (other.tokens / other.seconds))
-        for step in a[warm_up:]
-        if (other := others.get(step.step)) is not None
-        if min(step.tokens, other.tokens, step.seconds, other.seconds) > 0
+        math.log((x["tokens"] / x["seconds"]) / (y["tokens"] / y["seconds"]))
+        for x, y in pairs
+        if min(x["tokens"], y["tokens"], x["seconds"], y["seconds"]) > 0
     ]
 
 

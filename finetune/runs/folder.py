@@ -154,7 +154,7 @@ class Run:
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
-        """`steps.jsonl` (step, seconds, tokens); empty where it was not written."""
+        """`steps.jsonl`: step, seconds on the device, tokens without padding; empty without it."""
         return list(_rows_of(_read(self.folder / "steps.jsonl")))
 
     @property
@@ -252,6 +252,12 @@ class Run:
         """Where its method's own measures end, by name; reads the end of `metrics.jsonl` only."""
         ends = {n: MEASURES[n].end(self.tail) for n in self.method.judged if MEASURES[n].rises}
         return {name: end for name, x in ends.items() if (end := finite(x)) is not None}
+
+    @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """Last scores of each task: the verb `evaluate` adds some of other tasks."""
+        found = [scores_in(row) for row in self.rows]
+        return {task: scores for row in found for task, scores in row.items()}
 
     @cached_property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:

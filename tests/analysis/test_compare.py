@@ -42,7 +42,6 @@ from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.elements import Source
 from finetune.analysis.report.run_source import RunSource
 from finetune.analysis.statistics import (
-    Step,
     band,
     loss_gap,
     seeds_to_settle,
@@ -154,9 +153,14 @@ def test_advice_on_seeds_settles_an_undecided_gap():
     assert again.verdict == "equivalent"
 
 
+def step(number: int, seconds: float, tokens: int) -> dict[str, float]:
+    """A row of `steps.jsonl`."""
+    return {"step": number, "seconds": seconds, "tokens": tokens}
+
+
 def test_ratios_of_speed_leave_warm_up_and_stalls_out():
-    a = [Step(i, 5.0 if i <= 5 else 0.1, 100) for i in range(1, 41)]
-    b = [Step(i, 9.0 if i in (20, 30) else 0.2, 100) for i in range(1, 41)]
+    a = [step(i, 5.0 if i <= 5 else 0.1, 100) for i in range(1, 41)]
+    b = [step(i, 9.0 if i in (20, 30) else 0.2, 100) for i in range(1, 41)]
     assert warm_up_steps(40) == 5
     ratios = step_ratios(a, b, 5)
     assert len(ratios) == 35
@@ -274,11 +278,11 @@ def test_equal_runs_have_no_difference_and_held_fp8_is_part_of_fp8():
 
 
 def test_steps_over_other_tokens_are_told_apart():
-    steps = [Step(i, 0.1, 100 + i) for i in range(1, 9)]
-    other = [Step(s.step, s.seconds, s.tokens) for s in steps]
+    steps = [step(i, 0.1, 100 + i) for i in range(1, 9)]
+    other = [*steps]
     a, b = receipt("fp8"), receipt("bf16")
     assert executed_differences(a, b, steps, other) == []
-    other[4] = Step(5, 0.1, 99)
+    other[4] = step(5, 0.1, 99)
     (found,) = executed_differences(a, b, steps, other)
     assert (found.condition, found.where) == ("steps", "steps.jsonl: line 5")
     (found,) = executed_differences(a, b, steps, steps[:-1])
@@ -794,9 +798,9 @@ def test_what_really_ran_is_in_the_receipt_and_steps_are_timed(tmp_path):
         outcomes.append(outcome)
         rows = [json.loads(x) for x in (report.folder / "metrics.jsonl").read_text().splitlines()]
         counted = [row["num_tokens"] for row in rows if "loss" in row]
-        assert [s.step for s in outcome.steps] == [1, 2, 3]
-        assert list(itertools.accumulate(s.tokens for s in outcome.steps)) == counted
-        assert 0 < sum(s.seconds for s in outcome.steps) < rows[-1]["seconds"]
+        assert [s["step"] for s in outcome.steps] == [1, 2, 3]
+        assert list(itertools.accumulate(s["tokens"] for s in outcome.steps)) == counted
+        assert 0 < sum(s["seconds"] for s in outcome.steps) < rows[-1]["seconds"]
         conditions = outcome.receipt["conditions"]
         assert conditions["trainable parameters"]["count"] == report.receipt.trainable["after"]
         assert conditions["tokens per step"]["accumulation"] == 2

@@ -23,13 +23,14 @@ from rich.text import Text
 
 from finetune.analysis.compare.result import Interval
 from finetune.analysis.statistics import Ratio, speed_ratio
+from finetune.config.measures import MEASURES
 from finetune.logging import plain_table
 from finetune.runs.folder import write_whole
 from finetune.runs.receipt import Receipt
 from finetune.units import GIB, count, size_of_gib
 
 if TYPE_CHECKING:
-    from finetune.analysis.experiment.outcome import Outcome
+    from finetune.runs.folder import Run
 
 BENCHMARK = "benchmark.json"
 OUT_OF_MEMORY = "out of memory"
@@ -173,13 +174,13 @@ class Row(BaseModel):
             self.prediction = f"the speed of {device.name} is not known"
         return (memory.allocated + memory.outside) / GIB
 
-    def add(self, run: Outcome, *, trained: bool = False) -> None:
+    def add(self, run: Run, *, trained: bool = False) -> None:
         """Add a run, `trained` on real rows: proven is what all are, and a peak the highest."""
-        tokens = {step.tokens for step in run.steps} - {self.tokens}
+        tokens = {step["tokens"] for step in run.steps} - {self.tokens}
         if trained:
-            self.tokens = round(statistics.median(step.tokens for step in run.steps))
+            self.tokens = round(statistics.median(step["tokens"] for step in run.steps))
             for ends, name in ((self.losses, "train"), (self.eval_losses, "eval")):
-                ends += [end] if (end := run.end(name)) is not None else []
+                ends += [end] if (end := MEASURES[name].end(run.rows)) is not None else []
         elif tokens:
             self.error = f"a step had {tokens.pop()} tokens, and {self.tokens} were requested"
             return
@@ -191,20 +192,20 @@ class Row(BaseModel):
         self.optimizer_gib = receipt.trainable.get("optimizer_state_bytes", 0) / GIB
         if self.proven in ("", "proven"):
             self.proven = receipt.status
-        self.precision = f"{run.run.precision}{receipt.emulated}"
+        self.precision = f"{run.precision}{receipt.emulated}"
         self.backend, self.scaling = executed.get("backend") or "", executed.get("scaling") or ""
         self.compile, self.fp8_share = executed.get("compile") or "", receipt.fp8_flop_share
         self.memory, self.note = memory["measured"], "; ".join(receipt.notes)
         self.tokens_per_joule = receipt.energy.get("tokens_per_joule")
-        drawn = {row["step"]: row["joules"] for row in run.run.rows if "joules" in row}
+        drawn = {row["step"]: row["joules"] for row in run.rows if "joules" in row}
         if not trained and {WARM_UP, len(run.steps)} <= drawn.keys():  # compiling left out
             joules = drawn[len(run.steps)] - drawn[WARM_UP]
             tokens = self.tokens * (len(run.steps) - WARM_UP)
             self.tokens_per_joule = tokens / joules if joules else None
         self.allocated_gib = _most(self.allocated_gib, memory["measured_gib"])
         self.reserved_gib = _most(self.reserved_gib, memory.get("reserved_gib"))
-        self.rounds = [*self.rounds, [step.seconds for step in run.steps[WARM_UP:]]]
-        sampled = [step for step in run.run.steps[WARM_UP:] if "waited" in step]
+        self.rounds = [*self.rounds, [step["seconds"] for step in run.steps[WARM_UP:]]]
+        sampled = [step for step in run.steps[WARM_UP:] if "waited" in step]
         for name, medians in (("exchange", self.exchange), ("waited", self.waited)):
             medians += [statistics.median(step[name] for step in sampled)] if sampled else []
 

@@ -38,7 +38,7 @@ from finetune.analysis.experiment.jobs import (
     refuse_processes,
     run_jobs,
 )
-from finetune.analysis.experiment.outcome import Outcome, read_outcome
+from finetune.analysis.experiment.outcome import read_outcome
 from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, is_path, list_recipes
 from finetune.config.recipe import Recipe, with_overrides
@@ -48,7 +48,7 @@ from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, w
 from finetune.hardware.device import Device, cores, this_device
 from finetune.hardware.requirements import resolve
 from finetune.logging import output, whole
-from finetune.runs.folder import new_folder
+from finetune.runs.folder import Run, new_folder
 
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
 FIRST_SEED = 42  # default of `TrainingArguments.seed`
@@ -160,7 +160,7 @@ def judge_again(
     found = read_comparison(folder)
     pairs = _outcomes(found)
     tasks = [task for pair in pairs for side in pair for task in side.tasks]
-    judged = pairs[0][0].run.method.judged
+    judged = pairs[0][0].method.judged
     by_name = parse_margins(margins, judged, tasks) if margins is not None else found.margins
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence
@@ -179,13 +179,13 @@ def judge_again(
     return _judged(found.model_copy(update=changes), pairs)
 
 
-def _outcomes(found: Comparison) -> list[tuple[Outcome, Outcome]]:
+def _outcomes(found: Comparison) -> list[tuple[Run, Run]]:
     folder = found.folder
     assert folder is not None
     return [(read_outcome(folder / run.a), read_outcome(folder / run.b)) for run in found.runs]
 
 
-def _judged(found: Comparison, pairs: Sequence[tuple[Outcome, Outcome]]) -> Comparison:
+def _judged(found: Comparison, pairs: Sequence[tuple[Run, Run]]) -> Comparison:
     folder = found.folder
     assert folder is not None
     result = judge(found, pairs)

@@ -30,13 +30,13 @@ from finetune.analysis.compare.result import (
     Verdict,
 )
 from finetune.analysis.experiment.fairness import executed_differences
-from finetune.analysis.experiment.outcome import Outcome
 from finetune.analysis.statistics import SECTIONS, step_ratios, warm_up_steps
 from finetune.config.measures import LOSSES, MEASURES
+from finetune.runs.folder import Run
 from finetune.runs.receipt import metrics_of
 
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
-Pairs = Sequence[tuple[Outcome, Outcome]]
+Pairs = Sequence[tuple[Run, Run]]
 """Runs of a and of b by seed."""
 Scores = list[tuple[float, float | None]]
 """Score of each seed, and its standard error."""
@@ -47,16 +47,16 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     a, b = zip(*pairs, strict=True)
     differences = [*found.differences, *_executed(pairs, found.differences)]
     refused = [
-        f"a run is not proven ({o.run.name}: {o.receipt['status']})"
+        f"a run is not proven ({o.name}: {o.receipt['status']})"
         for pair in pairs
         for o in pair
         if o.receipt["status"] != "proven"
     ]
     if not found.allowed:
         refused += [f"{d.condition}: {d.why}" for d in differences]
-    judging, ends = a[0].run.method.judged, dict[str, list[list[float]]]()
+    judging, ends = a[0].method.judged, dict[str, list[list[float]]]()
     for name in judging:
-        every = [[o.end(name) for o in side] for side in (a, b)]
+        every = [[MEASURES[name].end(o.rows) for o in side] for side in (a, b)]
         ends[name] = [[end for end in side if end is not None] for side in every]
         logged = sum(map(len, ends[name]))
         if 0 < logged < 2 * len(pairs):
@@ -86,7 +86,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     found.notes += [
         f"the {MEASURES[name].name} is the mean of the last {last} steps"
         for name in ends
-        if (last := len(a[0].last(name))) > 1
+        if (last := len(MEASURES[name].last(a[0].rows))) > 1
     ]
     if len(pairs) > 1 and all(len(set(side)) == 1 for sides in ends.values() for side in sides):
         # A trainer that does not shuffle (TRL's KTO): equal runs have no spread to judge by.
@@ -131,7 +131,7 @@ def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
     seen = {d.condition for d in known}
     found: list[Difference] = []
     for a, b in pairs:
-        steps = [a.steps, b.steps] if not a.run.method.writes else []  # of answers of its own
+        steps = [a.steps, b.steps] if not a.method.writes else []  # of answers of its own
         new = executed_differences(a.receipt, b.receipt, *steps)
         found += [difference for difference in new if difference.condition not in seen]
         seen |= {d.condition for d in found}
@@ -198,14 +198,14 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
     )
 
 
-def _speeds(runs: Sequence[Outcome], warm_up: int) -> tuple[float, float]:
+def _speeds(runs: Sequence[Run], warm_up: int) -> tuple[float, float]:
     """Tokens and steps per second: geometric means over runs of medians over steps."""
-    timed = [[s for s in r.steps[warm_up:] if min(s.tokens, s.seconds) > 0] for r in runs]
-    tokens = geometric_mean(median(s.tokens / s.seconds for s in steps) for steps in timed)
-    return tokens, geometric_mean(median(1 / s.seconds for s in steps) for steps in timed)
+    timed = [[s for s in r.steps[warm_up:] if min(s["tokens"], s["seconds"]) > 0] for r in runs]
+    tokens = geometric_mean(median(s["tokens"] / s["seconds"] for s in steps) for steps in timed)
+    return tokens, geometric_mean(median(1 / s["seconds"] for s in steps) for steps in timed)
 
 
-def _memory(found: Comparison, a: Sequence[Outcome], b: Sequence[Outcome]) -> MemoryRatio | None:
+def _memory(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> MemoryRatio | None:
     sides = [[outcome.receipt["memory"] for outcome in side] for side in (a, b)]
     missing = [memory for side in sides for memory in side if not memory.get("measured_gib")]
     if missing:
@@ -215,7 +215,7 @@ def _memory(found: Comparison, a: Sequence[Outcome], b: Sequence[Outcome]) -> Me
     return MemoryRatio(ratio=most_a / most_b, a_gib=most_a, b_gib=most_b)
 
 
-def _energy(*sides: Sequence[Outcome]) -> EnergyRatio | None:
+def _energy(*sides: Sequence[Run]) -> EnergyRatio | None:
     each = [[o.receipt.get("energy", {}).get("tokens_per_joule") for o in side] for side in sides]
     if not all(map(all, each)):
         return None
@@ -223,7 +223,7 @@ def _energy(*sides: Sequence[Outcome]) -> EnergyRatio | None:
     return EnergyRatio(ratio=a / b, a_tokens_per_joule=a, b_tokens_per_joule=b)
 
 
-def _tasks(found: Comparison, sides: Sequence[Sequence[Outcome]]) -> dict[str, list[TaskScore]]:
+def _tasks(found: Comparison, sides: Sequence[Sequence[Run]]) -> dict[str, list[TaskScore]]:
     """Mean scores over seeds of the tasks and metrics that all runs have, by task."""
     scored: dict[str, list[TaskScore]] = {}
     for task in sides[0][0].tasks:
@@ -259,7 +259,7 @@ def _score(found: Comparison, task: str, metric: str, a: Scores, b: Scores) -> T
     return score.model_copy(update=statistics.tested(score, **kept))
 
 
-def _scores(side: Sequence[Outcome], task: str) -> dict[str, Scores]:
+def _scores(side: Sequence[Run], task: str) -> dict[str, Scores]:
     """Metric of all runs of a side -> score and standard error, if it has one, of each."""
     found: dict[str, Scores] = {}
     for run in side:

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from finetune.analysis.compare.result import Difference
-from finetune.analysis.statistics import Step
+from finetune.analysis.statistics import Steps
 from finetune.config.methods import method_of
 from finetune.config.paths import ASSETS
 from finetune.config.recipe import with_overrides
@@ -190,8 +190,8 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
 def executed_differences(
     a: dict[str, Any],
     b: dict[str, Any],
-    steps_a: Sequence[Step] = (),
-    steps_b: Sequence[Step] = (),
+    steps_a: Steps = (),
+    steps_b: Steps = (),
 ) -> list[Difference]:
     """List the conditions in which two finished runs of one seed differ, by their run folders."""
     first, second = _executed(a), _executed(b)
@@ -204,7 +204,7 @@ def executed_differences(
         for key in dict.fromkeys((*first, *second))
         if first.get(key) != second.get(key)
     ]
-    steps, tokens = _BY_NAME["steps"], [[s.tokens for s in side] for side in (steps_a, steps_b)]
+    steps, tokens = _BY_NAME["steps"], [[s["tokens"] for s in side] for side in (steps_a, steps_b)]
     lines = enumerate(zip(*tokens, strict=False), 1)
     if other := next(((n, x, y) for n, (x, y) in lines if x != y), None):
         found.append(_difference(steps, f"steps.jsonl: line {other[0]}", *other[1:]))
