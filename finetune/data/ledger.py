@@ -16,7 +16,7 @@ import copy
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -182,21 +182,12 @@ class Ledger:
         return vars(self) | facts | {"read": self.read, "stop_token_trained": self.stops > 0}
 
 
-def account(
-    rows: Dataset,
-    args: Any,
-    *,
-    packing: bool,
-    stops: set[int],
-    blank: Callable[[int], bool],
-    vocabulary: int,
-) -> Ledger:
+def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabulary: int) -> Ledger:
     """Count a tokenized data set with the columns `input_ids` and `labels`.
 
     Args:
         rows: before truncation and packing.
-        stops: ids that end an answer.
-        blank: True of ids that are white space, which some templates have behind the end.
+        tokenizer: what its special and added tokens are ends an answer.
 
     Raises:
         DataError: an id that the embedding does not have.
@@ -204,6 +195,8 @@ def account(
     mode = getattr(args, "truncation_mode", "keep_start")
     limit, at_start = args.max_length, mode == "keep_start" or packing
     splits = packing and args.packing_strategy in SPLITTING
+    # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
+    stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     found = dict.fromkeys(
         ("rows", "dropped", "truncated", "tokens", "cut", "trained", "longest", "stops"), 0
     )
@@ -239,7 +232,10 @@ def account(
         per_row = np.bincount(np.repeat(np.arange(lengths.size), lengths), counted, lengths.size)
         kept = np.minimum(lengths, limit) if limit is not None and not splits else lengths
         drops = (per_row == 0) & (not packing)
-        solid = counted & ~np.isin(labels, [x for x in np.unique(labels) if x >= 0 and blank(x)])
+        # White space, which some templates have behind the end.
+        known = (int(label) for label in np.unique(labels) if label >= 0)
+        blank = [label for label in known if not str(tokenizer.decode([label])).strip()]
+        solid = counted & ~np.isin(labels, blank)
         last = np.maximum.reduceat(np.where(solid, np.arange(labels.size), -1), starts[lengths > 0])
         found["rows"] += lengths.size
         found["dropped"] += int(drops.sum())
@@ -467,13 +463,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
             tokenized, doubled = each_once(tokenized, tokenizer, **processes)
         if not held:
             return prepare(tokenized, processing_class, args, packing, None, dataset_name)
-        # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
-        stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        found = account(
-            tokenized, args, packing=packing, stops=stops,
-            blank=lambda token: not str(tokenizer.decode([token])).strip(),
-            vocabulary=self.vocabulary,
-        )  # fmt: skip
+        found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
         if not found.trained:
             raise nothing_trained(found, dataset_name)
         if answers and dataset_name == "train" and found.never_ends:

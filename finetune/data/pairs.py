@@ -94,7 +94,7 @@ class AccountedPairs(Accounted):
 
     def _ledger(self, done: Dataset, given: int, args: Any) -> Ledger:
         """Counts of prepared rows, of which `given` there were."""
-        tokenizer, limit = self._tokenizer, getattr(args, "max_length", None)
+        limit = getattr(args, "max_length", None)
         if not len(done):
             raise DataError(
                 f"none of {given:,} rows leaves room for an answer",
@@ -106,11 +106,8 @@ class AccountedPairs(Accounted):
             max_length=limit, truncation_mode=getattr(args, "truncation_mode", "keep_start")
         )
         found = account(
-            _sequences(done), like, packing=False,
-            stops={*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder},
-            blank=lambda token: not str(tokenizer.decode([token])).strip(),
-            vocabulary=self.vocabulary,
-        )  # fmt: skip
+            _sequences(done), like, self._tokenizer, packing=False, vocabulary=self.vocabulary
+        )
         # KTO makes two rows of a pair.
         given *= 2 if len(done) > given else 1
         dropped, answers = given - len(done), found.rows // len(done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -263,11 +264,14 @@ def test_rows_that_are_all_too_long_are_an_error(load, prepare, tokenizer) -> No
         prepare(rows, tokenizer, max_length=32)
 
 
+ENDS_BY_3 = SimpleNamespace(all_special_ids=[3], added_tokens_decoder={}, decode=str)
+
+
 def test_an_id_that_the_model_does_not_have_is_an_error() -> None:
     data = Dataset.from_dict({"input_ids": [[1], [9, 10]], "labels": [[1], [9, 10]]})
     args = SFTConfig(output_dir="runs", use_cpu=True, bf16=False)
     with pytest.raises(DataError, match="10 is no token id: the model has 10 tokens"):
-        account(data, args, packing=False, stops=set(), blank=lambda _: False, vocabulary=10)
+        account(data, args, ENDS_BY_3, packing=False, vocabulary=10)
 
 
 @KEEP_END
@@ -287,7 +291,7 @@ def test_counts_equal_a_loop_over_rows(rows, limit, mode) -> None:
         output_dir="runs", use_cpu=True, bf16=False, max_length=limit, truncation_mode=mode
     )
     data = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    found = account(data, args, packing=False, stops={3}, blank=lambda _: False, vocabulary=100)
+    found = account(data, args, ENDS_BY_3, packing=False, vocabulary=100)
     kept = [
         row if limit is None else (row[:limit] if mode == "keep_start" else row[-limit:])
         for row in labels
