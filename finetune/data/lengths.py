@@ -103,8 +103,7 @@ def _rounded(length: int, multiple: int) -> int:
 
 def limits(config: RunConfig) -> tuple[int, int | None]:
     """What a row length is a multiple of, and the positions of the model."""
-    from finetune.storage.pretrained import load_shape
+    from finetune.storage.pretrained import load_shape, positions
 
-    shape = load_shape(config.model).get_text_config(decoder=True)
     multiple = config.train.get("pad_to_multiple_of") or 1
-    return int(multiple), getattr(shape, "max_position_embeddings", None)
+    return int(multiple), positions(load_shape(config.model))

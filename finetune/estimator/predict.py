@@ -31,7 +31,7 @@ from finetune.estimator.trace.trace import Trace
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import Resolution, compiles, resolve_there
 from finetune.precision.planner import PrecisionPlan
-from finetune.storage.pretrained import load_shape
+from finetune.storage.pretrained import load_shape, positions
 
 FEW = (2, 3)
 """Layers of the smaller models."""
@@ -301,8 +301,7 @@ def check_sizes(config: RunConfig) -> None:
     if method_of(config.train).writes:  # its rows have no such limit
         return
     length = config.train.get("max_length", 1024)
-    shape = load_shape(config.model).get_text_config(decoder=True)
-    limit = getattr(shape, "max_position_embeddings", None)
+    limit = positions(load_shape(config.model))
     if length is None:
         raise ConfigError(
             "rows have no greatest length, so their memory has no end",

@@ -38,7 +38,7 @@ from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast, tried
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
 from finetune.logging import plain_table
-from finetune.storage.pretrained import load_shape
+from finetune.storage.pretrained import load_shape, positions
 from finetune.units import GIB, count
 
 # Upper limits of the searches: tokens per micro-batch, GPUs.
@@ -129,8 +129,7 @@ def largest_length(config: RunConfig, place: Place) -> Found:
     """
     check_sizes(config)
     (key, asked), most = longest(config), MOST_TOKENS // rows_of(config)[0]
-    shape = load_shape(config.model).get_text_config(decoder=True)
-    most = min(most, getattr(shape, "max_position_embeddings", None) or most)
+    most = min(most, positions(load_shape(config.model)) or most)
     step = LENGTHS if most >= 16 * LENGTHS else 16
     return _largest(f"train.{key}", config, place, asked, min(step, most), max(asked, most))
 

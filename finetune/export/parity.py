@@ -49,10 +49,9 @@ from finetune.hardware.device import this_device
 from finetune.precision.layers import decoder_layers, without_adapters
 from finetune.storage.ends import ends_of
 from finetune.storage.loading import load_in_fp8
-from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole
+from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole, positions
 from finetune.training.model import implementation_arguments, is_published_fp8
 from finetune.training.reload import with_adapter
-from finetune.training.samples import positions
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -126,6 +126,11 @@ def refuse_random_base(model: ModelConfig) -> None:
         )
 
 
+def positions(shape: PretrainedConfig) -> int | None:
+    """Context length by the model's configuration; None if unknown."""
+    return getattr(shape.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def load_shape(model: ModelConfig) -> PretrainedConfig:
     """Architecture: from the package for packaged models, else from a folder or the hub.
 

@@ -31,7 +31,8 @@ from finetune.config.schema import Compute
 from finetune.data.chat import probe, without_system
 from finetune.errors import ConfigError, did_you_mean
 from finetune.logging import output, plain_table
-from finetune.training.samples import autocast, check_room_for, encode, positions, undisturbed
+from finetune.storage.pretrained import positions
+from finetune.training.samples import autocast, check_room_for, encode, undisturbed
 
 COMMANDS = ("/reset", "/exit")
 LONGEST = 256

@@ -35,6 +35,7 @@ from finetune.runs.receipt import Sample
 from finetune.training.callbacks import step_label
 from finetune.training.compute_types import AUTOCAST
 from finetune.training.memory_meter import MemoryMeter
+from finetune.units import shortened
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +53,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
     Raises:
         ConfigError: a prompt of the recipe is empty, or leaves no room.
     """
-    from finetune.storage.pretrained import load_shape
+    from finetune.storage.pretrained import load_shape, positions
 
     if not config.eval.samples or config.model.head:
         return []
@@ -79,11 +80,6 @@ def _question_of(row: Any) -> str:
     return next(asked, turns[0]["content"][:64])
 
 
-def positions(shape: Any) -> int | None:
-    """Context length by the model's configuration; None if unknown."""
-    return getattr(shape.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
 def length_of(tokenizer: Any, prompt: str) -> int:
     return encode(tokenizer, prompt)["input_ids"].shape[1] if prompt else 0
 
@@ -93,9 +89,8 @@ def check_room_for(prompt: str, length: int, most: int, room: int | None, where:
     if length == 0:
         raise ConfigError("a prompt is empty", where=where, fix="give a prompt, or leave it out")
     if room is not None and length + most > room:
-        said = prompt if len(prompt) <= 40 else f"{prompt[:39]}…"
         raise ConfigError(
-            f"the prompt {said!r} leaves no room for an answer",
+            f"the prompt {shortened(prompt, 40)!r} leaves no room for an answer",
             where=where,
             why=f"it has {length:,} tokens, the answer up to {most:,}, and the model {room:,} "
             "positions (max_position_embeddings)",
@@ -253,11 +248,7 @@ class SampleWriter(TrainerCallback):
         self.metrics.write({"step": state.global_step, "samples": rows}, state)
         for one in self.samples:
             line = Text(f"{step_label(state, self.console)} | sample | ")
-            line.append(_short(one.prompt, PROMPT), style="italic").append(" | ")
-            line.append(_short(one.answer, ANSWER) or "(empty answer)")
+            asked, said = (" ".join(text.split()) for text in (one.prompt, one.answer))
+            line.append(shortened(asked, PROMPT), style="italic").append(" | ")
+            line.append(shortened(said, ANSWER) or "(empty answer)")
             self.console.print(line)
-
-
-def _short(text: str, most: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
