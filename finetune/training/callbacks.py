@@ -31,7 +31,9 @@ from finetune.units import plural
 
 
 def summed(numbers: Tensor) -> Tensor:
-    """Numbers of this process, summed over all of several."""
+    """Numbers of this process, summed over all."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return numbers
     numbers = numbers.cuda() if dist.get_backend() == "nccl" else numbers
     dist.all_reduce(numbers)
     return numbers
@@ -101,10 +103,8 @@ class MetricsWriter(TrainerCallback):
         """Seconds and joules since the last count, which are added to those of training."""
         now = self._now()
         spent, self._last = now - self._last, now
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            joules = summed(torch.tensor([spent.joules], dtype=torch.float64)).item()
-            spent = Moment(spent.seconds, joules)
-        spent = Moment(max(spent.seconds, 1e-9), spent.joules)
+        joules = summed(torch.tensor([spent.joules], dtype=torch.float64)).item()
+        spent = Moment(max(spent.seconds, 1e-9), joules)
         self.trained = Moment(*map(operator.add, self.trained, spent))
         return spent
 
@@ -380,9 +380,7 @@ class StepTimer(TrainerCallback):
         if not finished:
             return
         synchronize(self.device)
-        totals = torch.tensor([sum(int(n) for n in tokens) for *_, tokens in finished])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            totals = summed(totals)
+        totals = summed(torch.tensor([sum(int(n) for n in tokens) for *_, tokens in finished]))
         new: list[dict[str, Any]] = []
         for (row, begin, end, _), tokens in zip(finished, totals.tolist(), strict=True):
             seconds = round(seconds_between(begin, end), 6)
