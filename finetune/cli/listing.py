@@ -20,7 +20,7 @@ from finetune.config.paths import ASSETS, find_recipe, list_recipes, shipped_sha
 from finetune.errors import ConfigError
 from finetune.logging import output, print_rows
 from finetune.runs.lookup import find_comparisons, find_runs
-from finetune.units import size_of_gib
+from finetune.units import percent, size_of_gib
 
 ROWS = ASSETS / "recipes.json"
 """Rows of `ls`, each with the checksum of its recipe and predicted speeds on several GPUs; made by
@@ -82,8 +82,6 @@ def ls(
     if as_json:
         print(json.dumps(rows(), indent=1))
         return
-    from rich.text import Text
-
     pairs: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows():
         name, _, compute = row["recipe"].rpartition("_")
@@ -140,8 +138,6 @@ def _list_families(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps(families(), indent=1))
         return
-    from finetune.units import percent
-
     shown = list[dict[str, Any]]()
     for row in families():
         exports = row.get("exports", {})

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from finetune.cli import AsJson, Overrides, RecipeName
-from finetune.config.paths import (
-    find_recipe,
-)
+from finetune.config.paths import find_recipe
 from finetune.errors import (
     ConfigError,
     DataNotFoundError,
@@ -29,7 +28,6 @@ from finetune.logging import busy, output, print_rows, whole
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
     from finetune.config.schema import RunConfig
     from finetune.data.counting import CountedRows
@@ -105,7 +103,7 @@ def cp(
     where, fix = str(target.absolute()), "a folder that you may write to"
     with writing(f"{target} cannot be written", where=where, fix=fix):
         target.write_text(text, encoding="utf-8")
-    again = _as_argument(target)
+    again = shlex.quote(str(target))
     if lines is None:
         print(f"{target}\nrun it: python -m finetune {again}")
         return
@@ -113,10 +111,6 @@ def cp(
     for line in lines or ["nothing to change: the recipe has it all"]:
         print(f"  {line}")
     print(f"next: python -m finetune estimate {again} --gpu H100")
-
-
-def _as_argument(path: Path) -> str:
-    return shlex.quote(str(path) if len(path.parts) > 1 or path.suffix else f"./{path}")
 
 
 def schema() -> None:
@@ -143,7 +137,6 @@ def data(
 ) -> None:
     """Count rows and tokens, and show which ones are trained on."""
     from rich.console import Console
-    from rich.text import Text
 
     from finetune.data.auto_length import load_recipe
 
@@ -181,8 +174,6 @@ def data(
 
 def show_ledger(console: Console, found: CountedRows, config: RunConfig) -> None:
     """Print what rows are, what is worth a warning, their counts, and what row lengths cost."""
-    from rich.text import Text
-
     console.print(f"data: {found.rows.description}", highlight=False)
     for line in found.rows.notes:
         console.print(Text(f"! {line}", style="yellow"))
@@ -234,8 +225,6 @@ def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
 
     Spans are decoded together: a character may have several tokens.
     """
-    from rich.text import Text
-
     text, ids, labels = Text(), row["input_ids"], row["labels"]
     start = 0
     for end in range(1, len(ids) + 1):
@@ -290,8 +279,6 @@ def _stay_offline_if_out_of_reach() -> None:
 
 def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and its rows, show each layer's precision; loads no weights."""
-    from rich.text import Text
-
     from finetune.data.auto_length import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
