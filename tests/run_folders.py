@@ -184,7 +184,7 @@ def make_comparison(
         "losses": losses,
         "band": {"train": 0.012, "eval": 0.009},
         "speed": {"ratio": 1.23, "interval": [1.19, 1.27], "a_tokens_per_s": 1312,
-                  "b_tokens_per_s": 1067},
+                  "b_tokens_per_s": 1067, "a_steps_per_s": 3.12, "b_steps_per_s": 2.54},
         "memory": {"ratio": 0.98, "a_gib": 0.088, "b_gib": 0.09},
         "tasks": {"hellaswag": [{"metric": "acc_norm", "a": 0.31, "b": 0.312,
                                  "a_stderr": 0.012, "b_stderr": 0.012}]},

@@ -146,14 +146,10 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
 def write_adapter(adapter: Path, out: Path, base: str, revision: str | None) -> None:
     """Copy the run's adapter with the name of its base model: a hub id, or an absolute folder."""
     shutil.copyfile(adapter / "adapter_model.safetensors", out / "adapter_model.safetensors")
-    config = _read_json(adapter / "adapter_config.json")
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     named = {"base_model_name_or_path": base, "revision": revision}
     write_json(out / "adapter_config.json", config | named)
     _copy_tokenizer(adapter, out)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, values: dict[str, Any], indent: int = 2) -> None:

@@ -147,15 +147,15 @@ class SpeedRatio(_Part):
     """Tokens per second of `a` over those of `b`, tokens counted without padding.
 
     Attributes:
-        a_steps_per_s, b_steps_per_s: optimizer steps; none in older files.
+        a_steps_per_s, b_steps_per_s: optimizer steps.
     """
 
     ratio: float
     interval: Interval | None = None
     a_tokens_per_s: float
     b_tokens_per_s: float
-    a_steps_per_s: float | None = None
-    b_steps_per_s: float | None = None
+    a_steps_per_s: float
+    b_steps_per_s: float
 
 
 class MemoryRatio(_Part):
@@ -336,13 +336,9 @@ class Comparison(JupyterMixin, _Part):
             between = f" ({s.interval[0]:.3f} to {s.interval[1]:.3f})" if s.interval else ""
             lines.append(
                 f"speed: {a} runs at {s.ratio:.3f}x the speed of {b}{between}; "
-                f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s"
-                + (
-                    f", {s.a_steps_per_s:.3g} and {s.b_steps_per_s:.3g} steps/s"
-                    if s.a_steps_per_s and s.b_steps_per_s
-                    else ""
-                )
-                + (", emulated" if self.emulated else "")
+                f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s, "
+                f"{s.a_steps_per_s:.3g} and {s.b_steps_per_s:.3g} steps/s"
+                f"{', emulated' * self.emulated}"
             )
         if (m := self.memory) is not None:
             peaks = f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"

@@ -190,7 +190,8 @@ def rehearse(
         reference: Any = getattr(trainer, "ref_model", None)
         beside = [(reference, plan)] if reference is not None else []
         if teacher is not None:
-            beside.append((teacher, _plan_of(teacher, resolution, bool(device.has_fp8))))
+            asked = References.precision_of(resolution.precision, hardware=bool(device.has_fp8))
+            beside.append((teacher, make_plan(teacher, asked)))
         for other, its in beside:
             if layers_of(its) == layers_of(plan) or its.precision.eval == "fp8":
                 made = convert.apply(other, its, hardware=bool(device.has_fp8))
@@ -300,10 +301,6 @@ def _sketch_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
     alike = len({shape.num_hidden_layers for shape in shapes}) == 1
     only = config.model_copy(update={"model": model, "lora": None})
     return sketch(only, layers=layers if alike else None)
-
-
-def _plan_of(teacher: nn.Module, resolution: Resolution, has_fp8: bool) -> PrecisionPlan:
-    return make_plan(teacher, References.precision_of(resolution.precision, hardware=has_fp8))
 
 
 def _trainer(
