@@ -49,9 +49,9 @@ def train(
             fix=f"finetune.train(finetune.load_recipe({recipe!r}))",
         )
     from finetune.estimator.gate import MemoryForecast
-    from finetune.training import trainer
+    from finetune.training.trainer import begun
 
     forecast = MemoryForecast()
-    return trainer.train(
-        recipe, forecast=forecast, out=out, force=force, console=console, until=until, save=save
-    )
+    with begun(recipe, forecast=forecast, out=out, force=force, console=console) as run:
+        run.until = until
+        return run.train(save=save)

@@ -19,6 +19,14 @@ SAMPLES = [
 ]
 
 
+def trained(recipe: Any, *, save: bool = True, **settings: Any) -> Any:
+    """The report of a run, of whose memory nothing is predicted; settings of `begun`."""
+    from finetune.training.trainer import begun
+
+    with begun(recipe, **settings) as run:
+        return run.train(save=save)
+
+
 def make_run(
     folder: Path,
     *,

@@ -1,4 +1,4 @@
-"""`train(recipe)`: from a checked recipe to a run folder with weights, metrics and a receipt.
+"""A run: from a checked recipe to a run folder with weights, metrics and a receipt.
 
     preflight ─> rows, folder ─> session ─> model and trainer ─> train ─> receipt, report
 
@@ -82,35 +82,6 @@ if TYPE_CHECKING:
     from finetune.precision.planner import LayerPlan
 
 
-def train(
-    recipe: Recipe,
-    *,
-    forecast: Forecast | None = None,
-    out: Path | str = "runs",
-    force: bool = False,
-    console: Console | None = None,
-    until: int | None = None,
-    save: bool = True,
-) -> RunReport:
-    """Train a recipe and write its run folder.
-
-    Args:
-        recipe: from `finetune.load_recipe`.
-        forecast: checks and predicts memory; neither is done without it.
-        out: folder of runs.
-        force: train even if memory is expected to be too small.
-        console: console for progress output; a quiet one for notebooks and tests.
-        until: step after which the run saves a checkpoint and stops, as after Ctrl-C.
-        save: save the trained model.
-
-    Raises:
-        FinetuneError: any error that the user can fix, see `finetune.errors`.
-    """
-    with begun(recipe, forecast=forecast, out=out, force=force, console=console) as run:
-        run.until = until
-        return run.train(save=save)
-
-
 @contextmanager
 def begun(
     recipe: Recipe,
@@ -124,7 +95,15 @@ def begun(
     """Context manager for a run that is ready to train, and is in effect until the end of it.
 
     Args:
+        recipe: from `finetune.load_recipe`.
+        forecast: checks and predicts memory; neither is done without it.
+        out: folder of runs.
+        force: train even if memory is expected to be too small.
+        console: console for progress output; a quiet one for notebooks and tests.
         given: model, with the recipe's adapters, and tokenizer that a script has loaded.
+
+    Raises:
+        FinetuneError: any error that the user can fix, see `finetune.errors`.
     """
     with busy(console or output(), f"checking {recipe.name}"):
         ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)

@@ -107,14 +107,14 @@ def files(folder: Path) -> list[Row]:
     """A row for each file of a run's checkpoint and each damage."""
     from rich.console import Console
 
-    from finetune.training.trainer import train
+    from tests.run_folders import trained
 
     recipe = load_recipe(
         "tiny_full_fp8",
         ["train.max_steps=1", "train.warmup_steps=0", "train.save_strategy=steps",
          "train.eval_strategy=no", "eval.samples=false", "data.max_rows=24", "train.max_length=64"],
     )  # fmt: skip
-    report = train(recipe, out=folder, console=Console(quiet=True))
+    report = trained(recipe, out=folder, console=Console(quiet=True))
     (saved,) = checkpoints_in(report.folder / CHECKPOINTS).values()
     rows = []
     for file in sorted(path for path in saved.rglob("*") if path.is_file()):

@@ -28,11 +28,11 @@ from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_here, check_optimizer_here
 from finetune.precision.planner import plan
 from finetune.precision.proof.movement import is_torchao, stored_bytes
-from finetune.runs.receipt import changed_numbers
+from finetune.runs.receipt import RunReport, changed_numbers
 from finetune.training import low_bit
 from finetune.training.model import sketch
-from finetune.training.trainer import RunReport, train
 from tests.conftest import A100, APPLE, CPU, H100, batch, slow_but
+from tests.run_folders import trained
 
 KNOWN = [x for x in OPTIMIZERS.values() if x.moments is not None]
 ON_CPU = [x.name for x in KNOWN if not x.not_on_cpu]
@@ -52,7 +52,7 @@ SMALL = (
 
 
 def run(out: Path, *overrides: str, recipe: str = "tiny_full_fp8") -> RunReport:
-    return train(load_recipe(recipe, [*SMALL, *overrides]), out=out, console=Console(quiet=True))
+    return trained(load_recipe(recipe, [*SMALL, *overrides]), out=out, console=Console(quiet=True))
 
 
 def weights(report: RunReport) -> dict[str, torch.Tensor]:

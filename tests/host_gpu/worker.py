@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from finetune import load_recipe
 from finetune.training import trainer
 from tests.host_gpu import device
+from tests.run_folders import trained
 
 ROOT = str(Path(__file__).parents[2])
 WORDS = [
@@ -61,7 +62,7 @@ def run(words: list[str], out: str) -> dict[str, Any]:
     trainer.make_trainer = make
     try:
         with device.watching():
-            report = trainer.train(
+            report = trained(
                 load_recipe(name, [*WORDS, *words[1:]]), out=out, console=Console(quiet=True)
             )
     finally:

@@ -12,9 +12,9 @@ from finetune import get_receipt, load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, PrecisionError
 from finetune.training import compute_types, session
-from finetune.training.trainer import train
 from tests.config.test_optimizers import SMALL
 from tests.conftest import batch
+from tests.run_folders import trained
 
 FP32 = [*SMALL, "precision.compute=fp32"]
 
@@ -36,7 +36,7 @@ def test_a_run_is_bit_equal_to_a_plain_trainer(tmp_path) -> None:
     from finetune.training.model import load_model
 
     recipe = load_recipe("tiny_full_bf16", FP32)
-    ours = train(recipe, out=tmp_path, console=Console(quiet=True))
+    ours = trained(recipe, out=tmp_path, console=Console(quiet=True))
     assert ours.receipt.status == "proven"
 
     config = recipe.config
@@ -108,6 +108,6 @@ def test_settings_changed_after_preparation_are_found(make_llama) -> None:
 )
 def test_what_is_not_float32_is_refused_before_loading(setting, fix, tmp_path) -> None:
     with pytest.raises(ConfigError, match="FP32 compute was requested") as caught:
-        train(load_recipe("tiny_full_bf16", [*FP32, setting]), out=tmp_path)
+        trained(load_recipe("tiny_full_bf16", [*FP32, setting]), out=tmp_path)
     assert fix in caught.value.fix
     assert not list(tmp_path.iterdir())

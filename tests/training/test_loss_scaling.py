@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from finetune import get_receipt, load_recipe
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, NonFiniteError, PrecisionError, ProofError
+from finetune.runs.receipt import RunReport
 from finetune.training import session
 from finetune.training.compute_types import refuse_vanished_scale
-from finetune.training.trainer import RunReport, train
 from tests.config.test_optimizers import SMALL, low_bit_adamw
 from tests.conftest import batch
+from tests.run_folders import trained
 
 OPTIMIZERS = {
     "plain": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -31,7 +32,7 @@ OPTIMIZERS = {
 
 def run(out: Path, *overrides: str, recipe: str = "tiny_full_bf16") -> RunReport:
     settings = [*SMALL, "precision.compute=fp16", *overrides]
-    return train(load_recipe(recipe, settings), out=out, console=Console(quiet=True))
+    return trained(load_recipe(recipe, settings), out=out, console=Console(quiet=True))
 
 
 def logs(report: RunReport) -> list[dict[str, Any]]:

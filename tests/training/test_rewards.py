@@ -14,8 +14,8 @@ from finetune import load_recipe
 from finetune.config.paths import ASSETS
 from finetune.errors import ConfigError, DataError, ProofError
 from finetune.training.rewards import EARLY, FLAT, RewardWatch, rewards_of
-from finetune.training.trainer import train
 from tests.asset_makers.make_sums import sums
+from tests.run_folders import trained
 
 ROWS: dict[str, Any] = {
     "prompts": ["Two plus two?", "One plus two?"],
@@ -142,7 +142,7 @@ SHORT = (
 
 
 def run(method: str, folder: Any, *more: str) -> Any:
-    return train(load_recipe(f"tiny_{method}_fp8", [*SHORT, *more]), out=folder, save=False)
+    return trained(load_recipe(f"tiny_{method}_fp8", [*SHORT, *more]), out=folder, save=False)
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_answers_are_written_in_fp8_and_what_is_trained_on_is_counted(folder, me
 def test_distillation_of_float32_weights_multiplies_in_bf16(folder):
     """TRL calls the model below the forward that has autocast; the proof would stop the run."""
     recipe = load_recipe("tiny_distill_bf16", SHORT)
-    assert train(recipe, out=folder, save=False).receipt.status == "proven"
+    assert trained(recipe, out=folder, save=False).receipt.status == "proven"
 
 
 @pytest.mark.slow
