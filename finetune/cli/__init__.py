@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from finetune.config.paths import list_recipes
+from finetune.errors import ConfigError
 
 MISUSE, INTERRUPTED = 2, 130
 """Exit codes: the user's mistake, and Ctrl-C (128 + SIGINT)."""
@@ -36,3 +37,9 @@ TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let the code of the run's model run here.")
 ]
 Checkpoint = Annotated[str | None, typer.Option(help="A step, or `last`; left out: the run's end.")]
+
+
+def refuse(given: dict[str, Any], said: str, **more: str) -> None:
+    """Raise `ConfigError` if words or options were given, by what they are called on the line."""
+    if idle := [name for name, value in given.items() if value or isinstance(value, float)]:
+        raise ConfigError(f"{', '.join(idle)} {said}", **more)

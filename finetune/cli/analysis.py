@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, Push, RecipeName, Yes
+from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, Push, RecipeName, Yes, refuse
 from finetune.config.paths import find_recipe, list_recipes, user_path
 from finetune.errors import ConfigError
 from finetune.hardware.device import rank
@@ -71,7 +71,7 @@ def benchmark(
     if matrix:
         given = {"--vs": vs, "--all": all_points, "--scaling strong": scaling != "weak"}
         fix = "leave it out, or measure it in a benchmark of its own"
-        _refuse(given, "does not go with --matrix", fix=fix)
+        refuse(given, "does not go with --matrix", fix=fix)
     if gpu is not None and not matrix:
         fix = "--matrix --gpu H100; one recipe: python -m finetune estimate RECIPE --gpu H100"
         raise ConfigError("--gpu predicts a matrix, and a benchmark measures this machine", fix=fix)
@@ -89,12 +89,6 @@ def benchmark(
             recipe, vs=vs or (), rounds=rounds, all_points=all_points, scaling=scaling, **common
         )
     _show_benchmark(found, as_json=as_json, as_csv=as_csv)
-
-
-def _refuse(given: dict[str, Any], said: str, **more: str) -> None:
-    """Raise `ConfigError` if words or options were given, by what they are called on the line."""
-    if idle := [name for name, value in given.items() if value or isinstance(value, float)]:
-        raise ConfigError(f"{', '.join(idle)} {said}", **more)
 
 
 def _show_benchmark(found: Benchmark, *, as_json: bool, as_csv: bool = False) -> None:
@@ -176,7 +170,7 @@ def compare(
     if matrix:
         fix = "leave it out; two precisions are judged by compare without --matrix"
         given = dict.fromkeys(names[1:], True) | {f"--{name}": x for name, x in judging.items()}
-        _refuse(given | {"--jobs": jobs}, "does not go with --matrix", fix=fix)
+        refuse(given | {"--jobs": jobs}, "does not go with --matrix", fix=fix)
         from finetune.analysis.benchmark.matrix_runs import matrix as train_matrix
 
         progress = output(stderr=True)
@@ -188,7 +182,7 @@ def compare(
     folder = user_path(names[0])
     again = folder.is_dir() and names[0] not in list_recipes()  # of a comparison, as no recipe is
     if again:
-        _refuse(
+        refuse(
             dict.fromkeys((*names[1:], *overrides), True)
             | {"--seeds": seeds, "--out": out, "--jobs": jobs, "--force": force},
             "would change nothing",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from finetune.cli import AsJson, Overrides
+from finetune.cli import AsJson, Overrides, refuse
 from finetune.errors import ConfigError
 from finetune.logging import busy, output
 from finetune.logging import whole as line
@@ -65,7 +65,14 @@ def estimate(
     rest = {"price": price, "alternatives": alternatives, "advice": advice, "whole": whole}
     if fit is not None:
         given = {"gpu": gpu, "memory": memory, "gpus": gpus != 1, "tokens": tokens, **rest}
-        _refuse_idle(fit, [f"--{x}" for x, value in given.items() if value not in (None, False)])
+        takes = _ACTS_ON[fit]
+        refuse(
+            {f"--{x}": value for x, value in given.items() if f"--{x}" not in takes},
+            "would change nothing",
+            where=f"--fit {fit}",
+            why=f"--fit {fit} takes {', '.join(('RECIPE', '--fit', *takes))} besides",
+            fix="leave it out",
+        )
     if recipe is None:
         raise ConfigError(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
@@ -160,18 +167,6 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
             place = place[: place.index("--gpus")]
         again += f" {shlex.join(place)}" if place else ""
     return f"next: {again} {as_typed(change)}"
-
-
-def _refuse_idle(fit: Fit, given: list[str]) -> None:
-    """Raise a `ConfigError` for given options that would change nothing."""
-    if idle := [name for name in given if name not in _ACTS_ON[fit]]:
-        takes = ", ".join(("RECIPE", "--fit", *_ACTS_ON[fit]))
-        raise ConfigError(
-            f"{', '.join(idle)} would change nothing",
-            where=f"--fit {fit}",
-            why=f"--fit {fit} takes {takes} besides",
-            fix=f"leave {'it' if len(idle) == 1 else 'them'} out",
-        )
 
 
 def _searched(fit: Fit, config: RunConfig, place: Place, gpu: str | None) -> Choices | Largest:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -162,16 +162,6 @@ def method_of(train: Mapping[str, Any], where: str = "train.method") -> Method:
         where=where,
         fix=f"train.method={', '.join(METHODS)}",
     )
-
-
-def methods_for(forms: Iterable[RowForm]) -> list[str]:
-    """Names of the methods that read rows of one of these forms."""
-    return [name for name, method in METHODS.items() if {*forms} & {*method.rows}]
-
-
-def methods_with(key: str) -> list[str]:
-    """Names of the methods whose configuration has a key; imports all of them."""
-    return [name for name, method in METHODS.items() if key in arguments(method)]
 
 
 def arguments(method: Method) -> tuple[str, ...]:

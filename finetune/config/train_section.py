@@ -20,7 +20,6 @@ from finetune.config.methods import (
     Method,
     arguments,
     method_of,
-    methods_with,
 )
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
@@ -182,7 +181,7 @@ def _no_argument(key: str, value: Any, method: Method, where: str) -> ConfigErro
     """The error for a key that the method's configuration does not have."""
     replacement = elsewhere(key, value)
     if replacement in ("", f"write train.{key}={value}"):
-        others = ", ".join(methods_with(key))
+        others = ", ".join(name for name, other in METHODS.items() if key in arguments(other))
         replacement = f"~train.{key}; it belongs to train.method={others}" if others else ""
     meant = None if replacement else nearest(key, arguments(method))
     guess = f"train.{meant}=..., if that is meant; else " if meant else ""

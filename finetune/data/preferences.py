@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from finetune.config.methods import FORMS, Method, RowForm, methods_for
+from finetune.config.methods import FORMS, METHODS, Method, RowForm
 from finetune.data.chat import BadRowError, Takes, turn_of
 from finetune.data.converters import (
     ASKED,
@@ -63,8 +63,15 @@ def recognize(
     there = forms_of(columns)
     for form in method.rows:
         if form in there:
-            return form, _converter(form, columns, takes)
-    others = ", ".join(methods_for(there))
+            pair = next((pair for pair in PAIRS.values() if {*pair} <= columns), None)
+            converters: dict[RowForm, Converter] = {
+                "text": as_text,
+                "preference": partial(_preference, takes),
+                "unpaired": partial(_unpaired, pair, takes),
+                "prompts": partial(_prompts, takes),
+            }
+            return form, converters[form]
+    others = ", ".join(name for name, other in METHODS.items() if {*there} & {*other.rows})
     names = "{prompt: NAME, chosen: NAME, rejected: NAME}"
     if method.rows[0] != "preference":
         names = "{prompt: NAME, completion: NAME, label: NAME}"
@@ -75,17 +82,6 @@ def recognize(
         fix=(f"these rows fit train.method={others}; or " if others else "")
         + f"name the columns, as in 'data.columns={names}'",
     )
-
-
-def _converter(form: RowForm, columns: set[str], takes: Takes | None) -> Converter:
-    if form == "text":
-        return as_text
-    if form == "preference":
-        return partial(_preference, takes)
-    if form == "prompts":
-        return partial(_prompts, takes)
-    pair = next((pair for pair in PAIRS.values() if {*pair} <= columns), None)
-    return partial(_unpaired, pair, takes)
 
 
 def _preference(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
