@@ -12,11 +12,11 @@ from finetune.config.methods import Method, method_of
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.config.train_section import with_checkpointing
-from finetune.data.dataset import Rows, load_data
+from finetune.data.dataset import Rows, rows_for
 from finetune.data.ledger import Ledger
 from finetune.data.pairs import trainer_of
 from finetune.hardware.device import this_device
-from finetune.storage.pretrained import load_tokenizer, vocabulary_of
+from finetune.storage.pretrained import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,8 @@ def counted_rows(config: RunConfig, *, sample: bool = False, tokenizer: Any = No
     """
     if tokenizer is None:
         tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
-    seed = int(config.train.get("seed", 42))
-    vocabulary = vocabulary_of(config.model)
-    method = method_of(config.train)
-    rows = load_data(
-        config.data, tokenizer, seed, sample=sample, vocabulary=vocabulary, method=method
-    )
-    return count(rows, arguments_for(rows, config), tokenizer, method)
+    rows = rows_for(config, tokenizer, sample=sample)
+    return count(rows, arguments_for(rows, config), tokenizer, method_of(config.train))
 
 
 def arguments_for(rows: Rows, config: RunConfig) -> Any:

@@ -12,8 +12,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune.config.methods import METHODS, Method
-from finetune.config.schema import DataConfig, ModelConfig
+from finetune.config.methods import METHODS, Method, method_of
+from finetune.config.schema import DataConfig, ModelConfig, RunConfig
 from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
 from finetune.data.mixture import Part, concatenated, in_one_format, joined
@@ -75,6 +75,18 @@ class Rows:
             rows = cast("Dataset", self.train)
             return rows.select(range(min(count, len(rows))))
         return _held(self.train, count)
+
+
+def rows_for(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, sample: bool = False
+) -> Rows:
+    """The rows of a run, as `load_data` loads them."""
+    return load_data(
+        *(config.data, tokenizer, int(config.train.get("seed", 42))),
+        sample=sample,
+        vocabulary=vocabulary_of(config.model),
+        method=method_of(config.train),
+    )
 
 
 def load_data(

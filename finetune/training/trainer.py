@@ -27,7 +27,7 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
-from finetune.data.dataset import load_data, refuse_no_eval_rows
+from finetune.data.dataset import refuse_no_eval_rows, rows_for
 from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import this_device
 from finetune.hardware.energy import EnergyCounter
@@ -45,7 +45,6 @@ from finetune.storage.pretrained import (
     fit_trl,
     keep_generation,
     load_tokenizer,
-    vocabulary_of,
 )
 from finetune.training import low_bit, resume, scope
 from finetune.training.early_stopping import stopped_early, stoppers
@@ -163,14 +162,9 @@ class _Run:
         self.model = given and given[0]
         loaded = (given[1], "") if given else load_tokenizer(config.model, template)
         self.tokenizer, note = loaded
-        seed, vocabulary = int(config.train.get("seed", 42)), vocabulary_of(config.model)
         sign = counting_rows(self.console, f"reading {config.data.label}")
         with state.main_process_first(), sign:
-            self.rows = load_data(
-                *(config.data, self.tokenizer, seed),
-                vocabulary=vocabulary,
-                method=method_of(config.train),
-            )
+            self.rows = rows_for(config, self.tokenizer)
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         refuse_no_eval_rows(self.rows, self.args)

@@ -520,7 +520,7 @@ def no_loading(monkeypatch):
     def refuse(*args, **kwargs):
         raise LoadedError
 
-    for name in ("load_model", "load_tokenizer", "load_data"):
+    for name in ("load_model", "load_tokenizer", "rows_for"):
         monkeypatch.setattr(f"finetune.training.trainer.{name}", refuse)
 
 

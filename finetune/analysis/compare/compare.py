@@ -335,9 +335,9 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
         UnfairPairError: settings differ, and `allow` is not set.
         FinetuneError: one side cannot run here, or its data or model are missing.
     """
-    from finetune.data.dataset import load_data
+    from finetune.data.dataset import rows_for
     from finetune.estimator.gate import MemoryForecast
-    from finetune.storage.pretrained import load_tokenizer, vocabulary_of
+    from finetune.storage.pretrained import load_tokenizer
     from finetune.training.evaluate import load_tasks
     from finetune.training.preflight import preflight
 
@@ -357,11 +357,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
         tokenizer, _ = load_tokenizer(
             recipe.config.model, recipe.config.train.get("chat_template_path")
         )
-        load_data(
-            *(recipe.config.data, tokenizer, pair.seeds[0]),
-            vocabulary=vocabulary_of(recipe.config.model),
-            method=method_of(recipe.config.train),
-        )
+        rows_for(recipe.config, tokenizer)
         load_tasks(recipe.config.eval)
     return differences
 

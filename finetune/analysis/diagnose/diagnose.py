@@ -32,19 +32,18 @@ from finetune.analysis.diagnose.groups import (
 from finetune.analysis.diagnose.observer import Observer
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
-from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
 from finetune.data.auto_length import load_recipe
-from finetune.data.dataset import MASKING, Rows, load_data, random_rows
+from finetune.data.dataset import MASKING, Rows, random_rows, rows_for
 from finetune.errors import ConfigError, ProofError
 from finetune.estimator.gate import MemoryForecast
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import processes, this_device
 from finetune.logging import output
-from finetune.storage.pretrained import load_tokenizer, vocabulary_of
+from finetune.storage.pretrained import load_tokenizer
 from finetune.training.health.monitor import HealthMonitor
 from finetune.training.preflight import preflight
 from finetune.training.session import Session, session_of
@@ -131,17 +130,15 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
     """As many rows as the steps need, the tokenizer, and notes on it."""
     train = config.train
     needed = steps * math.prod(rows_of(config)) * processes()
-    seed = int(train.get("seed", 42))
     if synthetic:
         builtin = config.model.model_copy(update={"name": "builtin:tiny_llama", "pad_token": None})
         tokenizer, _ = load_tokenizer(builtin)
         length = int(train.get("max_length") or 1024)
-        drawn = random_rows(config.model, needed, length, seed)
+        drawn = random_rows(config.model, needed, length, int(train.get("seed", 42)))
         description = f"{needed} rows of {length:,} random tokens"
         return Rows(drawn, None, description, {}), tokenizer, ["weights are random"]
     tokenizer, note = load_tokenizer(config.model, train.get("chat_template_path"))
-    vocabulary, method = vocabulary_of(config.model), method_of(train)
-    rows = load_data(config.data, tokenizer, seed, vocabulary=vocabulary, method=method)
+    rows = rows_for(config, tokenizer)
     enough = needed * MOST_PACKED if train.get("packing") else needed
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
