@@ -2,5 +2,5 @@
 
 jobs      runs them, each in a process of its own
 fairness  what variants have to share, before the runs and after
-outcome   the figures of a finished run
+outcome   a finished run, whose files are whole
 """
