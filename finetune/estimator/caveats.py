@@ -20,27 +20,31 @@ ONE_MACHINE = (
 
 def caveats(prediction: Prediction) -> tuple[str, ...]:
     """Caveats that apply to one configuration at one place."""
+    return (*_of_each(prediction), *_of_several(prediction))
+
+
+def _of_each(prediction: Prediction) -> Iterator[str]:
+    """Caveats of a device, however many there are."""
     config, train, place = prediction.config, prediction.config.train, prediction.place
-    on_gpu, notes = place.device.kind == "cuda", []
-    pace = prediction.pace
+    on_gpu, pace = place.device.kind == "cuda", prediction.pace
     masked = on_gpu and attends_by_mask(config, place.device)
     if masked and pace is not None and pace.share("attention") > 0.2:
-        notes.append(
+        yield (
             f"attention is {pace.share('attention'):.0%} of the step: rows packed into one make an "
             "explicit mask, which flash attention does not take and other kernels compute in full. "
             "~model.attention needs no mask; --advice predicts it"
         )
     if on_gpu and padding_free(train) and not masked:
-        notes.append(
+        yield (
             "attention is timed for documents that fill their rows: shorter ones take less of it"
         )
     if place.gpu is None and on_gpu and not place.here:
-        notes.append(
+        yield (
             "only the memory of this GPU is known: it is taken to have FP8 (compute capability "
             "9.0), and no time is predicted"
         )
     elif pace is None:
-        notes.append(
+        yield (
             f"no time is predicted: {place.device.name} is not in the table of GPUs; --gpu "
             "predicts for one that is"
         )
@@ -48,59 +52,54 @@ def caveats(prediction: Prediction) -> tuple[str, ...]:
     in_bf16 = prediction.resolution.precision.compute == "bf16"
     if on_gpu and not place.device.is_rocm and capability < (8, 0) and in_bf16:
         name = place.gpu.name if place.gpu is not None else place.device.name
-        notes.append(
+        yield (
             f"{name} has no BF16 (compute capability {shown_capability(capability)}; it takes "
             "8.0): torch converts each operand, and steps take longer than predicted, which is for "
             "FP16; precision.compute=fp16"
         )
     if on_gpu and prediction.compiled:
-        notes.append(
-            "torch.compile is modelled by its own rules of fusion and partition, and not run"
-        )
+        yield "torch.compile is modelled by its own rules of fusion and partition, and not run"
     if prediction.resolution.precision.compile_requested == "on" and not prediction.compiled:
-        notes.append(
+        yield (
             "precision.compile=on is predicted to change nothing: it leaves out layers that "
             "multiply by parameters in FP8, and one layer called many times is not modelled"
         )
     if TAKEN.reason in prediction.resolution.reason:
-        notes.append(
+        yield (
             "Transformer Engine is taken to be installed there; its layers are modelled from its "
             "sources, not run: memory within some per cent of the FP8 copies either way"
         )
     if on_gpu and chosen(train).paged:
-        notes.append(
+        yield (
             "states of a paged optimizer are not counted: they lie on the GPU while it has room, "
             "so that nvidia-smi shows more, and on the host when it is full, which takes time"
         )
     if on_gpu and chosen(train).library == "torchao":
-        notes.append(
+        yield (
             "torchao compiles its optimizer: temporaries of the compiled update are not rehearsed; "
             "the optimizer's phase may hold more"
         )
     if train.get("use_liger_kernel"):
-        notes.append("Liger's kernels are not rehearsed: memory and time will be lower than this")
+        yield "Liger's kernels are not rehearsed: memory and time will be lower than this"
     if config.lora is not None and config.lora.dropout:
-        notes.append("dropout's masks are rehearsed; its random numbers cost time not counted here")
+        yield "dropout's masks are rehearsed; its random numbers cost time not counted here"
     if place.device.is_rocm:
-        notes.append(
-            "rehearsed as CUDA would run it: attention and allocator of ROCm differ, either way"
-        )
+        yield "rehearsed as CUDA would run it: attention and allocator of ROCm differ, either way"
     if method_of(train).writes:
         answer, length = answer_of(config), setting(config, "max_length")
-        notes.append(
+        yield (
             f"answers are taken to have {answer} tokens (train.max_completion_length) and prompts "
             f"{max(1, length - answer)}; finetune.estimate(..., length=N) is for other sums of both"
         )
-        notes.append(
+        yield (
             "generation is that of Transformers, uncompiled, and its time was never measured; "
             "reward models are not counted"
         )
     elif not train.get("packing") and on_gpu:
-        notes.append(
+        yield (
             "rows are taken to have train.max_length tokens: shorter ones take less memory and "
             f"time, and reserve more where lengths change, without {EXPANDABLE}"
         )
-    return (*notes, *_of_several(prediction))
 
 
 def _of_several(prediction: Prediction) -> Iterator[str]:
