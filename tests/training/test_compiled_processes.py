@@ -60,8 +60,14 @@ def test_compiled_layers_over_fsdp2_train_as_eager_ones(recipe, tmp_path) -> Non
     assert losses(compiled) == pytest.approx(losses(eager), rel=0.01)
     seen, expected = largest_weights(compiled), largest_weights(eager)
     assert len(seen) == 2
-    # Those of a layer whose forward is observed are gathered, in BF16; others are shards.
-    assert seen == [pytest.approx(row, rel=2**-8) for row in expected]
+    # Those of a layer whose forward is observed are gathered, in BF16; others are shards, which of
+    # a base stored in FP8 are left out.
+    near = [pytest.approx(row, rel=2**-8) for row in expected]
+    if recipe is AS_ON_GPUS:
+        assert seen == near
+    for row, whole in zip(seen, expected, strict=True):
+        assert row.keys() == whole.keys()
+        assert all(row[key] <= whole[key] * (1 + 2**-8) for key in row)
 
 
 def test_health_over_fsdp2_leaves_out_a_head_stored_in_fp8(tmp_path) -> None:
