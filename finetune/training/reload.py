@@ -187,8 +187,9 @@ def with_adapter(model: Any, adapter: Path, **options: Any) -> Any:
     from peft import PeftModel
 
     from finetune.storage.ends import take_ends
+    from finetune.training.scope import false_warnings_ignored
 
-    with warnings.catch_warnings():  # PEFT leaves what it does not find as it was drawn
+    with false_warnings_ignored():  # PEFT leaves what it does not find as it was drawn
         warnings.filterwarnings("error", "Found missing adapter keys")
         model = PeftModel.from_pretrained(model, str(adapter), **options)
     take_ends(model, adapter)
