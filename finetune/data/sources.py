@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import json
 import lzma
 import os
 import re
@@ -35,6 +34,7 @@ from finetune.errors import (
     nearest,
     some,
 )
+from finetune.runs.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -46,8 +46,6 @@ LOADERS = {
 ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
 CHECKED = 10_000
 """Rows of a streamed file of text by which its columns are known."""
-BLOCK, BLOCKS = 1 << 20, 64
-"""Bytes of a block, and blocks of a large file that its fingerprint is of."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +82,8 @@ class Source:
         return [f"not read in {self.label}: {some(others)}"] if others else []
 
     def fingerprint(self) -> str:
-        """SHA-256 of the files' contents: of evenly spaced blocks where a file is large."""
-        found = hashlib.sha256(json.dumps([self.loader, *self.hub]).encode())
-        for path in self.files:
-            size = path.stat().st_size
-            found.update(str(size).encode())
-            count = min(BLOCKS, -(-size // BLOCK))
-            with path.open("rb") as file:
-                for index in range(count):
-                    file.seek((size - BLOCK) * index // (count - 1) if count > 1 else 0)
-                    found.update(file.read(BLOCK))
-        return found.hexdigest()
+        """What tells its rows from others: contents of files, names of the hub."""
+        return fingerprint(self.files, self.loader, *map(str, self.hub))
 
     def read(self, *, streaming: bool) -> Dataset | IterableDataset:
         """Rows of the source.

@@ -9,20 +9,22 @@ of another rank, the state of another optimizer) cannot be allowed.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.methods import REWARDS, TEACHER, method_of
 from finetune.config.paths import user_path
 from finetune.config.schema import RunConfig
-from finetune.data.sources import Source
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import Checkpoint
+from finetune.runs.fingerprint import fingerprint
 from finetune.runs.folder import finite
+from finetune.training.rewards import code_of, reward_names
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -63,9 +65,10 @@ PIECE = 1000
 """Rows that are hashed at a time: chunks of a table depend on how many processes made it."""
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("vocab*", "merges.txt", "*.model"),
+    *("vocab*", "merges.txt", "*.model", "*.py"),
 )
-"""Files of a model's folder that say what text is as ids."""
+"""Files of a model's folder that say what text is as ids, or are code."""
+WEIGHTS, TEMPLATE, SHOWN = ("*.safetensors", "*.bin"), "chat_template_path", 12
 SAID_ONLY = ("transformers_version", "architectures", "use_cache")
 """Keys of config.json that change no number."""
 
@@ -97,25 +100,47 @@ def rows_hash(*parts: Dataset | IterableDataset | None, fingerprint: str = "") -
 
 
 def model_files(config: RunConfig) -> dict[str, Any]:
-    """What the files of a local model say: a function, a vocabulary, a format.
+    """What the files say that every step depends on, besides its rows.
 
     Returns:
-        `model.config.json.KEY` -> value; `model.FILE` -> the beginning of its SHA-256; and, under
-        adapters, whose checkpoints do not hold them, `model.weights` -> their fingerprint.
+        `model.config.json.KEY` -> value; `model.FILE` -> the beginning of its fingerprint;
+        `model.weights` of a base that is read again: under adapters, whose checkpoints do not hold
+        it, and of a reference. The same below `train.` of a teacher, of rewards (models, files and
+        what these import from beside them) and of a chat template.
     """
-    folder, found = user_path(config.model.name), dict[str, Any]()
-    weights = tuple(sorted(folder.glob("*.safetensors"))) if folder.is_dir() else ()
-    if weights and config.lora is not None:
-        source = Source(config.model.name, "model.name", weights)
-        found["model.weights"] = source.fingerprint()[:12]
-    if not os.path.isfile(folder / "config.json"):
+    train, method = config.train, method_of(config.train)
+    again = config.lora is not None or method.reference or method.rewarded
+    found = _of_folder("model", config.model.name, weights=again)
+    if method.rewarded:
+        names = reward_names(train.get(REWARDS) or ())
+        for name in names:
+            found |= _of_folder(f"train.{REWARDS}", name, weights=True)
+        for file in code_of(names):
+            key = f"train.{REWARDS}.{file.name}"  # of two files of a name: both
+            found[key] = found.get(key, "") + fingerprint([file])[:SHOWN]
+    if name := train.get(TEACHER):
+        found |= _of_folder(f"train.{TEACHER}", name, weights=True)
+    if name := train.get(TEMPLATE):
+        found |= _of_folder(f"train.{TEMPLATE}", name, weights=False)
+    return found
+
+
+def _of_folder(key: str, name: str, *, weights: bool) -> dict[str, Any]:
+    """`model_files` of one model, in a folder or in the hub's cache; or of a file alone."""
+    path, found = user_path(name), dict[str, Any]()
+    if path.is_file():
+        return {f"{key}.{path.name}": fingerprint([path])[:SHOWN]}
+    if not path.is_dir():
         return found
-    for key, value in json.loads((folder / "config.json").read_text("utf-8")).items():
-        if not key.startswith("_") and key not in SAID_ONLY:  # _name_or_path
-            found[f"model.config.json.{key}"] = value
-    for file in (file for pattern in TOKENIZER for file in sorted(folder.glob(pattern))):
+    if weights and (files := [file for kind in WEIGHTS for file in sorted(path.glob(kind))]):
+        found[f"{key}.weights"] = fingerprint(files)[:SHOWN]
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # said where it is loaded
+        for name, value in json.loads((path / "config.json").read_text("utf-8")).items():
+            if not name.startswith("_") and name not in SAID_ONLY:  # _name_or_path
+                found[f"{key}.config.json.{name}"] = value
+    for file in (file for kind in TOKENIZER for file in sorted(path.glob(kind))):
         if file.is_file():
-            found[f"model.{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+            found[f"{key}.{file.name}"] = fingerprint([file])[:SHOWN]
     return found
 
 

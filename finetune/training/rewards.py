@@ -21,11 +21,14 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import re
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from modulefinder import ModuleFinder
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -91,8 +94,7 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
     Raises:
         ConfigError: there is none, or no such function, or its file cannot be run.
     """
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-    if not names:
+    if not (names := reward_names(names)):
         raise ConfigError(
             "answers need a reward to be compared by, and none is named",
             where=WHERE,
@@ -100,6 +102,48 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
             f"of a module, [{next(iter(PACKAGED))}] for a packaged one",
         )
     return [_found(name) for name in names]
+
+
+def reward_names(given: Sequence[str]) -> Sequence[str]:
+    """The names in `train.reward_funcs`: a list, or as typed, `a` or `a,b`."""
+    return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+
+
+class _Finder(ModuleFinder):
+    """Python's, to which a folder without code (`datasets/`, beside an import of it) is no module.
+
+    It knows no namespace packages (Python 3.14).
+    """
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        try:
+            return super().find_module(name, path, parent)
+        except AttributeError:
+            raise ImportError(name) from None
+
+
+def code_of(names: Sequence[str]) -> list[Path]:
+    """Files of the user's whose code these rewards run, found without running any.
+
+    A file or module by name, and what it imports from beside it, from this folder or PYTHONPATH;
+    libraries that are installed are none of these.
+    """
+    found = list[Path]()
+    for name in names:
+        place, module = user_path(name.partition(":")[0]), name.rpartition(".")[0]
+        beside = [str(place.parent)] if place.suffix == ".py" else []
+        here = [*beside, os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        finder = _Finder([one for one in here if one], excludes=["finetune"])
+        with contextlib.suppress(
+            OSError, ImportError, SyntaxError, ValueError
+        ):  # said when it runs
+            if beside:
+                finder.run_script(str(place))
+            elif module and not name.startswith(BUILTIN):
+                finder.import_hook(module)
+        files = (getattr(one, "__file__", None) for one in finder.modules.values())
+        found += [Path(file) for file in files if file]
+    return sorted({file.absolute() for file in found})
 
 
 def _found(name: str) -> Any:

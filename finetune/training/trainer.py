@@ -27,6 +27,7 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
+from finetune.config.yaml import shown
 from finetune.data.dataset import refuse_no_eval_rows, rows_for
 from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import this_device
@@ -60,6 +61,7 @@ from finetune.training.model import (
     take_model,
 )
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
+from finetune.training.rewards import code_of, reward_names
 from finetune.training.run_folder import (
     check_disk,
     discarded_unless_begun,
@@ -231,6 +233,8 @@ class _Run:
             on = config.train[CHECKPOINTING]
             why = "on, memory is too small without" if on else "off, memory is enough without"
             self.console.print(f"gradient checkpointing: {why}")
+        if code := code_of(reward_names(config.train.get(REWARDS) or ())):
+            self.console.print(whole(f"rewards run the code of {', '.join(map(shown, code))}"))
         for note in self.notes:
             self.console.print(whole(note), crop=False)
 

@@ -281,8 +281,8 @@ def test_the_hash_of_rows_does_not_depend_on_the_processes_that_made_them() -> N
 
 
 def test_large_files_have_a_fingerprint_of_blocks(monkeypatch) -> None:
-    monkeypatch.setattr("finetune.data.sources.BLOCK", 16)
-    monkeypatch.setattr("finetune.data.sources.BLOCKS", 4)
+    monkeypatch.setattr("finetune.runs.fingerprint.BLOCK", 16)
+    monkeypatch.setattr("finetune.runs.fingerprint.BLOCKS", 4)
     Path("a.jsonl").write_text(rows_of("a", 100))
     before = files_of("a.jsonl", "data.path").fingerprint()
     Path("a.jsonl").write_text(rows_of("a", 99) + rows_of("z", 1))

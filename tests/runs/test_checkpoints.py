@@ -213,6 +213,46 @@ def test_another_base_under_the_adapters_has_to_be_allowed(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("mine/rewards.py", "train.reward_funcs.rewards.py"),
+        ("mine/marks.py", "train.reward_funcs.marks.py"),
+        ("teacher/model.safetensors", "train.teacher_model_name_or_path.weights"),
+        ("teacher/tokenizer.json", "train.teacher_model_name_or_path.tokenizer.json"),
+        ("base/model.safetensors", "model.weights"),
+        ("chat.jinja", "train.chat_template_path.chat.jinja"),
+    ],
+)
+def test_every_file_that_a_step_depends_on_is_compared(file, key, tmp_path, monkeypatch) -> None:
+    """By content: a run went on by other rewards, by another teacher and from another reference."""
+    monkeypatch.chdir(tmp_path)
+    written = {
+        "mine/rewards.py": "import json, datasets, marks\n",
+        "mine/marks.py": "import torch\n",
+        "datasets/rows.jsonl": "{}",  # a folder, and no module
+        "teacher/model.safetensors": "one",
+        "teacher/tokenizer.json": "{}",
+        "base/model.safetensors": "one",
+        "chat.jinja": "{{ messages }}",
+    }
+    for name, text in written.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    method, own = "grpo", ["model.name=base", "train.reward_funcs=[mine/rewards.py:f]"]
+    if file.startswith("teacher"):
+        method, own = "distill", ["train.teacher_model_name_or_path=teacher"]
+    own += ["train.chat_template_path=chat.jinja"]
+    config = load_recipe(f"tiny_{method}_fp8", own, check_train=False).config
+    facts = facts_of(config, "rows", 1)
+    saved = Checkpoint(make(tmp_path, 1, facts=facts))
+    Path(file).touch()
+    assert check_resume(saved, config, facts_of(config, "rows", 1)) == {}
+    Path(file).write_text(f"{written[file]} ")
+    with pytest.raises(ConfigError, match=rf"would change {key}\n"):
+        check_resume(saved, config, facts_of(config, "rows", 1))
+
+
+@pytest.mark.parametrize(
     ("overrides", "epoch", "said"),
     [
         ([], 0.5, "ends at step 10, and the checkpoint is at step 10"),
