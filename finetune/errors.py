@@ -34,6 +34,7 @@ import difflib
 import json
 import os
 import shlex
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -202,6 +203,17 @@ def install_hint(extra: str) -> str:
     if url.startswith("file:"):
         name += f" @ {url}"
     return f"pip install {shlex.quote(name)}"
+
+
+def exited(end: SystemExit) -> RunFailedError:
+    """The error for code of others that ends the process: exit 0 would say that it finished."""
+    at = traceback.extract_tb(end.__traceback__)[-1]
+    return RunFailedError(
+        f"code outside of finetune ended the process by sys.exit({end.code or 0!r})",
+        where=f"{at.filename}:{at.lineno}",
+        why="nothing after it ran: no model is saved, and an exit code of 0 would say one was",
+        fix="raise an error there instead, or return",
+    )
 
 
 def some(names: Sequence[str], shown: int = 6) -> str:

@@ -47,8 +47,14 @@ def output(*, stderr: bool = False, quiet: bool = False) -> Console:
 class _Dropping:
     """A stream of which lines are dropped that cannot be written, with a note of the first."""
 
-    def __init__(self, stream: Any, note: Path) -> None:
-        self.stream, self.note = stream, note
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.lost, self.note = stream, "", None
+
+    def say_in(self, folder: Path) -> None:
+        """Note what is lost, and was until now, in a folder."""
+        self.note = folder / "output-lost.txt"
+        if self.lost:
+            self.note.write_text(self.lost, encoding="utf-8")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -65,19 +71,25 @@ class _Dropping:
         except BrokenPipeError:  # nobody reads any more: the run stops (`GracefulStop`)
             raise
         except OSError as error:
-            if not self.note.exists():
+            if not self.lost:
                 said = f"the output could not be written ({error}): lines are dropped from here on"
-                self.note.write_text(f"{said}; metrics.jsonl has the losses\n", encoding="utf-8")
+                self.lost = f"{said}; metrics.jsonl has the losses\n"
+                if self.note is not None:
+                    self.note.write_text(self.lost, encoding="utf-8")
             return None
 
 
 @contextlib.contextmanager
-def keeps_going(console: Console, folder: Path) -> Iterator[None]:
-    """Let a run train on where its output's disk is full: a note in its folder says so."""
-    stream = console.file
-    console.file = _Dropping(stream, folder / "output-lost.txt")  # pyright: ignore
+def keeps_going(console: Console) -> Iterator[_Dropping]:
+    """Let a run train on where its output's disk is full, also that of what rewards print."""
+    stream, kept = console.file, _Dropping(console.file)
+    console.file = kept  # pyright: ignore
     try:
-        yield
+        if stream is sys.stdout:
+            with contextlib.redirect_stdout(kept):  # pyright: ignore
+                yield kept
+        else:
+            yield kept
     finally:
         console.file = stream
 

@@ -22,7 +22,13 @@ from typer.core import TyperGroup
 from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE
 from finetune.config.paths import is_path, list_recipes
-from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean
+from finetune.errors import (
+    ConfigError,
+    FinetuneError,
+    RecipeNotFoundError,
+    did_you_mean,
+    exited,
+)
 from finetune.logging import fit_streams, output, quiet_libraries
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
@@ -132,6 +138,11 @@ def main() -> None:
         code = app(standalone_mode=False)
     except FinetuneError as error:
         _show_error(error)
+        sys.exit(MISUSE)
+    except SystemExit as end:
+        if end.code:  # ours are
+            raise
+        _show_error(exited(end))
         sys.exit(MISUSE)
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:  # a fault of ours or a library's

@@ -137,6 +137,7 @@ def import_(
         console.print(f"! {note}", style="yellow")
     short = model.rpartition("/")[2]
     fitting = [r["recipe"] for r in rows() if (r["model"], r["method"]) == (short, "full")]
-    recipe, place = max(fitting, default="RECIPE"), shlex.quote(str(folder))
+    supervised = [name for name in fitting if name.endswith("_full_fp8")]  # others need own rows
+    recipe, place = min(supervised, key=len, default="RECIPE"), shlex.quote(str(folder))
     line = f"next: python -m finetune {recipe} model.name={place} model.weights=pretrained"
     console.print(whole(line), crop=False)

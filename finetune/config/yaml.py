@@ -36,12 +36,19 @@ class PlainText(str):
     """A plain (unquoted) scalar, whose type the field decides. Quoted text stays a `str`."""
 
 
-MOST_BYTES = 1 << 20
-"""Of a file: a recipe is a page, and rows or weights are none."""
+MOST_BYTES, MOST_VALUES, DEEPEST = 1 << 20, 20_000, 50
+"""Of a file: a recipe is a page, rows or weights are none, and aliases grow without end."""
 
 
 def _build(node: Any, at: KeyPath, lines: dict[KeyPath, int], file: str) -> Any:
     lines[at] = node.start_mark.line + 1
+    if len(lines) > MOST_VALUES or len(at) > DEEPEST:
+        raise ConfigError(
+            f"this YAML has more than {MOST_VALUES:,} values, or more than {DEEPEST} levels",
+            where=f"{file}:{lines[at]}",
+            why="aliases that contain aliases, or themselves, multiply without end",
+            fix="write the values out instead of the aliases, and close the brackets",
+        )
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -120,7 +127,7 @@ def parse_yaml(text: str, file: str) -> tuple[Any, dict[KeyPath, int]]:
     lines: dict[KeyPath, int] = {}
     try:
         node = _PlainLoader(text).get_single_node()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:  # libyaml has a limit, Python's has none
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)

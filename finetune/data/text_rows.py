@@ -139,16 +139,17 @@ def rows_of(file: Path, sample_by: str = "line") -> Iterator[tuple[int, dict[str
     import fsspec
 
     with fsspec.open(str(file), "rb", compression="infer") as given:
-        opened = cast("IO[bytes]", given)
-        kind = kind_of(file)
+        opened, kind = cast("IO[bytes]", given), kind_of(file)
+        # Also by a carriage return alone, as Excel for the Mac saves CSV.
+        lines = (part for line in opened for part in line.splitlines(keepends=True))
         if kind in (".csv", ".tsv"):
-            yield from _cells_of(opened, file, "\t" if kind == ".tsv" else ",")
+            yield from _cells_of(lines, file, "\t" if kind == ".tsv" else ",")
         elif kind == ".txt":
-            yield from _texts(opened, file, sample_by)
+            yield from _texts(lines, file, sample_by)
         elif kind == ".json":
             yield from _json(opened.read(), file)
         else:
-            yield from _json_lines(opened, file)
+            yield from _json_lines(lines, file)
 
 
 MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip"}

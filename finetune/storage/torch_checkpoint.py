@@ -68,7 +68,11 @@ def import_checkpoint(file: Path, model: str, folder: Path) -> dict[str, Any]:
     """
     if folder.exists():
         raise ConfigError(f"{str(folder)!r} is there already", fix="choose another folder")
-    config, notes = ModelConfig(name=model, weights="random"), list[str]()
+    try:
+        config, notes = ModelConfig(name=model, weights="random"), list[str]()
+    except ValueError:  # pydantic's
+        fix = "--as the hub id, folder or builtin: name of its architecture"
+        raise ConfigError(f"{model!r} names no model", where="--as", fix=fix) from None
     shape, (tensors, beside) = load_shape(config), _tensors_in(file)
     layout, tensors = _in_our_layout(tensors, shape, notes)
     _follow(shape, layout, tensors, beside, notes)
@@ -111,11 +115,22 @@ def _tensors_in(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         raise ConfigError(what, where=str(file), why=why, fix=fix) from None
     held = found if isinstance(found, Mapping) else {}
     state = next((held[k] for k in STATES if isinstance(held.get(k), Mapping)), held)
-    named = {WRAPPERS.sub("", k): t for k, t in state.items() if isinstance(t, Tensor)}
-    if not named:
+    tensors = {k: t for k, t in state.items() if isinstance(t, Tensor)}
+    named = {WRAPPERS.sub("", k): t for k, t in tensors.items() if isinstance(k, str)}
+    if not tensors:
         what = f"{file.name} is a {type(found).__name__} of {some(list(map(str, held)))}"
         why, fix = "it holds no weights by name", "torch.save(model.state_dict(), FILE) makes one"
         raise ConfigError(what, where=str(file), why=why, fix=fix)
+    plain = [t for t in named.values() if t.layout is torch.strided and not t.is_meta | t.is_nested]
+    if len(plain) < len(tensors):
+        unnamed, odd = len(tensors) - len(named), len(named) - len(plain)
+        raise ConfigError(
+            f"{file.name} is no state dict of one model",
+            where=str(file),
+            why=f"{unnamed:,} of {len(tensors):,} tensors have no name, or that of another behind "
+            f"`module.`; {odd:,} are sparse, nested or without numbers",
+            fix="torch.save(model.state_dict(), FILE), of the model on its device",
+        )
     return {name: t.detach() for name, t in named.items() if not IDLE.search(name)}, held
 
 

@@ -17,6 +17,7 @@ from finetune.errors import (
     FinetuneError,
     MemoryShortError,
     RunFailedError,
+    exited,
     first_line,
 )
 from finetune.hardware.device import processes
@@ -43,6 +44,8 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
+    except SystemExit as end:
+        raise exited(end) from end
     except Exception as error:
         # TRL prepares rows between collectives: a lost connection looks like the error of a row.
         lost = error.__cause__ or error if isinstance(error, FinetuneError) else error

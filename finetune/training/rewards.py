@@ -32,11 +32,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerState
 
 from finetune.config.paths import user_path
 from finetune.config.section import BUILTIN
-from finetune.errors import ConfigError, DataError, did_you_mean, first_line
+from finetune.errors import ConfigError, DataError, FinetuneError, did_you_mean, first_line
 
 WHERE = "train.reward_funcs"
 UP_TO_TWENTY = """
@@ -169,11 +170,13 @@ def _names_in(place: str, name: str) -> dict[str, Any]:
         if place.endswith(".py"):
             return runpy.run_path(str(user_path(place)))
         found = importlib.import_module(place)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ConfigError(
             f"the reward {name!r} cannot be imported",
             where=WHERE,
-            why=f"{type(error).__name__}: {first_line(error)}",
+            why=_told(error),
             fix=f"{WHERE}=[FILE.py:FUNCTION], or [MODULE.FUNCTION] of a module that this folder "
             "has",
         ) from error
@@ -206,45 +209,58 @@ def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if not hasattr(given, "__len__") or len(given) != len(completions):
             count = len(given) if hasattr(given, "__len__") else f"{given!r}, not a list"
             what = f"the reward {name!r} gave {count} for {len(completions)} completions"
-            raise _refused(what, prompts[0], completions[0], "return one number for each of them")
+            raise _refused(what, prompts, completions, "return one number for each of them")
         found: list[float | None] = []
         for i, value in enumerate(given):
             try:
                 number = None if value is None else float(value)
-            except (TypeError, ValueError):
+            except Exception:  # noqa: BLE001  an object's own conversion
                 number = math.nan
-            if number is not None and not math.isfinite(number):
-                what = f"the reward {name!r} gave {value!r}, and a reward is a finite number"
+            if number is not None and not abs(number) <= MOST:
+                what = f"the reward {name!r} gave {_shown(value)}: a reward is a finite float32"
                 fix = "return a number, or None where it has nothing to say of an answer"
-                raise _refused(what, prompts[i], completions[i], fix)
+                raise _refused(what, prompts[i:], completions[i:], fix)
             found.append(number)
         return found
 
+    def keep_recording(records: bool, *asked: Sequence[Any]) -> None:
+        if torch.is_grad_enabled() != records:
+            torch.set_grad_enabled(records)
+            what = f"the reward {name!r} left torch.set_grad_enabled({not records})"
+            raise _refused(what, *asked, "`with torch.no_grad():` there", "nothing would train")
+
     @contextlib.contextmanager
     def telling(prompts: Any, completions: Any, columns: Any) -> Iterator[None]:
+        records = torch.is_grad_enabled()
+        if log := columns.get("log_metric"):
+            columns["log_metric"] = functools.partial(_logged, log)
         try:
             yield
-        except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
+            keep_recording(records, prompts, completions)
+        except (KeyboardInterrupt, FinetuneError):
+            raise
+        except BaseException as error:
+            said = _told(error)
             beside = [key for key in columns if key not in OF_TRL]
             fix = f"correct it; columns beside the prompt: {', '.join(beside) or 'none'}"
             if isinstance(error, TypeError):
                 fix += "; name yours by 'data.columns={answer: NAME}', and end with **kwargs"
             what = f"the reward {name!r} failed"
-            raise _refused(what, prompts[0], completions[0], fix, said) from error
+            raise _refused(what, prompts, completions, fix, said) from error
 
     @functools.wraps(function)
     async def later(prompts: Any, completions: Any, **columns: Any) -> Any:
         with telling(prompts, completions, columns):
             given = await function(prompts=prompts, completions=completions, **columns)
-        return check(given, prompts, completions)
+            found = check(given, prompts, completions)
+        return found
 
     @functools.wraps(function)
     def now(prompts: Any, completions: Any, **columns: Any) -> Any:
         with telling(prompts, completions, columns):
             given = function(prompts=prompts, completions=completions, **columns)
-        return check(given, prompts, completions)
+            found = check(given, prompts, completions)
+        return found
 
     return later if inspect.iscoroutinefunction(function) else now
 
@@ -253,10 +269,42 @@ OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environ
 """What TRL (1.16) hands to a reward beside the columns of the rows."""
 
 
-def _refused(what: str, prompt: Any, completion: Any, fix: str, why: str = "") -> DataError:
-    asked, said = (shorten(text_of(x), 200) for x in (prompt, completion))
-    row = f"prompt {asked!r}, completion {said!r}"
-    return DataError(what, where=WHERE, why=f"{why}; {row}" if why else row, fix=fix)
+OF_TRAINER = ("loss", "grad_norm", "learning_rate", "epoch", "step", "reward", "reward_std")
+"""What the trainer logs itself: a reward's metric of such a name would stand in its place."""
+MOST = 3.4e38
+"""Largest float32, nearly: TRL adds rewards in it, where more is infinite."""
+
+
+def _logged(log: Callable[[str, Any], None], key: str, value: Any) -> None:
+    """TRL's `log_metric` (1.16), but for names of the trainer's own."""
+    if key in OF_TRAINER:
+        raise ValueError(f"log_metric({key!r}, ...) would replace the trainer's own {key}")
+    log(key, value)
+
+
+def _told(error: BaseException) -> str:
+    """What code of others raised, and where."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else first_line(error)
+    return f"{type(error).__name__}: {said} ({at.filename}:{at.lineno})"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return shorten(repr(value), 60)
+    except Exception:  # noqa: BLE001  an object's own; whole numbers of 5,000 digits
+        return f"a value of type {type(value).__name__}"
+
+
+def _refused(
+    what: str, prompts: Sequence[Any], completions: Sequence[Any], fix: str, why: str = ""
+) -> DataError:
+    """The error of a call, with its first prompt and completion, if it had any."""
+    for prompt, completion in zip(prompts[:1], completions[:1], strict=True):
+        asked, said = (shorten(text_of(x), 200) for x in (prompt, completion))
+        row = f"prompt {asked!r}, completion {said!r}"
+        why = f"{why}; {row}" if why else row
+    return DataError(what, where=WHERE, why=why, fix=fix)
 
 
 # ---------------------------------------------------------------------------------- over a run

@@ -30,7 +30,7 @@ from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.config.yaml import shown
 from finetune.data.dataset import refuse_no_eval_rows, rows_for
 from finetune.errors import FinetuneError, ProofError
-from finetune.hardware.device import this_device
+from finetune.hardware.device import rank, this_device
 from finetune.hardware.energy import EnergyCounter
 from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, keeps_going, output, whole
@@ -106,18 +106,20 @@ def begun(
     Raises:
         FinetuneError: any error that the user can fix, see `finetune.errors`.
     """
-    with busy(console or output(), f"checking {recipe.name}"):
-        ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
-    less = partial(advice, forecast, ahead)
-    with explained(Path(out), less):
-        run = _Run(recipe, ahead, Path(out), console, force=force, given=given)
-    run.forecast = forecast
-    guarded = partial(explained, run.folder, less)
-    begins = session_of(ahead.resolution, run.console)
-    kept = keeps_going(run.console, run.folder)
-    with discarded_unless_begun(run.folder), kept, begins as session, guarded():
-        run.load(session)
-        yield run
+    console = console or output(quiet=rank() > 0)
+    with keeps_going(console) as shown:
+        with busy(console, f"checking {recipe.name}"):
+            ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
+        less = partial(advice, forecast, ahead)
+        with explained(Path(out), less):
+            run = _Run(recipe, ahead, Path(out), console, force=force, given=given)
+        run.forecast = forecast
+        guarded = partial(explained, run.folder, less)
+        begins = session_of(ahead.resolution, run.console)
+        with discarded_unless_begun(run.folder), begins as session, guarded():
+            shown.say_in(run.folder)
+            run.load(session)
+            yield run
 
 
 class _Run:
@@ -146,7 +148,7 @@ class _Run:
     output: TrainOutput | None = None
 
     def __init__(
-        self, recipe: Recipe, ahead: Preflight, out: Path, console: Console | None, *, force: bool,
+        self, recipe: Recipe, ahead: Preflight, out: Path, console: Console, *, force: bool,
         given: tuple[Any, Any] | None = None,
     ) -> None:  # fmt: skip
         """Load everything but the model, then make the run folder: a failure here leaves none."""
@@ -158,7 +160,7 @@ class _Run:
         config, on_cpu = ahead.config, ahead.device.kind == "cpu"
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
-        self.console = console or output(quiet=not self.is_main)
+        self.console = console
         self.folder = name_folder(out, recipe.name, ahead.resolution.label)
         template = config.train.get("chat_template_path")
         self.model = given and given[0]

@@ -90,17 +90,19 @@ class Full(io.StringIO):
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_has_no_room_trains_on_and_notes_it(tmp_path) -> None:
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_a_run_whose_output_has_no_room_trains_on_and_notes_it(from_the_start, tmp_path) -> None:
     settings = [
         "train.max_steps=2", "data.max_rows=12", "train.eval_strategy=no", "data.eval_fraction=0",
         "train.logging_steps=1",
     ]  # fmt: skip
     full = Full()
+    full.is_full = from_the_start
     shown = Console(file=full, width=80)
     recipe = load_recipe("tiny_full_bf16", settings)
     report = finetune.train(recipe, out=tmp_path, console=shown)
     assert shown.file is full
-    assert "run folder" in full.getvalue()
+    assert ("run folder" in full.getvalue()) is not from_the_start
     assert "step 2/" not in full.getvalue()
     assert (report.folder / "model" / "model.safetensors").is_file()
     assert "No space left" in (report.folder / "output-lost.txt").read_text()

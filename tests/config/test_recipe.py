@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -576,6 +578,31 @@ def test_arguments_of_another_kind_are_errors_with_what_to_write(tmp_path):
     copied = tmp_path / "mine.yaml"
     copied.write_text(find_recipe("tiny_lora_fp8").read_text("utf-8"), encoding="utf-8")
     assert load_recipe(copied, check_train=False).name == "mine"
+
+
+def bomb() -> str:
+    """A YAML of eight lines that is 9**8 values."""
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in itertools.pairwise("abcdefgh")]
+    return "\n".join([*lines, "model: *h", ""])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [bomb(), "model: &a {name: *a}\n", f"model: {'[' * 500}{']' * 500}\n", "[" * 50_000],
+    ids=["aliases", "itself", "brackets", "more-brackets"],
+)
+@pytest.mark.parametrize("verb", ["validate", "generate"])
+def test_yaml_without_end_is_refused_at_once(text, verb, cli) -> None:
+    """Recipes, and `config.yaml` of run folders: they took 5 GB and 40 s, or a traceback."""
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(text)
+    asked = ("validate", "run/config.yaml") if verb == "validate" else ("generate", "run", "hi")
+    began = time.perf_counter()
+    refused = cli(*asked)
+    assert refused.code == 2
+    assert "config.yaml:" in refused.err
+    assert time.perf_counter() - began < 20  # imports of a first verb among it
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "folder/mine", "./mine.yml"])

@@ -168,6 +168,17 @@ def test_a_csv_is_read_by_the_delimiter_that_it_has(load, name, there):
     assert next(iter(load(name).train)) == pair(f"One{there} two, or; 3?", "Four.")
 
 
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\n"])
+def test_a_line_ends_as_any_system_ends_it(load, end):
+    """With a carriage return alone in a CSV that Excel for the Mac saved; cells keep theirs."""
+    text = 'prompt,completion\na?,"b,\nc."\nd?,e.\n'.replace("\n", end)
+    Path("mac.csv").write_text(text, newline="")
+    lines = [json.dumps({"text": one}) for one in ("a", "b")]
+    Path("mac.jsonl").write_text(end.join(lines), newline="")
+    assert list(load("mac.csv").train) == [pair("a?", f"b,{end}c."), pair("d?", "e.")]
+    assert len(load("mac.jsonl").train) == 2
+
+
 def test_a_file_of_columns_is_said_to_be_one_and_its_command_makes_rows(load):
     columns = {"prompt": ["a?", "c?"], "completion": ["b.", "d."]}
     write_text("columns.json", json.dumps(columns))

@@ -153,6 +153,21 @@ def test_code_of_a_runs_model_needs_permission(verb, cli, tmp_path) -> None:
     assert "--trust-remote-code" in found.err
 
 
+@pytest.mark.parametrize("verb", ["data", "run"])
+def test_code_of_a_model_cannot_end_a_verb_with_exit_0(verb, tmp_path, monkeypatch, cli) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    folder = tmp_path / "leaving"
+    folder.mkdir()
+    (folder / "own.py").write_text("import sys\nsys.exit(0)\n")
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(own))
+    asked = (f"model.name={folder}", "model.trust_remote_code=true")
+    refused = cli(verb, "tiny_lora_bf16", *asked)
+    assert refused.code == 2
+    assert "ended the process by sys.exit(0)" in refused.err
+    assert "own.py:2" in refused.err
+
+
 def test_code_of_a_tokenizer_runs_where_the_recipe_permits_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", None)  # Transformers would ask
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))

@@ -163,6 +163,7 @@ def test_a_model_of_transformers_is_taken_as_it_is(tmp_path, cli, monkeypatch) -
     assert done["parameters"] == model.num_parameters()
     again = AutoModelForCausalLM.from_pretrained("mine", dtype="auto")
     assert all(torch.equal(again.state_dict()[n], t) for n, t in model.state_dict().items())
+    assert "finetune tiny_full_fp8 " in cli("import", "a.pt", "--as", config.name, "other").out
 
 
 @dataclass
@@ -184,6 +185,16 @@ def broken(nano: dict[str, Tensor], how: str) -> object:
         nano[first] = torch.full((WIDTH,), math.nan)
     elif how == "codes":
         nano[first] = torch.ones(WIDTH, dtype=torch.uint8)
+    elif how == "twice":
+        nano[f"module.{first}"] = nano[first] + 1
+    elif how == "number":
+        nano[7] = nano[first]
+    elif how == "meta":
+        nano[first] = nano[first].to("meta")
+    elif how == "sparse":
+        nano[first] = nano[first].to_sparse()
+    elif how == "numbers":
+        return dict(enumerate(nano.values()))
     elif how == "code":
         return {"model": nano, "config": Args()}
     elif how == "none":
@@ -201,6 +212,11 @@ def broken(nano: dict[str, Tensor], how: str) -> object:
         ("codes", "1 of 29 tensors are no floats of 16 bits"),
         ("code", "test_torch_checkpoint.Args"),
         ("none", "latest.pt is a dict of step"),
+        ("numbers", "31 of 31 tensors have no name"),
+        ("number", "1 of 32 tensors have no name"),
+        ("twice", "1 of 32 tensors have no name, or that of another behind `module.`"),
+        ("meta", "1 are sparse, nested or without numbers"),
+        ("sparse", "1 are sparse, nested or without numbers"),
         ("cut", "cannot be read as tensors"),
         ("text", "cannot be read as tensors"),
     ],
@@ -222,6 +238,7 @@ def test_a_file_or_model_that_is_not_there(gpt2, cli) -> None:
         (("import", "none.pt", "--as", "builtin:bdh_tniy", "mine"), "did you mean"),
         (("import", gpt2, "--as", gpt2, "mine"), "shape: Is a directory"),
         (("import", "none.pt", "mine"), "--as"),
+        (("import", "none.pt", "--as", "", "mine"), "'' names no model"),
     ):
         found = cli(*words)
         assert found.code == 2

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from finetune import load_recipe
 from finetune.config.paths import ASSETS
@@ -22,7 +23,7 @@ ROWS: dict[str, Any] = {
     "completions": [[{"role": "assistant", "content": "It is four."}], "3, or 4"],
     "answer": ["4", "#### 3"],
 }
-SOURCE = """
+SOURCE = """import sys, torch
 def exact(completions, answer, **columns):
     return [float(a in str(c)) for c, a in zip(completions, answer)]
 
@@ -34,6 +35,16 @@ def one(completions, **columns): return 1.0
 def quiet(completions, **columns): return [None, 0]
 def same(completions, **columns): return [1.0 for _ in completions]
 def rising(completions, **columns): return [float(i) for i, _ in enumerate(completions)]
+def empty(completions, **columns): return completions[2]
+def huge(completions, **columns): return [0, 10 ** 5000]
+def wide(completions, **columns): return [0, 1e39]
+class Odd:
+    def __float__(self): raise RuntimeError("no number")
+    def __repr__(self): raise RuntimeError("no text")
+def odd(completions, **columns): return [0, Odd()]
+def leaves(completions, **columns): sys.exit(0)
+def switches(completions, **columns): torch.set_grad_enabled(False); return [0, 1]
+def metric(completions, log_metric, **columns): log_metric("loss", float("nan")); return [0, 1]
 async def late(completions, **columns): return [0.5, float("nan")]
 """
 
@@ -72,7 +83,7 @@ def test_rewards_of_trl_and_reward_models_are_trls(folder):
         (["builtin:last_numbr"], "did you mean 'builtin:last_number'?"),
         (["my_rewards_of_tests.exat"], "did you mean 'exact'?"),
         (["my_rewards_of_tests.py:exat"], "did you mean 'exact'?"),
-        (["./my_rewards_of_tests.py"], "one of broken, exact, infinite"),
+        (["./my_rewards_of_tests.py"], "one of Odd, broken, empty"),
         (["nowhere.exact"], "ModuleNotFoundError"),
         (["nowhere.py:exact"], "FileNotFoundError"),
         (["think_formt_reward"], "did you mean 'think_format_reward'?"),
@@ -94,14 +105,35 @@ def test_a_reward_that_is_not_there_is_refused(folder, names, said):
         ("word", ["gave 'good'", "One plus two?", "3, or 4"]),
         ("infinite", ["gave inf", "One plus two?"]),
         ("late", ["gave nan", "One plus two?"]),
+        ("huge", ["gave a value of type int", "One plus two?"]),
+        ("wide", ["gave 1e+39", "One plus two?"]),
+        ("odd", ["gave a value of type Odd", "One plus two?"]),
+        ("leaves", ["SystemExit: sys.exit(0) (", "my_rewards_of_tests.py:"]),
+        ("switches", ["set_grad_enabled(False)", "nothing would train"]),
+        ("metric", ["log_metric('loss', ...) would replace"]),
     ],
 )
 def test_what_is_no_reward_is_refused_with_its_row(folder, name, said):
     (found,) = rewards_of([f"my_rewards_of_tests.{name}"])
     with pytest.raises(DataError) as refused:
-        asyncio.run(found(**ROWS)) if name == "late" else found(**ROWS)
+        asyncio.run(found(**ROWS)) if name == "late" else found(**ROWS, log_metric=print)
+    assert torch.is_grad_enabled()
     assert f"my_rewards_of_tests.{name}" in refused.value.what
     assert all(words in str(refused.value) for words in said)
+
+
+def test_a_reward_of_no_completion_is_refused_without_a_row(folder):
+    (found,) = rewards_of(["my_rewards_of_tests.empty"])
+    with pytest.raises(DataError, match="IndexError"):
+        found(prompts=[], completions=[])
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "raise BaseException"])
+def test_a_reward_file_that_ends_the_process_is_refused_by_name(end, folder):
+    (folder / "leaving.py").write_text(f"import sys\ndef f(**rows): return []\n{end}\n")
+    for name in ("leaving.py:f", "leaving.f"):
+        with pytest.raises(ConfigError, match=rf"{name}' cannot be imported[\s\S]*leaving.py:3"):
+            rewards_of([name])
 
 
 def test_a_column_that_rows_lack_is_named(folder):
