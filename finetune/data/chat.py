@@ -237,7 +237,7 @@ PROBED = {"of": "a probe"}
 
 def refusal(row: dict[str, Any], tokenizer: Any) -> str:
     """Reason why the template takes no such conversation; empty where it does."""
-    text = _rendered(turns_of(row), row.get("tools") or [], tokenizer)
+    text = rendered(turns_of(row), row.get("tools") or [], tokenizer)
     return text.removeprefix(FAILED) if text.startswith(FAILED) else ""
 
 
@@ -256,14 +256,14 @@ def probe(tokenizer: Any) -> Takes:
     """
     ask = {"role": "user", "content": "?"}
     system = [{"role": "system", "content": "probed system"}, ask]
-    taken = "probed system" in _rendered(system, [], tokenizer)
+    taken = "probed system" in rendered(system, [], tokenizer)
     forms: tuple[dict[str, Any], ...] = ({"content": None}, {}, {"content": ""})
     plainly: dict[str, Any] = {}
     for arguments in (PROBED, json.dumps(PROBED)):
         call = {"type": "function", "function": {"name": "probed_call", "arguments": arguments}}
         for form in forms:
             turns = [ask, {"role": "assistant", **form, "tool_calls": [call]}]
-            text = _rendered(turns, [], tokenizer)
+            text = rendered(turns, [], tokenizer)
             if any(part in text for part in ("None", "{'of'", '\\"of', FAILED)):
                 continue
             if "probed_call" in text:
@@ -299,7 +299,7 @@ def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:
             seen.add(part)
             key, role, when = part
             shown = turns[: len(changed)]
-            if _rendered(shown, tools, tokenizer) != _rendered(changed, others, tokenizer):
+            if rendered(shown, tools, tokenizer) != rendered(changed, others, tokenizer):
                 continue
             if key in ("name", "tool_call_id"):  # templates without them lose no text
                 continue
@@ -352,9 +352,9 @@ def _with(turns: list[Any], position: int, turn: dict[str, Any]) -> list[Any]:
     return [*turns[:position], turn, *turns[position + 1 :]]
 
 
-def _rendered(turns: list[Any], tools: list[Any], tokenizer: Any) -> str:
+def rendered(turns: list[Any], tools: list[Any], tokenizer: Any, **options: Any) -> str:
     """A conversation as text; what went wrong, if it cannot be rendered."""
     try:
-        return tokenizer.apply_chat_template(turns, tools=tools or None, tokenize=False)
+        return tokenizer.apply_chat_template(turns, tools=tools or None, tokenize=False, **options)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         return f"{FAILED}{type(error).__name__}: {error}"

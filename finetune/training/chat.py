@@ -28,6 +28,7 @@ from transformers import TextStreamer, set_seed
 from finetune.config.generation import generation
 from finetune.config.paths import is_text
 from finetune.config.schema import Compute
+from finetune.data.answers import UNREADABLE, Answers
 from finetune.data.chat import probe, without_system
 from finetune.errors import ConfigError, did_you_mean
 from finetune.logging import output, plain_table
@@ -93,6 +94,7 @@ class Conversation:
         seed: int | None, compute: Compute, without_adapters: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.seed, self.dropped = model, tokenizer, seed, 0
+        self.answers = Answers.of(tokenizer)
         self.compute: Compute = compute
         self.as_asked = model.disable_adapter if without_adapters else contextlib.nullcontext
         self.room = positions(model.config)
@@ -140,24 +142,49 @@ class Conversation:
             speech.end()
             raise
         finally:
-            if speech.text:
-                self.turns = [*turns, {"role": "assistant", "content": speech.text}]
-        return speech.text.strip()
+            turn = speech.turn
+            if turn["content"]:
+                self.turns = [*turns, turn]
+        return turn["content"].strip()
 
 
 class Speech(TextStreamer):
-    """Transformers' streamer, which also keeps the text, and prints it if it `shows`."""
+    """Transformers' streamer, which also keeps the tokens, and prints the content if it `shows`.
 
-    def __init__(self, tokenizer: Any, *, shows: bool) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.shows, self.text, self.tokens = shows, "", -1  # the prompt is put first
+    Thinking is printed only where nothing follows it (`finetune.data.answers`).
+    """
+
+    def __init__(self, answers: Answers, *, shows: bool) -> None:
+        super().__init__(
+            answers.tokenizer, skip_prompt=True, skip_special_tokens=answers.template is None
+        )
+        self.answers, self.shows, self.parser, self.printed = answers, shows, None, False
+        self.prompt, self.tokens = list[int](), list[int]()
 
     def put(self, value: Any) -> None:
-        self.tokens += 1
+        if self.next_tokens_are_prompt:
+            self.prompt = value.flatten().tolist()
+            self.parser = self.answers.parser(self.prompt)
+        else:
+            self.tokens += value.flatten().tolist()
         super().put(value)
 
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The answer until now."""
+        return self.answers.read(self.tokens, self.prompt)
+
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.text += text
+        if self.parser is not None:
+            events: list[Any] = []
+            with contextlib.suppress(*UNREADABLE):
+                events += self.parser.feed(text)
+                events += self.parser.finalize()[1] if stream_end else []
+            text = "".join(e["text"] for e in events if "text" in e and e["field"] == "content")
+            text = text if self.printed else text.lstrip()
+            self.printed = self.printed or bool(text)
+            if stream_end and not self.printed:
+                text = self.turn["content"].strip()
         if self.shows:
             super().on_finalized_text(text, stream_end)
 
@@ -221,12 +248,12 @@ def _turn(
     """Ask each side; print the answers, what was dropped, and that one is cut."""
     started, said = time.perf_counter(), dict[str, str]()
     for name, side in sides.items():
-        speech = Speech(side.tokenizer, shows=shows and len(sides) == 1)
+        speech = Speech(side.answers, shows=shows and len(sides) == 1)
         said[name] = side.ask(prompt, speech)
         if side.dropped:
             line = f"! the oldest {side.dropped} turns were dropped"
             notes.print(f"{line}: the model has {side.room:,} positions", style="yellow")
-        if speech.tokens >= side.most and is_typed():
+        if len(speech.tokens) >= side.most and is_typed():
             notes.print(f"(cut at max_new_tokens={side.most})", style="dim")
     if shows and len(sides) > 1:
         _show(said)

@@ -37,6 +37,8 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.config.paths import user_path
 from finetune.config.section import BUILTIN
+from finetune.data.answers import Answers
+from finetune.data.chat import rendered
 from finetune.errors import ConfigError, DataError, FinetuneError, did_you_mean, first_line
 
 WHERE = "train.reward_funcs"
@@ -86,11 +88,12 @@ PACKAGED: dict[str, Callable[..., list[float]]] = {
 }
 
 
-def rewards_of(names: Sequence[str]) -> list[Any]:
+def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
     """The functions of `train.reward_funcs`, checked at each call; reward models by their name.
 
     Args:
         names: a list, or as typed, `a` or `a,b`.
+        tokenizer: reads completions as turns where TRL's decoding loses the template's marks.
 
     Raises:
         ConfigError: there is none, or no such function, or its file cannot be run.
@@ -102,7 +105,8 @@ def rewards_of(names: Sequence[str]) -> list[Any]:
             fix=f"{WHERE}=[rewards.py:exact] for a function of yours, [my_rewards.exact] for one "
             f"of a module, [{next(iter(PACKAGED))}] for a packaged one",
         )
-    return [_found(name) for name in names]
+    answers = None if tokenizer is None else Answers.of(tokenizer)
+    return [_found(name, answers) for name in names]
 
 
 def reward_names(given: Sequence[str]) -> Sequence[str]:
@@ -147,7 +151,7 @@ def code_of(names: Sequence[str]) -> list[Path]:
     return sorted({file.absolute() for file in found})
 
 
-def _found(name: str) -> Any:
+def _found(name: str, answers: Answers | None) -> Any:
     place, _, function = name.partition(":")
     if name.startswith(BUILTIN):
         function, known = name, PACKAGED
@@ -159,7 +163,7 @@ def _found(name: str) -> Any:
         module, _, function = name.rpartition(".")
         # A name alone is one of TRL's, as its own command line has them.
         known = _names_in(module, name) if module else PACKAGED | _names_in("trl.rewards", name)
-    return checked(name, _of_names(function, known, name))
+    return checked(name, _of_names(function, known, name), answers)
 
 
 def _names_in(place: str, name: str) -> dict[str, Any]:
@@ -199,11 +203,23 @@ def _of_names(wanted: str, known: dict[str, Any], name: str) -> Callable[..., An
 # -------------------------------------------------------------------------------- at each call
 
 
-def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def checked(
+    name: str, function: Callable[..., Any], answers: Answers | None = None
+) -> Callable[..., Any]:
     """A reward that raises `DataError` where it fails, or gives something that is no reward.
 
-    TRL would end with a traceback, or train on NaN and infinity.
+    TRL would end with a traceback, or train on NaN and infinity. Completions come as TRL decodes
+    them, `<think>` of Qwen 3 included, unless special tokens part thinking from content: these are
+    lost in decoding, and `answers` reads the turns.
     """
+
+    def read(prompts: Sequence[Any], completions: Sequence[Any], columns: Any) -> Sequence[Any]:
+        if answers is None or not answers.hides or any(isinstance(c, str) for c in completions):
+            return completions
+        asked = (rendered(turns, [], answers.tokenizer, **BEGUN) for turns in prompts)
+        written = zip(completions, asked, columns["completion_ids"], strict=True)
+        cut = {"role": "assistant", "content": ""}  # in its thinking: as TRL's own parser has it
+        return [[cut | answers.parsed(ids, at)] if len(c) == 1 else c for c, at, ids in written]
 
     def check(given: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
         if not hasattr(given, "__len__") or len(given) != len(completions):
@@ -250,6 +266,7 @@ def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     async def later(prompts: Any, completions: Any, **columns: Any) -> Any:
+        completions = read(prompts, completions, columns)
         with telling(prompts, completions, columns):
             given = await function(prompts=prompts, completions=completions, **columns)
             found = check(given, prompts, completions)
@@ -257,6 +274,7 @@ def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def now(prompts: Any, completions: Any, **columns: Any) -> Any:
+        completions = read(prompts, completions, columns)
         with telling(prompts, completions, columns):
             given = function(prompts=prompts, completions=completions, **columns)
             found = check(given, prompts, completions)
@@ -265,6 +283,7 @@ def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return later if inspect.iscoroutinefunction(function) else now
 
 
+BEGUN = {"add_generation_prompt": True}
 OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """What TRL (1.16) hands to a reward beside the columns of the rows."""
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import Compute, RunConfig
+from finetune.data.answers import Answers
 from finetune.errors import ConfigError
 from finetune.hardware.device import generators
 from finetune.runs.receipt import Sample
@@ -135,12 +136,13 @@ def answer(
         generation: more arguments of `generate`.
     """
     samples, options = [], {"do_sample": False, "max_new_tokens": max_new_tokens, **generation}
+    answers = Answers.of(tokenizer)
     with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
         for prompt in prompts:
             inputs = {k: v.to(model.device) for k, v in encode(tokenizer, prompt).items()}
             tokens = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            samples.append(Sample(prompt, str(text).strip()))
+            turn = answers.read(tokens, inputs["input_ids"][0])
+            samples.append(Sample(prompt, turn["content"].strip()))
     return samples
 
 

@@ -522,7 +522,7 @@ def make_trainer(
     if method.rewarded:
         from finetune.training.rewards import rewards_of
 
-        beside["reward_funcs"] = rewards_of(config.train.get(REWARDS) or ())
+        beside["reward_funcs"] = rewards_of(config.train.get(REWARDS) or (), tokenizer)
     if TEACHER in arguments(method):
         beside["teacher_model"] = load_teacher(config)
     named = config.model.model_copy(update={"attention": attention.implementation})

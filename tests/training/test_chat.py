@@ -10,9 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from finetune.config.schema import ModelConfig
+from finetune.data.answers import Answers
 from finetune.errors import ConfigError
 from finetune.storage.pretrained import load_tokenizer
 from finetune.training.chat import chat
+from tests.data.shapes import FAMILIES, THOUGHTS, tokenizer_of
 
 NEW = 5
 
@@ -138,3 +140,55 @@ def test_without_a_chat_template_text_is_continued(talk, plain, tokenizer) -> No
         talk("Hello.", system="Be brief.")
     with pytest.raises(ConfigError, match="--top-p would change nothing"):
         talk("Hello.", top_p=0.9)
+
+
+ASK: Any = [{"role": "user", "content": "Hi?"}]
+
+
+def ids_of(tokenizer: Any, **reply: str) -> tuple[list[int], list[int]]:
+    """Tokens of a prompt, and of an answer behind it, as the template has them."""
+    asked, whole = (
+        tokenizer.apply_chat_template(turns, add_generation_prompt=begun, return_dict=False)
+        for turns, begun in ((ASK, True), ([*ASK, {"role": "assistant", **reply}], False))
+    )
+    assert whole[: len(asked)] == asked
+    return asked, whole[len(asked) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_read_by_the_marks_of_its_template(family: str) -> None:
+    tokenizer, thoughts = tokenizer_of(family), THOUGHTS.get(family)
+    answers = Answers.of(tokenizer)
+    said = {"content": "Ahoy."} | ({thoughts: "They greet."} if thoughts else {})
+    prompt, ids = ids_of(tokenizer, **said)
+    read = answers.read(ids, prompt)
+    assert {key: text.strip() for key, text in read.items()} == {"role": "assistant", **said}
+    assert answers.read(ids_of(tokenizer, content="Ahoy.")[1], prompt)["content"].strip() == "Ahoy."
+    assert answers.read(ids[:4], prompt)["content"], "an answer that is cut has its text"
+
+
+@pytest.mark.parametrize("family", THOUGHTS)
+def test_thinking_is_neither_printed_nor_content_of_the_next_prompt(
+    family: str, plain, monkeypatch, capsys
+) -> None:
+    tokenizer, prompts = tokenizer_of(family), list[str]()
+    _, ids = ids_of(tokenizer, content="Ahoy, mate.", **{THOUGHTS[family]: "They greet."})
+
+    def generate(input_ids, streamer, **_):
+        prompts.append(tokenizer.decode(input_ids[0]))
+        for tokens in (input_ids, *torch.tensor(ids).split(1)):
+            streamer.put(tokens)
+        streamer.end()
+
+    monkeypatch.setattr(plain, "generate", generate)
+    plain.config.max_position_embeddings = 1024
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi?\nHi?\n"))
+    turns = chat(plain, tokenizer, compute="fp32")
+    assert capsys.readouterr().out.split() == ["Ahoy,", "mate."] * 2
+    assert turns[1]["content"] == "Ahoy, mate."
+    kept = [{"role": "user", "content": "Hi?"}, turns[1], {"role": "user", "content": "Hi?"}]
+    assert turns[1][THOUGHTS[family]].strip() == "They greet."
+    assert "They greet." not in prompts[1]
+    assert prompts[1] == tokenizer.apply_chat_template(
+        kept, add_generation_prompt=True, tokenize=False
+    )

@@ -16,6 +16,7 @@ from finetune.config.paths import ASSETS
 from finetune.errors import ConfigError, DataError, ProofError
 from finetune.training.rewards import EARLY, FLAT, RewardWatch, rewards_of
 from tests.asset_makers.make_sums import sums
+from tests.data.shapes import tokenizer_of
 from tests.run_folders import trained
 
 ROWS: dict[str, Any] = {
@@ -28,6 +29,7 @@ def exact(completions, answer, **columns):
     return [float(a in str(c)) for c, a in zip(completions, answer)]
 
 def broken(completions, **columns): return [1 / 0 for _ in completions]
+def said(completions, **columns): return [float(c[-1]["content"] == "4") for c in completions]
 def short(completions, **columns): return [1.0]
 def word(completions, **columns): return [1.0, "good"]
 def infinite(completions, **columns): return [1.0, float("inf")]
@@ -70,6 +72,22 @@ def test_a_reward_is_found_and_gives_what_it_gives(folder, name, given):
     (found,) = rewards_of([name])
     assert found(**ROWS) == given
     assert found.__name__ in name, "TRL's logs are named by it"
+
+
+def test_a_reward_reads_content_where_decoding_joins_it_with_thinking(folder):
+    tokenizer = tokenizer_of("gptoss")
+    marked = "<|channel|>analysis<|message|>9?<|end|><|start|>assistant<|channel|>final<|message|>4"
+    ids = tokenizer.encode(f"{marked}<|return|>", add_special_tokens=False)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    rows = {
+        "prompts": [[{"role": "user", "content": "Two plus two?"}]],
+        "completions": [[{"role": "assistant", "content": text}]],
+        "completion_ids": [ids],
+        "answer": ["4"],
+    }
+    assert rewards_of(["my_rewards_of_tests.said"], tokenizer)[0](**rows) == [1.0]
+    chatml = tokenizer_of("chatml")
+    assert rewards_of(["my_rewards_of_tests.said"], chatml)[0](**rows) == [0.0]
 
 
 def test_rewards_of_trl_and_reward_models_are_trls(folder):
