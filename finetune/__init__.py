@@ -23,13 +23,15 @@ __all__ = list(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'finetune' has no attribute {name!r}")
-    _check_versions()
+    _before_libraries()
     return getattr(importlib.import_module(f"finetune.{_HOME[name]}"), name)
 
 
 @functools.cache
-def _check_versions() -> None:
-    """Say once what is not tested, and refuse what is too old, before a library is imported."""
+def _before_libraries() -> None:
+    """Quiet them in a script, say once what is not tested, and refuse what is too old."""
+    seen = sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    importlib.import_module("finetune.logging").quiet_imports(bars=seen)
     for line in importlib.import_module("finetune.hardware.versions").check():
         print(f"! {line}", file=sys.stderr)
 

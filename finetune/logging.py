@@ -276,6 +276,8 @@ def print_rows(
 HIDDEN = (FutureWarning, DeprecationWarning)
 HIDDEN_WARNINGS: Counter[str] = Counter()
 """Warnings that users do not see: what a library is going to change, for those who call it."""
+LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(__file__))
+"""Parts of the paths of code that a script does not change."""
 
 
 def quiet_libraries() -> None:
@@ -285,28 +287,42 @@ def quiet_libraries() -> None:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
     # Reports of TRL and of the hub's library, and the hub's count of loads of each data set: no
     # connection is made unless a hub name or a tracker is configured.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    noisy = ("torchao", "accelerate", "trl", "bitsandbytes", "lm_eval", "matplotlib")
-    for name in (*noisy, "torch.utils._pytree"):
+    for name in ("accelerate", "trl", "lm_eval", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # It logs the error that it raises, which stands in ours.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    for category in HIDDEN:
+        warnings.filterwarnings("default", category=category)  # once per place
+    quiet_imports(bars=False, places=("",))
+
+
+def quiet_imports(*, bars: bool = True, places: tuple[str, ...] = LIBRARIES) -> None:
+    """For a script, before the libraries are imported: what they say about themselves is not shown.
+
+    What they say about the script, in its training too, is.
+
+    Args:
+        bars: show bars of loading and mapping.
+        places: parts of the paths of code whose `HIDDEN` warnings are counted, not shown.
+    """
+    if not bars:
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of Transformers, too
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     others = warnings.showwarning
 
-    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
-        if not issubclass(category, HIDDEN):
-            others(message, category, *where, **more)
+    def show(message: Any, category: type[Warning], file: str, *where: Any, **more: Any) -> None:
+        if not issubclass(category, HIDDEN) or not any(place in file for place in places):
+            others(message, category, file, *where, **more)
             return
         HIDDEN_WARNINGS[f"{category.__name__}: {first_line(message)}"] += 1
 
-    for category in HIDDEN:
-        warnings.filterwarnings("default", category=category)  # once per place
     warnings.showwarning = show
 
 

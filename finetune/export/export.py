@@ -55,6 +55,7 @@ from finetune.runs.lookup import read_run, refuse_foreign_code
 from finetune.storage.loading import quantization_of
 from finetune.storage.pretrained import auto_class, loading, locate
 from finetune.training.reload import refuse_scores
+from finetune.training.resume import refuse_other_base
 
 TARGETS = tuple(parity.MULTIPLES)
 QUANTIZED = ("fp8", "nvfp4")
@@ -110,6 +111,7 @@ def open_run(folder: Path | str) -> FinishedRun:
         )
     config = read_recipe(str(folder / "config.yaml")).config
     refuse_scores(config, folder)
+    refuse_other_base(config, model)
     # A loss of preferences is no loss of text, which is what is computed again.
     loss = run.report.get("eval_loss") if method_of(config.train).is_text else None
     return FinishedRun(folder, config, model, run.receipt["status"], loss)
@@ -161,7 +163,7 @@ def export_run(
     from transformers import AutoTokenizer
 
     say = bind((console or output()).print, soft_wrap=True)
-    finished, out = open_run(run), user_path(out).resolve()
+    finished, out = open_run(run), user_path(out)
     refuse_foreign_code(finished.config, finished.folder, trust_remote_code)
     _refuse_target(to, finished)
     config, adapter = finished.config, finished.model if finished.has_adapter else None
@@ -214,7 +216,7 @@ def export_run(
         card = model_card(config, whole.receipt, whole.report, target=to, parity=compared)
         (folder / "README.md").write_text(card, encoding="utf-8")
     say(f"parity on {batches.rows}: {measured}")
-    return Export(out, to, measured, batches.rows, tuple(quantized), tuple(kept))
+    return Export(out.resolve(), to, measured, batches.rows, tuple(quantized), tuple(kept))
 
 
 def check_export(
@@ -224,10 +226,14 @@ def check_export(
     batches: list[dict[str, Any]],
     reference: Reference,
 ) -> Parity:
-    """Load an export as users would and compare it with the reference's outputs."""
+    """Load an export as users would and compare it with the reference's outputs.
+
+    Raises:
+        ParityError: that fails by itself, and the export stays.
+    """
     # compressed-tensors (0.20) unpacks weights under bars, when loading or in the first forward.
     quiet: Any = contextlib.redirect_stderr(io.StringIO()) if to in QUANTIZED else None
-    with quiet or contextlib.nullcontext():
+    with parity.kept_unchecked(folder), quiet or contextlib.nullcontext():
         model = _loaded(folder, to, run)
         wide = to == "merged" or to in gguf.TYPES
         with parity.in_float32(model) if wide else contextlib.nullcontext():

@@ -12,7 +12,8 @@ from typing import Any
 from safetensors import safe_open
 
 from finetune.config.schema import ModelConfig
-from finetune.errors import ConfigError, ParityError, first_line, writing
+from finetune.errors import ConfigError, ParityError, first_line, some, writing
+from finetune.runs.folder import json_of
 from finetune.storage.pretrained import loading, locate, refuse_random_base
 from finetune.training.faults import is_of_the_disk
 from finetune.training.resume import TOKENIZER
@@ -20,6 +21,7 @@ from finetune.training.resume import TOKENIZER
 WEIGHTS_AND_MORE = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
 RECORD = "export.json"
 """File that marks a folder as our export, finished or not."""
+UNFINISHED = '{"finished": false}\n'
 
 
 def weights_folder(model: ModelConfig) -> Path:
@@ -59,24 +61,29 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
     """Yield a folder to write to, which becomes `out` on success.
 
     Until then it is `OUT.partial`. Ctrl-C or an error removes it; a failed parity check leaves it,
-    with the figures, for inspection.
+    with the figures, for inspection. An earlier export is moved to `OUT.earlier`, which is removed
+    at the end: whenever the process is killed, one of them is there, whole.
 
     Args:
         out: folder of the finished export.
-        force: replace an earlier export there.
+        force: replace an earlier export there, which is nothing but files that one has written.
         keep_clear: input folders, in which nothing may be written.
 
     Raises:
         ConfigError: `out` is taken or inside an input folder, or the disk is full.
     """
-    partial = out.parent / f"{out.name}.partial"
-    _refuse_taken(out, partial, force=force, keep_clear=keep_clear)
-    if partial.exists():
-        shutil.rmtree(partial)
+    out = out.resolve()  # a link stays one
+    partial, earlier = (out.with_name(f"{out.name}.{state}") for state in ("partial", "earlier"))
+    if _record(earlier).get("finished") and not out.exists():
+        earlier.rename(out)  # killed between the two renames below
+    _refuse_taken(out, (partial, earlier), force=force, keep_clear=keep_clear)
+    for rest in (partial, earlier):
+        if rest.exists():
+            shutil.rmtree(rest)
     may_not = "choose a folder that you may write to"
-    with writing(f"{str(out)!r} cannot be written", where=str(out.resolve()), fix=may_not):
+    with writing(f"{str(out)!r} cannot be written", where=str(out), fix=may_not):
         partial.mkdir(parents=True)
-        (partial / RECORD).write_text('{"finished": false}\n', encoding="utf-8")
+        (partial / RECORD).write_text(UNFINISHED, encoding="utf-8")
     try:
         yield partial
     except ParityError:
@@ -91,16 +98,32 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
             why=first_line(error),
             fix="make room there, or choose a folder on another disk",
         ) from error
-    if out.exists():
-        shutil.rmtree(out)  # empty, or an earlier export and --force
-    partial.rename(out)
+    write_json(partial / RECORD, _record(partial) | {"files": _files(partial)}, indent=1)
+    if replaces := _record(out):
+        out.rename(earlier)
+    partial.rename(out)  # also over an empty folder
+    if replaces:
+        (earlier / RECORD).write_text(UNFINISHED, encoding="utf-8")  # what a kill leaves is not it
+        shutil.rmtree(earlier)
 
 
-def _refuse_taken(out: Path, partial: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> None:
-    where = str(out.resolve())
+def _record(folder: Path) -> dict[str, Any]:
+    """The record of an export in a folder, finished or not; empty if there is none."""
+    found = json_of(folder / RECORD)
+    return found if "finished" in found else {}
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def _refuse_taken(
+    out: Path, rests: tuple[Path, ...], *, force: bool, keep_clear: tuple[Path, ...]
+) -> None:
+    where = str(out)
     for folder in (f.resolve() for f in keep_clear):
-        inside = out.resolve().is_relative_to(folder)
-        if inside or folder.is_relative_to(out.resolve()):
+        inside = out.is_relative_to(folder)
+        if inside or folder.is_relative_to(out):
             relation = "is inside" if inside else "holds"
             raise ConfigError(
                 f"{str(out)!r} {relation} {str(folder)!r}, which is read",
@@ -110,21 +133,23 @@ def _refuse_taken(out: Path, partial: Path, *, force: bool, keep_clear: tuple[Pa
             )
     if out.is_file():
         raise ConfigError(f"{str(out)!r} is a file", where=where, fix="choose another folder")
-    ours = (out / RECORD).is_file()
-    if out.is_dir() and any(out.iterdir()) and not (force and ours):
+    ours, there = _record(out), {*_files(out)}
+    others = sorted(there - {RECORD, *ours.get("files", ())} if ours else there)
+    if there and (others or not force):
         raise ConfigError(
             f"{str(out)!r} is not empty",
             where=where,
-            why="an export is there already" if ours else "what is in it is not an export",
-            fix="choose another folder, or --force to replace it" if ours else "choose another",
+            why=f"no export wrote {some(others, 3)}" if others else "an export is there already",
+            fix="choose another folder" + ", or --force to replace it" * (not others),
         )
-    if partial.exists() and not (partial / RECORD).is_file():
-        raise ConfigError(
-            f"{str(partial)!r} is in the way",
-            where=str(partial.resolve()),
-            why="the export is written there until it is complete",
-            fix="remove it, or choose another folder",
-        )
+    for rest in rests:
+        if rest.exists() and not _record(rest):
+            raise ConfigError(
+                f"{str(rest)!r} is in the way",
+                where=str(rest),
+                why="an export is kept there until another is complete",
+                fix="remove it, or choose another folder",
+            )
 
 
 def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:

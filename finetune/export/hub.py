@@ -7,13 +7,13 @@ path of this machine; `export.json`, which has some, stays here.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import ConfigError, first_line
 from finetune.export.folder import RECORD
+from finetune.runs.folder import json_of
 from finetune.units import size
 
 LEFT_HERE = (RECORD,)
@@ -35,8 +35,7 @@ def check_name(name: str) -> None:
 
 def is_pushable(folder: Path, to: str, run: Path) -> bool:
     """True for a finished export of this run, which need not be made again."""
-    record = folder / RECORD
-    found = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    found = json_of(folder / RECORD)
     same = (found.get("target"), found.get("run")) == (to, str(run.resolve()))
     return same and bool(found.get("finished"))
 
@@ -54,7 +53,7 @@ def preview(what: Path, name: str) -> str:
     return "\n".join([*lines, "nothing was uploaded: --yes uploads it"])
 
 
-def push(what: Path, name: str) -> str:
+def push(what: Path, name: str, *, private: Any = None, token: Any = None) -> str:
     """Upload a folder, or a file; returns the address of the commit.
 
     Raises:
@@ -63,11 +62,11 @@ def push(what: Path, name: str) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-    api = HfApi(library_name="fp8-finetune")
+    api = HfApi(library_name="fp8-finetune", token=token)
     common: Any = {"repo_id": name, "commit_message": "Upload by fp8-finetune"}
     try:
         api.whoami()
-        api.create_repo(name, private=True, exist_ok=True)
+        api.create_repo(name, private=private is not False, exist_ok=True)
         if what.is_file():
             done: Any = api.upload_file(path_or_fileobj=what, path_in_repo=what.name, **common)
         else:
@@ -90,6 +89,27 @@ def push(what: Path, name: str) -> str:
     return str(done.commit_url)
 
 
-def pushed(what: Path, name: str, *, yes: bool) -> str:
+def refuse_paths(folder: Path) -> None:
+    """Refuse an export that names folders of this machine: an adapter of a base that lies here.
+
+    Raises:
+        ConfigError: the file, and what it names.
+    """
+    found = json_of(folder / RECORD)
+    for file in sorted({*folder.glob("*.json")} - {folder / RECORD}):
+        text = file.read_text(encoding="utf-8")
+        if path := next(
+            (p for p in (found.get("weights"), found.get("run")) if p and p in text), ""
+        ):
+            raise ConfigError(
+                f"{file.name} names a folder of this machine, and would be uploaded",
+                where=f"{file}: {path}",
+                why="nobody else has that folder, and its name may say who you are",
+                fix="write the hub's name of that model in its place, then the same command again",
+            )
+
+
+def pushed(what: Path, name: str, *, yes: bool, **access: Any) -> str:
     """Upload with `yes`, and say where to; without it, say what would be uploaded."""
-    return f"uploaded: {push(what, name)}" if yes else preview(what, name)
+    refuse_paths(what)
+    return f"uploaded: {push(what, name, **access)}" if yes else preview(what, name)

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import set_seed
+from peft import PeftModel
+from transformers import PreTrainedModel, set_seed
 
 from finetune.config.aliases import keyword
 from finetune.config.methods import arguments, method_of
@@ -42,6 +43,7 @@ from finetune.hardware.requirements import check_here, resolve
 from finetune.logging import output
 from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
+from finetune.scripting import saving
 from finetune.scripting.keywords import Settings, by_section, recipe_of, speaks
 from finetune.scripting.run import TRAINED, WAITING, OneRun, abandon
 from finetune.storage.pretrained import load_tokenizer, template_of
@@ -52,8 +54,7 @@ from finetune.training.trainer import begun
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
     from trl import SFTTrainer
 
 DEFAULTS = {True: "llama_8b_lora_fp8", False: "llama_8b_full_fp8"}
@@ -116,6 +117,7 @@ def load(
         set_seed(SEED)
     model = load_model(config.model.model_copy(update={"storage": "fp8"} if in_codes else {}))
     _SAID[model] = said
+    saving.put_on(PreTrainedModel, said_of)
     return model, tokenizer
 
 
@@ -154,6 +156,7 @@ def add_lora(
     config = recipe_of("add_lora", said, {"lora": lora}).config
     set_seed(random_state)
     adapted = scope.attach(model, config)
+    saving.put_on(PeftModel, said_of)
     said["lora"] = lora
     return adapted
 

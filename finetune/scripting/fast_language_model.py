@@ -21,7 +21,8 @@ from finetune.training.hook import (
 
 WITHOUT_EFFECT = (
     *("device_map", "fast_inference", "gpu_memory_utilization", "max_lora_rank", "loftq_config"),
-    "token",
+    *("token", "fix_tokenizer", "disable_log_stats", "use_exact_model_name", "rope_scaling"),
+    *("load_in_16bit", "max_seq_length", "random_state", "use_gradient_checkpointing"),
 )
 """Arguments of Unsloth that change nothing here, which is said where they are given."""
 
@@ -85,7 +86,7 @@ class FastLanguageModel:
             use_gradient_checkpointing: of `finetune.trainer`; `unsloth` is plain checkpointing.
                 SFTConfig has `gradient_checkpointing`, which is on if left out.
         """
-        kwargs = {key: value for key, value in _with_effect(kwargs).items() if value is not None}
+        kwargs = _with_effect(kwargs)
         said = said_of(model)
         checkpointing = {"gradient_checkpointing": bool(use_gradient_checkpointing)}
         said["train"] = said.get("train", {}) | checkpointing
@@ -96,9 +97,15 @@ class FastLanguageModel:
         """Put the model on the device of this machine, to answer."""
         return model.to(this_device().kind).eval()
 
+    @staticmethod
+    def for_training(model: Any) -> Any:
+        """Put the model into training mode again."""
+        return model.train()
+
 
 def _with_effect(kwargs: dict[str, Any]) -> dict[str, Any]:
     for word in WITHOUT_EFFECT:
         if kwargs.get(word):
             say(f"{word} has no effect here" + "; `hf auth login`" * (word == "token"))
-    return {key: value for key, value in kwargs.items() if key not in WITHOUT_EFFECT}
+    given = {key: value for key, value in kwargs.items() if key not in WITHOUT_EFFECT}
+    return {key: value for key, value in given.items() if value is not None and value is not False}

@@ -102,7 +102,8 @@ def _plain(value: Any) -> Any:
 
 
 def _spoken(text: str) -> str:
-    """A message about a recipe's settings as one about keywords."""
+    """A message about a recipe's settings as one about keywords, which have other defaults."""
+    text = re.sub(r" takes the default, .*", "", text)
     text = re.sub(r"(?<![\w.])precision\.compute=(\w+)", r"precision='\1'", text)
     sections = ("model", "data", "checkpoints", "eval")
     keys = "|".join({key for section in sections for key in fields_of(section)})

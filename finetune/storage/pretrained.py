@@ -100,6 +100,14 @@ def no_model_in(name: str, path: Path, where: str) -> ModelNotFoundError:
             fix=f"python -m finetune import {shlex.quote(name)} --as BASE my-model, BASE a model "
             "of its architecture; then model.name=my-model model.weights=pretrained",
         )
+    if (path / "adapter_config.json").is_file():
+        run = path.parent if path.name == "model" else path
+        return ModelNotFoundError(
+            f"{name!r} is an adapter, which is no model without its base",
+            where=where,
+            fix=f"python -m finetune export {shlex.quote(str(run))} --to merged my-model; then "
+            "model.name=my-model",
+        )
     by_last_part = {shape.rpartition("/")[2].lower(): shape for shape in shipped_shapes()}
     meant = by_last_part.get(nearest(name.lower(), by_last_part) or "")
     return ModelNotFoundError(

@@ -169,6 +169,7 @@ def _load(run: TrainedRun) -> Any:
     from finetune.precision.experts import split_adapters
     from finetune.precision.planner import plan
     from finetune.training.model import load_model, sketch
+    from finetune.training.resume import refuse_other_base
 
     config = run.config
     if not (run.weights / "adapter_config.json").is_file():
@@ -176,6 +177,7 @@ def _load(run: TrainedRun) -> Any:
         full |= {"weights": "pretrained", "storage": None, "revision": None}
         return load_model(ModelConfig(**full))
     refuse_random_base(config.model)
+    refuse_other_base(config, run.weights)
     base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
     model = with_adapter(base, run.weights, is_trainable=True)
     split_adapters(model.modules())  # PEFT adds those on experts to weights, which may be codes

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.methods import REWARDS, TEACHER, method_of
@@ -23,7 +24,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.fingerprint import fingerprint
-from finetune.runs.folder import finite
+from finetune.runs.folder import finite, json_of
 from finetune.training.rewards import code_of, reward_names
 
 if TYPE_CHECKING:
@@ -144,6 +145,36 @@ def _of_folder(key: str, name: str, *, weights: bool) -> dict[str, Any]:
     return found
 
 
+def refuse_other_base(config: RunConfig, weights: Path) -> None:
+    """Refuse to put a run's adapter on another base than it was trained on.
+
+    Args:
+        weights: the run's `model/`, beside its receipt, or a checkpoint.
+
+    Raises:
+        ConfigError: the files of the base say something else now.
+    """
+    held = Checkpoint(weights).manifest or json_of(weights.parent / "receipt.json").get("run") or {}
+    began, now = held.get("model_files") or {}, model_files(config)
+    parts = ("model.weights", "model.config.json.")
+    changed = [key for key in _differing(began, now) if key.startswith(parts)]
+    if config.lora is not None and began and now and changed:  # a folder that is gone is said later
+        raise ConfigError(
+            "the base of this adapter is not the one that it was trained on",
+            where=f"{weights}: model.name={config.model.name}",
+            why="; ".join(
+                f"{key}: {_shown(began.get(key))} then, {_shown(now.get(key))} now"
+                for key in changed
+            ),
+            fix="put its files back, or write where they are into the run's config.yaml "
+            "(model.name); or train again on the new ones",
+        )
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return sorted(key for key in before | now if before.get(key) != now.get(key))
+
+
 def facts_of(config: RunConfig, rows: str, processes: int) -> dict[str, Any]:
     """What a manifest keeps for `check_resume`: recipe, hash of rows, processes, model files."""
     facts = {"config": config.model_dump(mode="json"), "rows": rows, "processes": processes}
@@ -173,9 +204,8 @@ def check_resume(
     if began.get("rows") != facts["rows"]:
         differing["data.rows"] = ("the rows it was trained on", "other rows, or another order")
     before, now = began.get("model_files") or {}, facts["model_files"]
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            differing[key] = (before.get(key), now.get(key))
+    for key in _differing(before, now):
+        differing[key] = (before.get(key), now.get(key))
     if began.get("processes") != facts["processes"]:
         differing["processes"] = (began.get("processes"), facts["processes"])
     if _is_wide(began) and not _is_wide(facts):

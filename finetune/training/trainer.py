@@ -423,6 +423,7 @@ class _Run:
             "interrupted": self.interrupted,
             **({"exit_code": 128 + self.stop.number} if self.interrupted else {}),
             "stopped": self.stopped,
+            "model_files": self.facts["model_files"],  # for those who read the base again
         }
         if self.resume is not None:
             self.receipt.run["resumed"] = {"from": str(self.resume), "changed": self.changed}

@@ -395,6 +395,56 @@ def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.long
+def test_modules_saved_beside_an_adapter_are_in_its_exports(tmp_path, cli):
+    """A head, an embedding, a layer, a block and a norm: logits are PEFT's over the base."""
+    saved = "lora.modules_to_save=[lm_head, embed_tokens, o_proj, mlp, norm]"
+    few = ("train.max_steps=3", "train.learning_rate=0.01", "train.eval_strategy=no")
+    run = run_recipe("tiny_lora_bf16", tmp_path, saved, *few)
+    finished = open_run(run)
+    base = AutoModelForCausalLM.from_pretrained(TINY_LLAMA)
+    before = base(ids()).logits
+    expected = PeftModel.from_pretrained(base, finished.model).eval()(ids()).logits
+    assert not torch.allclose(before, expected, atol=0.1)
+    for to, close in (("merged", 0.01), ("fp8", 0.1)):
+        said = cli("export", run, "--to", to, tmp_path / to)
+        assert said.code == 0, said.err
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / to, dtype="auto").eval()
+        assert (model(ids()).logits - expected).norm() < close * expected.norm()
+
+
+def test_verbs_that_read_the_base_again_refuse_another_one(lora_run, tmp_path, cli):
+    """As `resume` does; one that lies elsewhere is the same."""
+    shutil.copytree(lora_run, run := tmp_path / "run")
+    shutil.copytree(open_run(run).config.model.name, base := tmp_path / "other")
+    recipe = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(recipe.replace(open_run(run).config.model.name, str(base)))
+    open_run(run)
+    for file in base.glob("*.safetensors"):
+        save_file({k: v * 1.02 for k, v in load_file(file).items()}, file, {"format": "pt"})
+    tasks = ("--tasks", "builtin:harbour_choice")
+    for words in (("export", run, "--to", "merged", "x"), ("generate", run, "hi"),
+                  ("evaluate", run, *tasks), ("chat", run), ("serve", run)):  # fmt: skip
+        said = cli(*words)
+        assert said.code == 2, words
+        assert "the base of this adapter is not the one that it was trained on" in said.err
+        assert "model.weights: " in said.err
+
+
+@pytest.mark.slow
+def test_an_export_whose_check_fails_by_itself_stays(lora_run, tmp_path, cli, monkeypatch):
+    def broken(*_):
+        raise AttributeError("Linear has no attribute `modules_to_save`")
+
+    monkeypatch.setattr(parity, "worst_layer", broken)
+    said = cli("export", lora_run, "--to", "merged", tmp_path / "out")
+    assert said.code == 2
+    assert "could not be checked" in said.err
+    assert "AttributeError: Linear has no attribute" in said.err
+    assert f"{tmp_path / 'out.partial'} holds it" in said.err
+    assert (tmp_path / "out.partial" / "model.safetensors").is_file()
+
+
 def test_figures_of_models_that_agree_and_that_do_not():
     logits = torch.randn(300, 50, generator=torch.Generator().manual_seed(0))
 
@@ -492,24 +542,69 @@ def test_taken_folder_is_refused_unless_forced(lora_run, tmp_path, exported):
     shutil.copytree(exported["adapter"].folder, out)
     with pytest.raises(ConfigError, match=r"not empty(.|\n)*--force"):
         export_run(lora_run, "adapter", out, console=QUIET)
-    (out / "old").write_text("")
+    (out / "README.md").write_text("old")
     link = tmp_path / "on another disk"  # it stays a link: what it leads to is replaced
     link.symlink_to(out)
     export_run(lora_run, "adapter", link, force=True, console=QUIET)
     assert link.is_symlink()
     assert (out / "export.json").is_file()
-    assert not (out / "old").exists()
+    assert (out / "README.md").read_text() != "old"
+    assert not [*tmp_path.glob("*.earlier")]
 
 
-def test_force_replaces_exports_only(lora_run, tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="not an export"):
-        export_run(lora_run, "adapter", tmp_path / "thesis", force=True, console=QUIET)
+@pytest.mark.parametrize("record", ["", "{}", '{"finished": true, "files": ["README.md"]}'])
+def test_force_removes_only_what_an_export_wrote(record, lora_run, tmp_path):
+    thesis, link = tmp_path / "thesis", tmp_path / "link"
+    (thesis / "part").mkdir(parents=True)
+    (thesis / "part" / "chapter1.tex").write_text("years of work")
+    (thesis / "export.json").write_text(record)
+    link.symlink_to(thesis)
+    for out in (thesis, link):
+        with pytest.raises(ConfigError, match=r"no export wrote .*part/chapter1\.tex"):
+            export_run(lora_run, "adapter", out, force=True, console=QUIET)
     (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "export.json").write_text("{}")
     with pytest.raises(ConfigError, match="in the way"):
         export_run(lora_run, "adapter", tmp_path / "out", console=QUIET)
-    assert (tmp_path / "thesis" / "chapter1.tex").is_file()
+    assert (thesis / "part" / "chapter1.tex").is_file()
+
+
+def replaced(out: Path, text: str) -> None:
+    with writing_to(out, force=True, keep_clear=()) as folder:
+        (folder / "weights").write_text(text)
+        (folder / "export.json").write_text('{"finished": true}')
+
+
+@pytest.mark.parametrize("call", range(1, 4))
+def test_whenever_a_replacement_is_killed_an_export_is_there_whole(call, tmp_path, monkeypatch):
+    """Killed before each change of a folder; the next command finds the earlier one or the new."""
+    replaced(tmp_path / "out", "earlier")
+    changes = []
+
+    def kill_at(real):
+        def change(*args, **kwargs):
+            changes.append(real.__name__)
+            if len(changes) == call:
+                raise SystemExit  # no handler runs: this stands behind all of them
+            return real(*args, **kwargs)
+
+        return change
+
+    monkeypatch.setattr(Path, "rename", kill_at(Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", kill_at(shutil.rmtree))
+    with pytest.raises(SystemExit):
+        replaced(tmp_path / "out", "new")
+    assert changes == ["rename", "rename", "rmtree"][:call]
+    monkeypatch.undo()
+    with (
+        pytest.raises(ConfigError, match="an export is there already"),
+        writing_to(tmp_path / "out", force=False, keep_clear=()),
+    ):
+        pass
+    assert (tmp_path / "out" / "weights").read_text() == ("new" if call == 3 else "earlier")
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["finished"]
+    replaced(tmp_path / "out", "newest")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_run_folder_stays_as_it_is(lora_run):
@@ -629,6 +724,9 @@ def test_merging_into_fp8_weights_is_refused(lora_run, tmp_path):
     config["quantization_config"] = {"quant_method": "fp8"}
     (fp8 / "config.json").write_text(json.dumps(config))
     run = edited(lora_run, tmp_path / "run", f"name: {base}", f"name: {fp8}")
+    receipt = json.loads((run / "receipt.json").read_text())
+    del receipt["run"]["model_files"]  # as of a run over this base
+    (run / "receipt.json").write_text(json.dumps(receipt))
     for to in ("merged", "fp8", "nvfp4"):
         with pytest.raises(
             ConfigError, match=r"\(fp8\)(.|\n)*step of FP8 is 6 %(.|\n)*--to adapter"

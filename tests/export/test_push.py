@@ -73,6 +73,22 @@ def test_a_finished_export_is_shown_and_with_yes_uploaded(hub, exported, cli, tm
     assert other.code == 2, "an export to something else is not pushed for it"
 
 
+@pytest.mark.parametrize("yes", [(), ("--yes",)])
+def test_a_folder_of_this_machine_is_not_uploaded(yes, hub, exported, cli):
+    """PEFT's configuration names the base: by its folder, where it is not on the hub."""
+    run, out = exported
+    record = json.loads((out / "export.json").read_text()) | {"weights": "/home/me/base"}
+    (out / "export.json").write_text(json.dumps(record))
+    command = ("export", run, "--to", "merged", out, "--push", "me/harbour", *yes)
+    named = out / "adapter_config.json"
+    named.write_text(json.dumps({"base_model_name_or_path": "/home/me/base"}))
+    said = cli(*command)
+    assert (said.code, hub.asked) == (2, [])
+    assert "adapter_config.json names a folder of this machine" in said.err
+    named.write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    assert cli(*command).code == 0
+
+
 def test_a_report_is_pushed_as_its_page(hub, exported, cli, tmp_path):
     said = cli("report", exported[0], "--to", tmp_path / "page", "--push", "me/harbour", "--yes")
     assert said.code == 0, said.err

@@ -30,10 +30,10 @@ def having(monkeypatch):
 
     def fake(**others: str) -> None:
         monkeypatch.setattr(versions, "version", (NEWEST | others).get)
-        finetune._check_versions.cache_clear()
+        finetune._before_libraries.cache_clear()
 
     yield fake
-    finetune._check_versions.cache_clear()
+    finetune._before_libraries.cache_clear()
 
 
 def test_versions_that_ran_are_tested_and_a_build_of_them_is() -> None:

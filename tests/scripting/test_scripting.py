@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from typing import Any
 
@@ -61,6 +62,9 @@ def test_eight_lines_are_the_run_of_their_recipe(tmp_path):
     run.export("merged", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not any("lora" in name for name, _ in merged.named_parameters())
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)  # the same, replaced
+    record = json.loads((tmp_path / "merged" / "export.json").read_text())
+    assert (record["proof"], record["recipe"]) == ("proven", "tiny_llama_lora_fp8")
     with pytest.raises(OrderError, match="has trained"):
         trainer.train()
     with pytest.raises(FinetuneError, match="has adapters"):
@@ -137,6 +141,11 @@ def test_mistakes_are_answered_with_what_to_write(tmp_path, loaded):
     assert "precision='bf16'" in said(finetune.load, "builtin:tiny_llama", "fp8", load_in_4bit=True)
     assert "'learning_rate'" in said(trainer, learning_rat=1)
     assert "no argument 'rank'" in said(finetune.add_lora, model, rank=8)
+    assert said(finetune.add_lora, model, r=-1).endswith("leave r out")  # its default is not 8
+    adapter = tmp_path / "run" / "model"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    assert f"export {adapter.parent} --to merged" in said(finetune.load, adapter)
     assert "per_device_train_batch_size=4" in said(trainer, batch_size=4)
     assert "mine.jsonl" in said(trainer, "mine.jsonl")
     assert "chosen and rejected" in said(trainer, method="dpo")
@@ -148,7 +157,10 @@ def test_mistakes_are_answered_with_what_to_write(tmp_path, loaded):
     if not this_device().has_fp8:
         with pytest.raises(PrecisionError, match="emulation='allow'"):
             finetune.load("builtin:tiny_llama", precision="fp8")
+    shutil.rmtree(adapter.parent)
     assert not list(tmp_path.glob("*/*"))
+    model.requires_grad_(False)  # as `merge_and_unload` leaves it
+    assert "model.requires_grad_(True)" in said(trainer)
 
 
 @pytest.mark.slow
@@ -164,6 +176,8 @@ def test_the_body_of_an_unsloth_notebook(tmp_path, capsys):
         model_name=str(TINY_LLAMA),
         max_seq_length=2048,
         load_in_4bit=False,
+        load_in_8bit=False,
+        full_finetuning=False,
         load_in_fp8=True,
         fast_inference=True,
         emulation="allow",  # of this test, which has no GPU
@@ -198,7 +212,7 @@ def test_the_body_of_an_unsloth_notebook(tmp_path, capsys):
             gradient_accumulation_steps=1,
             warmup_steps=0,
             max_steps=3,
-            learning_rate=2e-4,
+            learning_rate=1e-2,
             logging_steps=1,
             optim="adamw_torch",
             weight_decay=0.01,
@@ -215,6 +229,25 @@ def test_the_body_of_an_unsloth_notebook(tmp_path, capsys):
     inputs = tokenizer(["1 and"], return_tensors="pt").to(model.device)
     assert model.generate(**inputs, max_new_tokens=4).shape[1] > inputs["input_ids"].shape[1]
     model.save_pretrained(str(tmp_path / "lora_model"))
+    expected = model(**inputs).logits
+    for method in ("lora", "merged_16bit"):  # the last cell; the second replaces the first
+        model.save_pretrained_merged(
+            tmp_path / "model", tokenizer, save_method=method, maximum_memory_usage=0.5
+        )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert (merged(**inputs).logits - expected).norm() < 0.05 * expected.norm()
+    assert (AutoModelForCausalLM.from_pretrained(TINY_LLAMA)(**inputs).logits - expected).norm() > (
+        0.1 * expected.norm()
+    )
+    for call, answer in (
+        (lambda: model.save_pretrained_merged("x", tokenizer, save_method="merged_4bit"), "fp8"),
+        (lambda: model.save_pretrained_gguf("x", tokenizer, "q4_k_m"), "q8_0"),
+        (lambda: model.push_to_hub_merged("x", tokenizer, token=""), "OWNER/NAME"),
+        (lambda: model.push_to_hub_gguf("me/x", tokenizer, quantization_method=["f16"]), "bf16"),
+    ):
+        with pytest.raises(FinetuneError) as caught:
+            call()
+        assert answer in caught.value.fix
     assert type(trainer) is SFTTrainer
     assert trainer_stats.global_step == 3
     receipt = finetune.get_receipt()
@@ -223,4 +256,5 @@ def test_the_body_of_an_unsloth_notebook(tmp_path, capsys):
     assert (tmp_path / "lora_model" / "adapter_config.json").is_file()
     said = capsys.readouterr().out
     assert "fast_inference has no effect" in said
+    assert "maximum_memory_usage has no effect" in said
     assert "max_length=2048" in said
