@@ -413,8 +413,9 @@ def test_modules_saved_beside_an_adapter_are_in_its_exports(tmp_path, cli):
         assert (model(ids()).logits - expected).norm() < close * expected.norm()
 
 
-def test_verbs_that_read_the_base_again_refuse_another_one(lora_run, tmp_path, cli):
+def test_verbs_that_read_the_base_again_refuse_another_one(lora_run, tmp_path, cli, monkeypatch):
     """As `resume` does; one that lies elsewhere is the same."""
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: True)
     shutil.copytree(lora_run, run := tmp_path / "run")
     shutil.copytree(open_run(run).config.model.name, base := tmp_path / "other")
     recipe = (run / "config.yaml").read_text()
