@@ -23,10 +23,22 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[section.key=value]...", help="Set a value; ~section.key unsets."),
 ]
+
+
+def _run_of(name: str) -> str:
+    """`last` is the newest run, whose recipe is meant."""
+    from finetune.runs.lookup import LAST, find_run
+
+    return str(find_run(name)) if name == LAST else name
+
+
 RecipeName = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="Name, or path to a YAML file.", autocompletion=list_recipes
+        metavar="RECIPE",
+        help="Name, or path to a YAML file; of a run its folder, or `last`.",
+        autocompletion=list_recipes,
+        callback=_run_of,
     ),
 ]
 RunName = Annotated[

@@ -264,7 +264,8 @@ def diagnose(
     else:
         console = output()
         console.print(found)
-        again = shlex.join([recipe, *(overrides or ())])
+        again = checked.name if Path(recipe).is_dir() else recipe  # of a run
+        again = shlex.join([again, *(overrides or ())])
         console.print(whole(f"next: python -m finetune compare {again}"), crop=False)
     if out is not None:
         progress.print(whole(f"diagnosis: {found.save(out)}"), crop=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -210,15 +211,21 @@ def list_runs(out: Path | None, *, as_json: bool) -> None:
     console = output()
     if runs:
         right = ("steps", "loss", "eval loss", "tok/s", "memory")
-        scored = any(run["scores"] for run in runs)
-        print_rows(console, [_row(run, scored=scored) for run in runs], right=right, least=5)
+        rows = _used([*map(_row, runs)])
+        judged = sum(key in rows[0] for key in ("loss", "eval loss", "score"))
+        print_rows(console, rows, right=right, least=3 + judged)
     if compared:
         console.print(Text("\ncomparisons" if runs else "comparisons", style="bold"))
-        scored = any(one["gap"].keys() - {*LOSSES} for one in compared)
-        print_rows(console, [_comparison_row(one, scored=scored) for one in compared])
+        print_rows(console, _used([*map(_comparison_row, compared)]))
 
 
-def _row(run: dict[str, Any], *, scored: bool) -> dict[str, Any]:
+def _used(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without the columns in which none has a figure: runs of RL have no losses."""
+    idle = {key for key in rows[0] if all(row[key] == "-" for row in rows)}
+    return [{key: cell for key, cell in row.items() if key not in idle} for row in rows]
+
+
+def _row(run: dict[str, Any]) -> dict[str, Any]:
     """A run in a line, what matters most first: its name has its precision at the end."""
     ended = "" if run["state"] == "finished" else f" {run['state']}"
     return {
@@ -229,7 +236,7 @@ def _row(run: dict[str, Any], *, scored: bool) -> dict[str, Any]:
         ),
         "loss": figure(run["loss"], ".3f"),
         "eval loss": figure(run["eval_loss"], ".3f"),
-        **({"score": _scores(run["scores"])} if scored else {}),
+        "score": _scores(run["scores"]),
         "precision": run["precision"],
         "tok/s": figure(run["tokens_per_s"], ",.0f"),
         "memory": "-" if run["memory_gib"] is None else size_of_gib(run["memory_gib"]),
@@ -270,7 +277,7 @@ def _comparison(folder: Path) -> dict[str, Any]:
     }
 
 
-def _comparison_row(one: dict[str, Any], *, scored: bool) -> dict[str, Any]:
+def _comparison_row(one: dict[str, Any]) -> dict[str, Any]:
     points = {
         name: f"{gap * 100:+z.2f} pt" for name, gap in one["gap"].items() if name not in LOSSES
     }
@@ -282,6 +289,6 @@ def _comparison_row(one: dict[str, Any], *, scored: bool) -> dict[str, Any]:
         "seeds": str(one["seeds"]),
         "loss": figure(one["gap"].get("train"), "+z.2%"),
         "eval loss": figure(one["gap"].get("eval"), "+z.2%"),
-        **({"score": scores} if scored else {}),
+        "score": scores,
         "speed": figure(one["speed"], ".2f") + "x" * (one["speed"] is not None),
     }

@@ -15,6 +15,7 @@ from finetune.cli.listing import DEFAULT_OUT, figure
 from finetune.logging import output, print_rows, whole
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
 from finetune.runs.folder import Run
+from finetune.runs.last_model import MODEL
 from finetune.runs.lookup import LAST, find_run
 from finetune.units import size
 
@@ -42,15 +43,14 @@ def checkpoints(
     shown = [
         {
             "step": str(row["step"]),
-            "loss": figure(row["loss"], ".3f"),
-            "eval loss": figure(row["eval_loss"], ".3f"),
+            **{key.replace("_", " "): figure(row[key], ".3f") for key in one.columns},
             "precision": row["precision"],
             "size": size(row["bytes"]),
             "state": Text("complete", style="green")
             if not row["problem"]
             else Text(row["problem"], style="bold red"),
         }
-        for row in rows
+        for one, row in zip(found, rows, strict=True)
     ]
     print_rows(console, shown)
     command = resume_command(folder)
@@ -66,8 +66,7 @@ def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:
         "folder": str(one.folder),
         "step": one.step,
         "precision": str(one.manifest.get("precision", "")),
-        "loss": one.logged("loss"),
-        "eval_loss": one.logged("eval_loss"),
+        **{key: one.logged(key) for key in one.columns},
         "bytes": one.nbytes,
         "problem": problem,
     }
@@ -95,7 +94,7 @@ def export(
     if push:
         hub.check_name(push)
     console = output(stderr=as_json)
-    folder = find_run(run)
+    folder = find_run(run, holding=MODEL)
     if not (push and hub.is_pushable(out, to, folder)):
         export_run(
             folder, to, out, force=force, trust_remote_code=trust_remote_code, console=console

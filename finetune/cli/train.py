@@ -25,6 +25,7 @@ from finetune.cli import (
     TrustCode,
 )
 from finetune.config.generation import generation
+from finetune.config.paths import refuse_folder
 from finetune.config.recipe import Recipe
 from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError, MissingExtraError
@@ -50,6 +51,7 @@ def run(
     save: Annotated[bool, typer.Option("--save/--no-save", hidden=True)] = True,
 ) -> None:
     """Train a recipe (the verb may be left out)."""
+    refuse_folder(Path(recipe))  # to resume it, or to train it again?
     checked = load_recipe(recipe, overrides or ())
     _train(checked, out, force=force, details=details, as_json=as_json, save=save)
 
@@ -66,7 +68,7 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Resume a run from its newest complete checkpoint."""
-    folder = find_run(run, out)
+    folder = find_run(run, out, CHECKPOINTS)
     going = Run(folder)
     if going.holder:
         raise ConfigError(
@@ -172,7 +174,7 @@ def generate(
 ) -> None:
     """Talk with a trained model, or answer prompts."""
     words = generation(max_new_tokens, temperature, top_p, top_k, seed)
-    folder = find_run(run, out)
+    folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
     from finetune.training.chat import converse, lines, sides_of
     from finetune.training.reload import loaded, open_trained, untrained
 
@@ -229,7 +231,7 @@ def serve(
     if not (folder / "config.json").is_file():
         from finetune.export.export import export_run, open_run
 
-        found = open_run(find_run(run, out))
+        found = open_run(find_run(run, out, MODEL))
         merged = found.folder.with_name(f"{found.folder.name}-merged")  # a run stays as it is
         folder = merged if found.has_adapter else found.model
         if not folder.is_dir():
@@ -264,7 +266,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a run on lm-eval tasks, and keep the result."""
-    folder = find_run(run, out)
+    folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
     from finetune.config.schema import BUILTIN, EvalConfig
     from finetune.training.reload import loaded, open_trained
 

@@ -22,13 +22,13 @@ from rich.text import Text
 from finetune.cli import INTERRUPTED, RunName, RunsFolder
 from finetune.cli.listing import DEFAULT_OUT
 from finetune.cli.tensorboard import serve
-from finetune.config.measures import MEASURES
+from finetune.config.methods import SHOWN
 from finetune.errors import ConfigError
 from finetune.logging import output, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
 from finetune.runs.folder import Run, finite
 from finetune.runs.lookup import LAST, find_run, newest_runs
-from finetune.runs.progress import health_line, log_line
+from finetune.runs.progress import health_line, log_line, named
 from finetune.runs.receipt import Receipt
 from finetune.units import elapsed, percent, size_of_gib
 
@@ -97,7 +97,7 @@ def _line_by_line(console: Console, folder: Path) -> Run:
         for row in now.tail:
             # Of each kind a step has one row.
             key = row["step"], "loss" in row, "eval_loss" in row
-            if key not in told and (line := _line(row, now)):
+            if key not in told and (line := _line(row, now, console.width)):
                 new[key] = line
         for line in [*new.values()][0 if told else -BEFORE :]:
             console.print(whole(line), crop=False)
@@ -105,13 +105,13 @@ def _line_by_line(console: Console, folder: Path) -> Run:
     return now
 
 
-def _line(row: dict[str, Any], run: Run) -> str:
+def _line(row: dict[str, Any], run: Run, width: int) -> str:
     """A row in a line; empty for samples and scores."""
     planned = run.planned_steps
     step = f"step {row['step']:.0f}/{planned or '?'}"
     health = health_line(row)
     left = max(0, planned - int(row["step"])) if planned else None
-    return f"{step} | {health}" if health else log_line(row, step, run.method, left)
+    return f"{step} | {health}" if health else log_line(row, step, run.method, left, width)
 
 
 def _in_place(console: Console, folder: Path) -> Run:
@@ -138,13 +138,12 @@ def _table(run: Run) -> Table:
     share = f" ({percent(run.last_step / planned, 0)})" if planned else ""
     speed = shown("step_seconds", "{:.2f} s/step"), shown("tokens_per_s", "{:,.0f} tok/s")
     memory = finite(run.logged("peak_memory_gib"))
+    figured = dict.fromkeys((*run.method.columns, *SHOWN))
     facts = {
         "run": f"{run.recipe}/{run.name}",
         "state": run.state + quiet,
         "step": f"{run.last_step} of {planned or '?'}{share}",
-        "loss": shown("loss", "{:.4f}"),
-        "eval loss": shown("eval_loss", "{:.4f}"),
-        **{MEASURES[name].name: f"{end:.4f}" for name, end in run.scores.items()},
+        **{named(key)[0]: shown(key, f"{{:{named(key)[1]}}}") for key in figured},
         "speed": ", ".join(filter(None, speed)),
         "time left": elapsed(pace * left) if left and pace and run.state == "running" else "",
         "memory": f"at most {size_of_gib(memory)}" if memory else "",
@@ -167,9 +166,10 @@ def _end(run: Run) -> Iterator[Any]:
         "killed": ": its process is gone, and left no receipt",
     }.get(run.state, "")
     style = "bold green" if run.state == "finished" else "bold yellow"
-    yield Text(f"{run.state} at step {run.last_step} of {run.planned_steps or '?'}{why}", style)
+    yield Text(f"{run.progress}{why}", style)
     if run.state == "finished":
         yield Text(Receipt.read(run.receipt).headline)
+        yield from (Text(f"hint: {hint}", "yellow") for hint in run.report.get("hints", ()))
         yield whole(f'next: python -m finetune generate {name} "..."')
     elif newest_checkpoint(run.folder / CHECKPOINTS) is not None:
         yield whole(f"next: {resume_command(run.folder)}")

@@ -16,6 +16,17 @@ from typing import Any, Literal
 LAST_SHARE, LAST_LEAST = 0.1, 10
 
 
+def ends(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Logged values whose means are where a column begins and ends; none if it was never logged.
+
+    What begins it lies before its end, save in a run of ten values or fewer: there it is the first.
+    """
+    values = [row[column] for row in rows if isinstance(row.get(column), (int, float))]
+    count = max(LAST_LEAST, round(len(values) * LAST_SHARE))
+    count = 1 if column.startswith("eval_") else count
+    return values[: min(count, max(1, len(values) - count))], values[-count:]
+
+
 @dataclass(frozen=True)
 class Measure:
     """A figure that runs are judged by.
@@ -45,10 +56,7 @@ class Measure:
 
     def last(self, rows: Sequence[dict[str, Any]]) -> list[float]:
         """The values whose mean is the end; none if it was never logged."""
-        column = self.column(rows)
-        values = [row[column] for row in rows if isinstance(row.get(column), (int, float))]
-        one = column.startswith("eval_")
-        return values[-1 if one else -max(LAST_LEAST, round(len(values) * LAST_SHARE)) :]
+        return ends(self.column(rows), rows)[1]
 
     def end(self, rows: Sequence[dict[str, Any]]) -> float | None:
         """Where it ends; None if it was never logged."""

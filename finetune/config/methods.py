@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune.config.measures import LOSSES
+from finetune.config.measures import LOSSES, MEASURES, Measure
 from finetune.errors import ConfigError, did_you_mean
 from finetune.units import perplexity
 
@@ -67,6 +67,16 @@ class Method:
     def rewarded(self) -> bool:
         """True if `train.reward_funcs` judges what the model writes."""
         return self.judged == REWARD
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of `metrics.jsonl` that say what was learned: a loss that does not is none."""
+        return tuple(column for name in self.judged for column in MEASURES[name].columns)
+
+    @property
+    def evaluated(self) -> Measure:
+        """What tells a better evaluation from a worse one."""
+        return next(m for m in map(MEASURES.__getitem__, self.judged) if m.columns[0] != "loss")
 
     @property
     def texts(self) -> int:
@@ -138,8 +148,15 @@ METHODS = {
         _row("distill", "trl.DistillationTrainer", ("prompts",), (1e-6, 2e-5), writes=True),
     )
 }
-SHOWN = ("rewards/accuracies", "rewards/margins", "kl", "accuracy", "margin", "reward")
-"""Metrics of TRL that say most of what is learned, by any method; shown beside the loss."""
+_OF_PAIRS = ("rewards/accuracies", "rewards/margins", "accuracy", "margin")
+SHOWN = {
+    "reward": ("reward", ".3f"),
+    **{key: (key, ".3g") for key in _OF_PAIRS},
+    "completions/mean_length": ("length", ".3g"),
+    "kl": ("KL", ".3g"),
+    "completions/clipped_ratio": ("clipped answers", ".0%"),
+}
+"""Metrics of TRL that say most of what is learned, by any method -> name, form of a value."""
 
 
 def _imported(dotted: str) -> Any:

@@ -59,33 +59,31 @@ def is_path(name: str) -> bool:
 
 
 def find_recipe(name: str) -> Path:
-    """The YAML file of a recipe given by name or by path.
+    """The YAML file of a recipe given by name or by path; that of a run is in its folder.
 
     Raises:
         RecipeNotFoundError: neither a shipped recipe nor a file; names the nearest.
     """
     path = Path(name)
+    file = path if is_path(name) else recipes_folder() / f"{name}.yaml"
+    for found in (file, path / "config.yaml"):
+        if os.path.isfile(found):  # False of a name that no file can have
+            return found
+    refuse_folder(path)
     if is_path(name):
-        if os.path.isfile(path):  # False of a name that no file can have
-            return path
-        _refuse_folder(path)
         raise RecipeNotFoundError(
             f"there is no recipe file {name!r}",
             where=str(path.absolute()),
             fix="`python -m finetune ls` lists the shipped recipes; `cp` copies one to edit",
         )
-    shipped = recipes_folder() / f"{name}.yaml"
-    if os.path.isfile(shipped):
-        return shipped
-    _refuse_folder(path)
     raise RecipeNotFoundError(
         f"there is no recipe {name!r}" + did_you_mean(name, list_recipes()),
         fix="`python -m finetune ls` lists them; a path to a YAML file works too",
     )
 
 
-def _refuse_folder(path: Path) -> None:
-    """Raise `RecipeNotFoundError` for a folder where a recipe is asked for: a run's has one."""
+def refuse_folder(path: Path) -> None:
+    """Raise `RecipeNotFoundError` for a folder where a recipe is to be trained: a run's has one."""
     if os.path.isdir(path):
         own = path / "config.yaml"
         raise RecipeNotFoundError(

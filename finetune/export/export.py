@@ -94,12 +94,10 @@ def open_run(folder: Path | str) -> FinishedRun:
     folder = run.folder
     model = folder / "model"
     if not model.is_dir():
-        stopped = run.receipt.get("run", {}).get("stopped")
-        why = {"finished": "its model/ was removed", "running": "it has not ended yet"}
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(model.absolute()),
-            why=why.get(run.state, stopped or f"it was {run.state} before its end"),
+            why=run.unfinished,
             fix=f"let it end: {resume_command(folder)}, if it saved a checkpoint",
         )
     if not run.receipt:

@@ -17,6 +17,7 @@ from finetune import __version__
 from finetune.config.methods import method_of
 from finetune.config.paths import ASSETS
 from finetune.config.schema import BUILTIN, RunConfig
+from finetune.runs.progress import outcome
 from finetune.runs.receipt import Receipt
 
 TARGETS = {
@@ -48,11 +49,12 @@ def model_card(
     template = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    template.filters["in_words"] = method_of(config.train).loss_in_words
     text = (ASSETS / "model_card.md.j2").read_text(encoding="utf-8")
     base, data = config.model.name, config.data.label
     environment = receipt.get("environment", {})
     target = target or ("adapter" if config.lora else "")
+    trained = method_of(config.train)
+    kind = f"{trained.name.upper()}, " * (trained.name != "sft")
     return template.from_string(text).render(
         adapter=target == "adapter",
         title=f"{short_name(base)} on {short_name(data)}",
@@ -66,10 +68,10 @@ def model_card(
         form=TARGETS[target],
         gguf=target.startswith("gguf"),
         headline=Receipt.read(receipt).headline,
-        method=method_name(config.lora and config.lora.r, config.model.storage),
+        outcome=list(outcome(report, trained)),
+        method=kind + method_name(config.lora and config.lora.r, config.model.storage),
         parity=parity,
         quantized=target in ("fp8", "nvfp4"),
-        report=report,
         versions=environment.get("versions") or {},
         written_by=f"fp8-finetune {__version__}",
     )

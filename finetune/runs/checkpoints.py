@@ -27,10 +27,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.config.methods import METHODS, Method
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError
-from finetune.runs.folder import finite, json_of
-from finetune.runs.lookup import LAST, find_runs
+from finetune.runs.folder import Run, finite, json_of
+from finetune.runs.lookup import LAST, find_runs, is_run
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
 STATE, MANIFEST = "trainer_state.json", "manifest.json"
@@ -69,20 +70,33 @@ class Checkpoint:
 
     def logged(self, key: str) -> float | None:
         """The last value that was logged under `key` up to its step."""
-        values = (finite(row.get(key)) for row in reversed(self._log))
+        values = (finite(row.get(key)) for row in reversed(self.log))
         return next((value for value in values if value is not None), None)
 
     @property
-    def _log(self) -> list[dict[str, Any]]:
+    def log(self) -> list[dict[str, Any]]:
+        """The trainer's log, `log_history`; empty where it is not whole."""
         rows = self.state.get("log_history")
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     @property
-    def eval_loss(self) -> float:
-        """Eval loss of its own step; infinite where that was not evaluated, or gave no number."""
-        own = (r["eval_loss"] for r in self._log if r.get("step") == self.step and "eval_loss" in r)
-        loss = next(own, None)
-        return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
+    def method(self) -> Method:
+        """The method of its run; SFT where nothing says so."""
+        train = (self.manifest.get("config") or {}).get("train") or {}
+        return METHODS.get(str(train.get("method")), METHODS["sft"])
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Logged columns that it is judged by, of training and of evaluation."""
+        every = ("loss", "reward", "eval_loss", "eval_reward")
+        return tuple(key for key in every if key in self.method.columns)
+
+    @property
+    def rank(self) -> float:
+        """Lower is better: the eval loss of its own step, or minus the reward; infinite of none."""
+        key, sign = self.columns[1], -1 if self.method.evaluated.rises else 1
+        own = (finite(row.get(key)) for row in self.log if row.get("step") == self.step)
+        return next((sign * value for value in own if value is not None), math.inf)
 
     def problem(self, *, contents: bool = False) -> str:
         """Why training cannot resume from it; empty if it can. `contents`: read every file."""
@@ -165,6 +179,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next((path for path in saved if not Checkpoint(path).problem()), None)
 
 
+def history(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Rows of `metrics.jsonl` until a checkpoint; of another program's what the trainer logged."""
+    run = checkpoint.folder.absolute().parents[1]
+    rows = Run(run).rows if is_run(run) else checkpoint.log
+    last = checkpoint.step
+    return [row for row in rows if row.get("step", 0) <= last and "train_runtime" not in row]
+
+
 def resume_command(folder: Path) -> str:
     """The command that resumes a run, in as many processes as saved its newest checkpoint."""
     newest = newest_checkpoint(folder / CHECKPOINTS)
@@ -195,8 +217,8 @@ def scaling_file(process: int) -> str:
 
 
 def best_of(saved: list[Checkpoint]) -> list[Checkpoint]:
-    """Checkpoints by eval loss at their step, lowest first; those without one last."""
-    return sorted(saved, key=lambda checkpoint: (checkpoint.eval_loss, -checkpoint.step))
+    """Checkpoints by the evaluation at their step, best first; those without one last."""
+    return sorted(saved, key=lambda checkpoint: (checkpoint.rank, -checkpoint.step))
 
 
 def superfluous(
@@ -212,7 +234,7 @@ def superfluous(
         named: folder of one that the trainer calls its best; it counts towards `keep_last`, as in
             `train.save_total_limit`, but the newest stays too.
     """
-    evaluated = [one for one in saved if math.isfinite(one.eval_loss)]
+    evaluated = [one for one in saved if math.isfinite(one.rank)]
     kept = best_of(evaluated)[:keep_best]
     kept += [one for one in saved[:-1] if named and one.folder.name == Path(named).name]
     newest = saved[-max(1, keep_last - bool(named and kept)) :]

@@ -61,8 +61,10 @@ _RECEIPT: dict[str, Any] = {
     "energy": {"joules": _ANY, "tokens_per_joule": _ANY, "mean_watts": _ANY},
     "data": {}, "flop_share": {},
 }  # fmt: skip
-_REPORT: dict[str, Any] = {"samples": list, "tasks": {}, "receipt": {}, "final_loss": _ANY,
-    "eval_loss": _ANY, "tokens_per_s": _ANY, "seconds": _ANY, "peak_memory_gib": _ANY}  # fmt: skip
+_REPORT: dict[str, Any] = {
+    "samples": list, "tasks": {}, "receipt": {}, "own": {}, "hints": [str], "final_loss": _ANY,
+    "eval_loss": _ANY, "tokens_per_s": _ANY, "seconds": _ANY, "peak_memory_gib": _ANY,
+}  # fmt: skip
 """Form of each part that is read, which that of a damaged file, or of another version, may lack."""
 
 
@@ -191,6 +193,18 @@ class Run:
             return "running"
         return "stopped" if self.receipt else "killed"
 
+    @property
+    def progress(self) -> str:
+        """`running at step 20 of 400`."""
+        return f"{self.state} at step {self.last_step} of {self.planned_steps or '?'}"
+
+    @property
+    def unfinished(self) -> str:
+        """Why it has no trained weights."""
+        why = {"finished": "its model/ was removed", "running": f"it still trains: {self.progress}"}
+        stopped = self.receipt.get("run", {}).get("stopped")
+        return why.get(self.state, stopped or f"before its end it was {self.progress}")
+
     def _lives(self) -> bool:
         if not self._is_of_this_machine:
             changed = max(file.lstat().st_mtime for file in self.folder.iterdir())
@@ -230,6 +244,10 @@ class Run:
     def logged(self, key: str) -> Any:
         """The last value that was logged under `key`; None if none was."""
         return next((row[key] for row in reversed(self.tail) if row.get(key) is not None), None)
+
+    def learned(self, key: str, reported: Any = None) -> Any:
+        """A loss as reported, else the last logged; None where the method's says nothing."""
+        return reported or self.logged(key) if key in self.method.columns else None
 
     @property
     def precision(self) -> str:
@@ -290,8 +308,9 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Summarize the run for a table; reads the end of `metrics.jsonl` only.
 
-        Losses in nats per token, memory in GiB: the measured peak of a step where there is one,
-        else that of the process. `fallback` is why BF16 ran where FP8 was requested, or empty.
+        Losses in nats per token, None where the method's says nothing; memory in GiB: the measured
+        peak of a step where there is one, else that of the process. `fallback` is why BF16 ran
+        where FP8 was requested, or empty.
         """
         report, memory = self.report, self.receipt.get("memory", {}).get("measured_gib")
         return {
@@ -305,8 +324,8 @@ class Run:
             "fallback": (self.receipt.get("precision") or {}).get("fallback") or "",
             "step": self.last_step,
             "steps": self.planned_steps,
-            "loss": finite(report.get("final_loss") or self.logged("loss")),
-            "eval_loss": finite(report.get("eval_loss") or self.logged("eval_loss")),
+            "loss": finite(self.learned("loss", report.get("final_loss"))),
+            "eval_loss": finite(self.learned("eval_loss", report.get("eval_loss"))),
             "scores": self.scores,
             "tokens_per_s": finite(report.get("tokens_per_s") or self.logged("tokens_per_s")),
             "memory_gib": finite(memory or report.get("peak_memory_gib")),

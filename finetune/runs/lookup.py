@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from finetune.config.paths import recipe_of, user_path
 from finetune.errors import ConfigError, did_you_mean, nearest
+from finetune.logging import output, whole
 from finetune.runs.folder import COMPARISON, Run
 
 if TYPE_CHECKING:
@@ -113,12 +114,14 @@ def newest_runs(out: Path, recipe: str | None = None) -> list[Path]:
     return [run.folder for run in runs if recipe in (None, run.recipe, run.folder.parent.name)]
 
 
-def find_run(name: str, out: Path | str = "runs") -> Path:
+def find_run(name: str, out: Path | str = "runs", holding: str = "") -> Path:
     """The run folder that a user means.
 
     Args:
         name: a run folder, `last`, or a recipe's name.
         out: folder of runs.
+        holding: folder, such as that of trained weights, by which a recipe's name means the newest
+            run that has it; what is newer is said.
 
     Raises:
         ConfigError: there is none; names the nearest, or the newest ones.
@@ -130,7 +133,11 @@ def find_run(name: str, out: Path | str = "runs") -> Path:
     if len(Path(name).parts) > 1 or (folder.exists() and not runs):
         return read_run(folder).folder
     if runs:
-        return runs[0]
+        has = (run for run in runs if name == LAST or (run / holding).is_dir())
+        if (found := next(has, runs[0])) != runs[0]:
+            newest = f"{runs[0]}, which is newer, has no {holding}/: {Run(runs[0]).progress}"
+            output(stderr=True).print(whole(f"! {newest}; {found} is taken", "yellow"), crop=False)
+        return found
     others = newest_runs(out)
     known = did_you_mean(name, [LAST, *sorted(set(map(recipe_of, others)))])
     raise ConfigError(

@@ -1,13 +1,20 @@
 """The rows of `metrics.jsonl` in words, as a run prints them itself and as `watch` does. No torch.
 
 step 20/400 | epoch 0.05 | loss 3.4568 | ... | 0.31 s/step | 1,234 tok/s | 2 min left | FP8 ...
+
+What a method is judged by (`finetune.config.methods`) is shown: of answers that are rewarded their
+rewards, and no loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+from finetune.config.measures import ends
 from finetune.config.methods import SHOWN, Method
+from finetune.logging import PIPE_WIDTH
 from finetune.runs.folder import finite
 from finetune.units import elapsed, percent
 
@@ -15,33 +22,77 @@ OPERANDS = {"x": "activations", "w": "weights", "g": "gradients"}
 """Operand of a GEMM, as keys of health rows name it -> what it holds."""
 
 
-def log_line(row: dict[str, Any], step: str, method: Method, left: int | None = None) -> str:
+def log_line(
+    row: dict[str, Any], step: str, method: Method, left: int | None = None, width: int = PIPE_WIDTH
+) -> str:
     """A row of training or of an evaluation in a line; empty for a row of another kind.
 
     Args:
         step: how the line begins, such as `step 20/400`.
         left: steps until the end; None leaves speed and time left out, which a bar shows.
+        width: columns of the line: what matters less is left out where they are few.
     """
     if "eval_loss" in row:
-        loss = method.loss_in_words(row["eval_loss"])
-        return " | ".join([f"{step} | eval loss {loss}", *shown_of(row, "eval_")])
+        return _fitted([(0, step), *((1, text) for text in shown_of(row, method, "eval_"))], width)
     if "loss" not in row:
         return ""
     norm, pace = row.get("grad_norm", float("nan")), finite(row.get("step_seconds"))
-    parts = [step, f"epoch {row.get('epoch', 0.0):.2f}", f"loss {row['loss']:.4f}"]
-    parts += shown_of(row)
-    parts += [f"grad_norm {norm:.3f}", f"lr {row.get('learning_rate', 0.0):.2e}"]
-    parts += [f"{pace:.2f} s/step"] if pace is not None else []
+    parts = [(0, step), (8, f"epoch {row.get('epoch', 0.0):.2f}")]
+    parts += [(3 if number else 1, text) for number, text in enumerate(shown_of(row, method))]
+    parts += [(6, f"grad_norm {norm:.3f}"), (7, f"lr {row.get('learning_rate', 0.0):.2e}")]
+    parts += [(9, f"{pace:.2f} s/step")] if pace is not None else []
     if left is not None:
-        parts += [f"{row['tokens_per_s']:,} tok/s"] if "tokens_per_s" in row else []  # ORPO: none
-        parts += [f"{elapsed(pace * left)} left"] if pace is not None else []
-    return " | ".join([*parts, str(row.get("precision", ""))])
+        parts += [(4, f"{row['tokens_per_s']:,} tok/s")] if "tokens_per_s" in row else []  # ORPO
+        parts += [(2, f"{elapsed(pace * left)} left")] if pace is not None else []
+    return _fitted([*parts, (5, str(row.get("precision", "")))], width)
 
 
-def shown_of(row: dict[str, Any], prefix: str = "") -> list[str]:
-    """`rewards/margins 0.72`: what a method's own metrics say, beside a loss."""
+def _fitted(parts: list[tuple[int, str]], width: int) -> str:
+    """Parts in a line; while it is too long, the one of the highest number is left out."""
+    while len(line := " | ".join(text for _, text in parts)) > width and len(parts) > 1:
+        parts.remove(max(parts))
+    return line
+
+
+def shown_of(row: dict[str, Any], method: Method, prefix: str = "") -> list[str]:
+    """`loss 0.6931`, `rewards/margins 0.72`: what a method is judged by, and its own metrics."""
+    texts = list[str]()
+    if "loss" in method.columns:
+        loss = row[f"{prefix}loss"]
+        texts += [f"loss {method.loss_in_words(loss) if prefix else format(loss, '.4f')}"]
     values = {key: finite(row.get(prefix + key)) for key in SHOWN}
-    return [f"{key} {value:.3g}" for key, value in values.items() if value is not None]
+    texts += [f"{SHOWN[k][0]} {x:{SHOWN[k][1]}}" for k, x in values.items() if x is not None]
+    return [f"eval {texts[0]}", *texts[1:]] if prefix and texts else texts
+
+
+def figures(rows: Sequence[dict[str, Any]], method: Method) -> dict[str, tuple[float, float]]:
+    """Where each metric besides a loss begins and ends; first what the method is judged by."""
+    every = {key: ends(key, rows) for key in (*method.columns, *SHOWN) if key[-4:] != "loss"}
+    return {key: (fmean(first), fmean(last)) for key, (first, last) in every.items() if last}
+
+
+def outcome(report: Mapping[str, Any], method: Method) -> Iterator[tuple[str, str]]:
+    """Name and value of each figure of a `report.json`: `loss` and `5.551 -> 0.700`."""
+    if "loss" in method.columns:
+        if (last := report.get("final_loss")) is not None:
+            yield "loss", _way(report.get("first_loss"), last, ".3f")
+        if (loss := report.get("eval_loss")) is not None:
+            yield "eval loss", method.loss_in_words(loss)
+    for key, (first, last) in (report.get("own") or {}).items():
+        name, form = named(key)
+        yield name, _way(first, last, form)
+
+
+def named(key: str) -> tuple[str, str]:
+    """Name of a loss, of a column of `SHOWN` or of its evaluation, and the form of its values."""
+    kind = key.removeprefix("eval_")
+    name, form = SHOWN.get(kind, (kind, ".4f"))
+    return "eval " * (kind != key) + name, form
+
+
+def _way(first: float | None, last: float, form: str) -> str:
+    began, ended = format(last if first is None else first, form), format(last, form)
+    return ended if began == ended else f"{began} -> {ended}"
 
 
 def health_line(row: dict[str, Any]) -> str:

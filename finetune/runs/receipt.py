@@ -25,6 +25,7 @@ from finetune.config.schema import SCALES
 from finetune.logging import as_text, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
 from finetune.runs.folder import finite, write_whole
+from finetune.runs.progress import outcome
 from finetune.units import elapsed, percent, size_of_gib
 
 PEFT_WRAPPERS = ("base_layer", "default")
@@ -386,15 +387,17 @@ class RunReport(JupyterMixin):
     """Results of a run.
 
     Attributes:
-        first_loss, final_loss: first and last logged training loss.
-        eval_loss: last eval loss, None without eval rows.
+        first_loss, final_loss: first and last logged training loss; None where a method's says
+            nothing, as of rewarded answers.
+        eval_loss: last eval loss, None without eval rows; likewise.
         tokens_per_s, steps_per_s: median over logging intervals, the first left out.
         seconds: duration of training, evaluation included.
         peak_memory_gib: peak of allocated memory.
         samples: answers of the trained model.
         tasks: scores on `eval.tasks`, name -> metric -> value.
         interrupted: True if stopped by a signal; `checkpoints/` has the last step saved.
-        own: metric of the training method -> first and last logged value.
+        own: metric of the training method, in `metrics.jsonl` -> where it begins and ends: means
+            of some steps, or an evaluation (`finetune.config.measures`).
         hints: lines about what to try next, and that it stopped early.
     """
 
@@ -417,7 +420,7 @@ class RunReport(JupyterMixin):
         return as_text(self)
 
     def __rich__(self) -> RenderableType:
-        """Loss, speed, samples, scores, receipt, and the next command."""
+        """Losses or rewards, speed, samples, scores, receipt, and the next command."""
         return Group(*self._parts())
 
     @property
@@ -427,8 +430,8 @@ class RunReport(JupyterMixin):
 
     def _parts(self, *, whole_receipt: bool = True) -> Iterator[RenderableType]:
         yield Text()
-        if losses := ", ".join(self._losses()):
-            yield Text(losses, style="bold")
+        if figures := list(outcome(vars(self), method_of(self.receipt.run))):
+            yield Text(" · ".join(map(" ".join, figures)), style="bold")
         if not whole_receipt:
             yield from self.receipt.verdict()
         yield Text(", ".join(self._costs()))
@@ -466,15 +469,6 @@ class RunReport(JupyterMixin):
         if not checkpoints_in(self.folder / CHECKPOINTS):
             return f"No checkpoint was saved yet; logs are in {self.folder}"
         return f"Resume: {resume_command(self.folder)}"
-
-    def _losses(self) -> Iterator[str]:
-        if self.first_loss is not None and self.final_loss is not None:
-            fell = f"{self.first_loss:.3f} -> " if self.first_loss != self.final_loss else ""
-            yield f"loss {fell}{self.final_loss:.3f}"
-        if self.eval_loss is not None:
-            yield f"eval loss {method_of(self.receipt.run).loss_in_words(self.eval_loss)}"
-        for key, (first, last) in self.own.items():
-            yield f"{key} {first:.3g} -> {last:.3g}"
 
     def _costs(self) -> Iterator[str]:
         yield elapsed(self.seconds)

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from transformers.trainer_utils import TrainOutput
 
-from finetune.analysis.report.curves import loss_plots
+from finetune.analysis.report.curves import loss_plots, method_plots
 from finetune.analysis.report.figures import save_picture
 from finetune.analysis.report.run_source import RunSource
 from finetune.errors import ConfigError, OrderError
@@ -77,14 +77,15 @@ class Run(TrainOutput):
         return str(self.report)
 
     def _repr_html_(self) -> str:
-        rows, picture = loss_plots([RunSource(self.folder, self.folder)]), io.BytesIO()
+        source, picture = [RunSource(self.folder, self.folder)], io.BytesIO()
+        drawn = [plot for row in loss_plots(source) + method_plots(source) for plot in row.plots]
         report: Any = self.report  # rich's mixin knows itself as another protocol
         shown = report._repr_mimebundle_([], [])["text/html"]
-        if not rows:
+        if not drawn:
             return shown
-        save_picture(rows[0].plots[0], picture)
+        save_picture(drawn[0], picture)
         data = base64.b64encode(picture.getvalue()).decode()
-        return f'<img alt="losses" width="640" src="data:image/png;base64,{data}">{shown}'
+        return f'<img alt="{drawn[0].title}" width="640" src="data:image/png;base64,{data}">{shown}'
 
 
 class OneRun:

@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,14 +56,19 @@ class MetricsWriter(TrainerCallback):
     GPUs of all processes.
 
     Attributes:
-        rows: written rows, newest last.
+        rows: written rows, newest last; those of a resumed run begin with what was logged before.
+        resumed: number of these.
         trained: seconds and joules of training until the last log; in all once it has ended.
     """
 
-    def __init__(self, path: Path, precision: str, counter: EnergyCounter | None = None) -> None:
+    def __init__(
+        self, path: Path, precision: str, counter: EnergyCounter | None = None,
+        earlier: Sequence[dict[str, Any]] = (),
+    ) -> None:  # fmt: skip
         self.path, self.precision = path, precision
         self.counter = counter or EnergyCounter("cpu")
-        self.rows: list[dict[str, Any]] = []
+        self.rows, self.resumed, self._written = [*earlier], len(earlier), 0
+        self._before = max((row.get("seconds", 0.0) for row in earlier), default=0.0)
         self.trained = Moment(0.0, 0.0)
         self._last = self._now()
         self._started = self._last.seconds
@@ -83,7 +88,7 @@ class MetricsWriter(TrainerCallback):
             self.counter.joules()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        since = round(time.perf_counter() - self._started, 3)
+        since = round(self._before + time.perf_counter() - self._started, 3)
         row = {"step": state.global_step, "seconds": since, **(logs or {})}
         if "loss" in row:
             seconds, joules = self._count()
@@ -143,8 +148,9 @@ class MetricsWriter(TrainerCallback):
         """Add a row of another kind, with its step."""
         self.rows.append(row)
         if state.is_world_process_zero:
+            new, self._written = self.rows[self._written :], len(self.rows)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in new)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._evaluating is None:  # the first batch of an evaluation
@@ -157,8 +163,8 @@ class MetricsWriter(TrainerCallback):
         self._evaluating = None
 
     def values(self, key: str) -> list[float]:
-        """All values written under `key`, oldest first."""
-        return [row[key] for row in self.rows if key in row]
+        """All values that this process wrote under `key`, oldest first."""
+        return [row[key] for row in self.rows[self.resumed :] if key in row]
 
 
 def step_label(state: TrainerState, console: Console) -> str:
@@ -187,7 +193,7 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
 
 
 class ProgressBar(TrainerCallback):
-    """Step, loss, tokens/s, time left and precision, as a terminal bar or as lines."""
+    """Step, loss or rewards, tokens/s, time left and precision, as a terminal bar or as lines."""
 
     def __init__(self, console: Console, metrics: MetricsWriter, method: Method) -> None:
         self.console, self.metrics, self.method = console, metrics, method
@@ -223,7 +229,8 @@ class ProgressBar(TrainerCallback):
         if self._bar is not None and "loss" in row:  # it shows the time left, too
             self._bar.update(self._task, facts=f"{row.get('tokens_per_s', 0):,} tok/s")
             left = None
-        if line := log_line(row, step_label(state, self.console), self.method, left):
+        step, width = step_label(state, self.console), self.console.width
+        if line := log_line(row, step, self.method, left, width):
             # In a pipe nothing wraps: without the search for words to wrap between it is half the
             # time.
             self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)

@@ -1,5 +1,9 @@
 """Hints at the end of a run, each with its evidence; none where there is nothing to say.
 
+What is judged is what the method is judged by: an evaluated loss that rises, a reward that falls.
+Of answers that the model writes, TRL (1.16) logs the share that was cut, and that of groups whose
+rewards are equal, from which nothing is learned.
+
 A loss falls, or an evaluation rises, if a line through its values has a slope of `SURE` standard
 errors and changes it by `MATTERS`. Errors are wider where values follow one another: with lag-1
 correlation r of what the line leaves, by sqrt((1 + r) / (1 - r)). Of noise without a slope no
@@ -12,15 +16,29 @@ that span: 5 errors, and no hint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from finetune.config.measures import MEASURES, Measure, ends
 from finetune.config.methods import ADAPTERS, method_of
 from finetune.config.schema import RunConfig
+from finetune.training.rewards import FLAT, MAKE_DIFFER
+from finetune.units import plural
 
 SURE, MATTERS = 6.0, 0.01
 FEWEST_LOSSES, FEWEST_EVALUATIONS = 10, 6
+OF_ANSWERS = {
+    "completions/clipped_ratio": (
+        "of the answers were cut at train.max_completion_length before they ended",
+        "raise it; or the model does not write its end token (eos_token_id of the "
+        "generation_config.json), which a few steps of SFT teach",
+    ),
+    FLAT: ("of the groups had equal rewards, from which nothing is learned", MAKE_DIFFER),
+}
+"""Share that TRL logs -> what it is of, and what to do; said where it is above `MOST`."""
+MOST = 0.5
 Point = tuple[int, float]
 """A step and its value."""
 
@@ -33,22 +51,34 @@ def hints(
     Args:
         rows: of `metrics.jsonl`.
     """
-    worse = rising([(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row])
+    method = method_of(config.train)
+    yield from _of_answers(rows)
+    column, losses = method.evaluated.columns[0], "loss" in method.columns
+    evaluations = [(row["step"], row[column]) for row in rows if column in row]
+    worse = rising(evaluations, method.evaluated)
     if worse:
-        yield worse + ": fewer steps, or train.early_stopping_patience=3"
-    elif better := falling([(row["step"], row["loss"]) for row in rows if "loss" in row]):
+        watched = f"train.metric_for_best_model={column} " * (not losses)
+        yield f"{worse}: fewer steps, or {watched}train.early_stopping_patience=3"
+    elif better := falling([(r["step"], r["loss"]) for r in rows if losses and "loss" in r]):
         more = f"train.num_train_epochs={2 * float(config.train.get('num_train_epochs') or 3):g}"
         more = f"train.max_steps={2 * steps}" if config.train.get("max_steps") else more
         yield f"{better}: more steps may lower it further ({more})"
     # The usual rates are those of published weights: others, and packaged toys, take larger ones.
     published = config.model.weights != "random" and not config.model.name.startswith("builtin:")
-    method, lora = method_of(config.train), config.lora is not None
+    lora = config.lora is not None
     if published and method.is_unusual(rate, lora=lora):
         low, high = (ADAPTERS**lora * limit for limit in method.rates)
         yield (
             f"train.learning_rate={rate:g} is far from what is usual for {method.name} "
             f"with {'adapters' if lora else 'all weights'}: {low:g} to {high:g}"
         )
+
+
+def _of_answers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for key, (what, cure) in OF_ANSWERS.items():
+        last = ends(key, rows)[1]
+        if last and (share := fmean(last)) > MOST:
+            yield f"{share:.0%} {what} ({key}, mean of {plural(len(last), 'log')}): {cure}"
 
 
 def falling(losses: Sequence[Point]) -> str:
@@ -63,17 +93,19 @@ def falling(losses: Sequence[Point]) -> str:
     return f"the loss still fell at the end, by {-change:.3f} ± {2 * error:.3f} in {span}"
 
 
-def rising(evaluations: Sequence[Point]) -> str:
-    """Since when the evaluation loss rises; empty if nobody can say."""
-    best = min(range(len(evaluations)), key=lambda i: evaluations[i][1], default=0)
+def rising(evaluations: Sequence[Point], measure: Measure = MEASURES["eval"]) -> str:
+    """Since when evaluations get worse, a loss rises or a reward falls; empty if nobody can say."""
+    sign = -1 if measure.rises else 1
+    best = min(range(len(evaluations)), key=lambda i: sign * evaluations[i][1], default=0)
     after = evaluations[best + 1 :]
     if len(after) < FEWEST_EVALUATIONS:
         return ""
-    (step, lowest), last = evaluations[best], after[-1][1]
+    (step, least), last = evaluations[best], after[-1][1]
     change, error = trend(after)
-    if change < SURE * error or last - lowest < MATTERS * abs(lowest):
+    if sign * change < SURE * error or sign * (last - least) < MATTERS * abs(least):
         return ""
-    return f"the eval loss rises since step {step:,}, from {lowest:.3f} to {last:.3f}"
+    name, way = f"eval {measure.name.removeprefix('eval ')}", "falls" if measure.rises else "rises"
+    return f"the {name} {way} since step {step:,}, from {least:.3f} to {last:.3f}"
 
 
 def trend(points: Sequence[Point]) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from finetune.config.recipe import read_recipe
 from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean, some
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
+from finetune.runs.folder import Run
 from finetune.runs.lookup import refuse_foreign_code
 from finetune.storage.pretrained import refuse_random_base
 
@@ -59,7 +60,7 @@ def open_trained(
         raise ConfigError(
             f"the run {str(folder)!r} has no trained weights",
             where=str(weights.absolute()),
-            why="it was interrupted, was stopped, or is still training",
+            why=Run(folder).unfinished,
             fix=known,
         )
     step = steps[-1] if checkpoint == "last" and steps else checkpoint

@@ -11,7 +11,8 @@ column of the rows, and returns a number for each completion (None: it has nothi
 
 A method that compares answers to one prompt learns nothing from a group whose rewards are all
 equal: each advantage is zero. TRL logs the share of these groups (`frac_reward_zero_std`) and
-trains on; where all groups are so, first to last, `RewardWatch` says that nothing was learned.
+trains on; where all groups are so, first to last, `RewardWatch` says that nothing was learned;
+where most are, a hint at the end of the run does (`finetune.training.hints`).
 """
 
 from __future__ import annotations
@@ -330,6 +331,10 @@ def _refused(
 
 FLAT = "frac_reward_zero_std"
 """TRL's log (1.16): share of groups whose rewards are all equal."""
+MAKE_DIFFER = (
+    "easier or harder prompts, a reward in degrees, a higher train.temperature or more "
+    "train.num_generations make them differ"
+)
 EARLY = 10
 """Logs without a group that could be learned from, after which a run says so."""
 
@@ -356,8 +361,7 @@ class RewardWatch(TrainerCallback):
         seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         return (
             f"the rewards of every group were equal (mean {seen}): every advantage was zero, and "
-            "nothing was learned from them. Easier or harder prompts, a reward in degrees, a "
-            "higher train.temperature or more train.num_generations make them differ"
+            f"nothing was learned from them: {MAKE_DIFFER}"
         )
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any):
@@ -367,11 +371,3 @@ class RewardWatch(TrainerCallback):
         self.rewards.append(logs["reward"])
         if len(self.flat) == EARLY and self.learned_nothing:
             self.say(f"step {state.global_step}: {self.learned_nothing}")
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        share = sum(self.flat) / max(len(self.flat), 1)
-        if share > 0.5:
-            self.say(
-                self.learned_nothing
-                or f"{share:.0%} of the groups had equal rewards: nothing is learned from these"
-            )

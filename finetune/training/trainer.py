@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import sft
-from finetune.config.methods import REWARDS, SHOWN, TEACHER, arguments, method_of
+from finetune.config.methods import REWARDS, TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -36,9 +36,10 @@ from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, keeps_going, output, whole
 from finetune.precision.layers import without_adapters
 from finetune.precision.stored import stored_weights
-from finetune.runs.checkpoints import find_checkpoint
+from finetune.runs.checkpoints import Checkpoint, find_checkpoint, history
 from finetune.runs.last_model import saved_whole
 from finetune.runs.lookup import LAST
+from finetune.runs.progress import figures
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.ends import stop_at
@@ -292,7 +293,8 @@ class _Run:
         self.session = session
         counter = EnergyCounter(session.device.kind)
         label = session.resolution.label
-        self.metrics = MetricsWriter(folder / "metrics.jsonl", label, counter)
+        earlier = history(Checkpoint(self.resume)) if self.resume else ()
+        self.metrics = MetricsWriter(folder / "metrics.jsonl", label, counter, earlier)
         self.bar = ProgressBar(console, self.metrics, method_of(config.train))
         self.stop = GracefulStop(console)
         self.meter = MemoryMeter(session)
@@ -461,23 +463,23 @@ class _Run:
         """Build the report; the main process writes `report.json`."""
         from finetune.training.memory_meter import peak_memory_gib
 
-        metrics = self.metrics
-        shown = {key: metrics.values(key) for key in SHOWN}
-        losses, speeds = metrics.values("loss"), sorted(metrics.values("tokens_per_s")[1:])
-        paces = sorted(metrics.values("step_seconds")[1:])
+        metrics, method = self.metrics, method_of(self.config.train)
+        rows = metrics.rows if "loss" in method.columns else []
+        losses, held_out = ([r[k] for r in rows if k in r] for k in ("loss", "eval_loss"))
+        speeds, paces = (sorted(metrics.values(k)[1:]) for k in ("tokens_per_s", "step_seconds"))
         report = RunReport(
             folder=self.folder,
             receipt=self.receipt,
             first_loss=losses[0] if losses else None,
             final_loss=losses[-1] if losses else None,
-            eval_loss=next(iter(metrics.values("eval_loss")[-1:]), None),
+            eval_loss=held_out[-1] if held_out else None,
             tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
             seconds=self.seconds,
             peak_memory_gib=max(self.meter.earlier_gib, peak_memory_gib()),
             samples=self.answers,
             tasks=self.scores,
             interrupted=self.interrupted,
-            own={key: (values[0], values[-1]) for key, values in shown.items() if values},
+            own=figures(metrics.rows, method),
             steps_per_s=1 / paces[len(paces) // 2] if paces else None,
             hints=[] if self.interrupted else list(self._hints()),
         )

@@ -734,7 +734,7 @@ def test_a_terminal_shows_each_run_as_far_as_it_wrote(tmp_path):
         watcher.finish(jobs[0])
     shown = terminal.file.getvalue()
     assert "step 8  loss 1.1250" in shown
-    assert "[1/2] FP8, seed 42: loss 5.000 -> 1.000, 3.0 s, proven" in shown
+    assert "[1/2] FP8, seed 42: loss 5.000 -> 1.000 · 3.0 s, proven" in shown
 
 
 def test_on_a_gpu_steps_are_timed_by_events_that_nothing_waits_for(tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ def test_preferences_are_judged_by_the_accuracy_of_the_evaluation_too(tmp_path, 
     assert Run(run).summary()["scores"]["accuracy"] == pytest.approx(0.8, abs=0.01)
     assert "  accuracy 0.79" in cli("ls", "--runs").out
     page = finetune.report(run).html.read_text("utf-8")
-    assert "<dt>Preference accuracy</dt>" in page
+    assert "<dt>Eval rewards/accuracies</dt>" in page
     assert "Perplexity" not in page
     assert all(f'id="plot-{name}"' in page for name in ("rewards", "margins", "accuracy"))
     both = finetune.report([run, folder / "b" / "42"], tmp_path / "both").html.read_text("utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from finetune.analysis.report.curves import (
     health,
     loss_plots,
     smoothed,
+    speed_plots,
     window_of,
 )
 from finetune.analysis.report.elements import Line, Plot, Row, Series
@@ -58,8 +60,6 @@ def test_the_figures_of_an_axis_are_told_apart(low, high, log):
         (range(25, 1001, 25), 9, [200, 400, 600, 800, 1000]),
         (range(1, 4), 9, [1, 2, 3]),
         (range(1, 10_001), 4, [0, 5000, 10_000]),
-        ([50], 9, [48, 49, 50, 51, 52]),
-        ([4], 9, [4]),
         ([1, 2], 9, [1, 2]),
     ],
 )
@@ -87,14 +87,34 @@ def test_a_logarithmic_axis_has_readable_ticks(low, high, ticks):
 
 
 def test_losses_over_steps_and_time_and_the_learning_rate(run):
-    plots = {plot.name: plot for row in loss_plots([RunSource(run, run)]) for plot in row.plots}
-    assert list(plots) == ["loss", "loss_over_time", "learning_rate"]
+    rows = loss_plots([RunSource(run, run)]) + speed_plots([RunSource(run, run)])
+    plots = {plot.name: plot for row in rows for plot in row.plots}
+    assert list(plots) == ["loss", "loss_over_time", "gradient_norm", "learning_rate", "speed"]
     labels = ["training, as logged", "training, smoothed", "eval"]
     assert [series.label for series in plots["loss"].legend] == labels
     assert plots["loss_over_time"].over == "seconds"
     assert max(plots["loss_over_time"].series[0].x) == pytest.approx(32)  # 80 steps of 0.4 s
     (rate,) = plots["learning_rate"].series  # a schedule has no noise to smooth
     assert rate.weight == "normal"
+
+
+def test_below_three_values_numbers_are_said_and_nothing_is_drawn(tmp_path):
+    run = make_run(tmp_path / "r", steps=4, every=2, groups=())  # eval and samples at each step
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    few = [row for row in rows if row["step"] % 2 == 0]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few))
+    (row,) = loss_plots([RunSource(run, run)])
+    assert row.plots == ()
+    loss, held = ([r[key] for r in few if key in r] for key in ("loss", "eval_loss"))
+    assert row.said[0].text == (
+        f"Training and eval loss: training {loss[0]:.4g} at step 2; training {loss[1]:.4g} at "
+        f"step 4; eval {held[0]:.4g} at step 2; eval {held[1]:.4g} at step 4."
+    )
+    report = finetune.report(run)
+    assert report.pictures == ()
+    page = report.html.read_text("utf-8")
+    assert "<figure" not in page
+    assert "Learning rate: " in page
 
 
 def test_health_is_drawn_by_group_and_what_is_always_zero_is_a_sentence(run):

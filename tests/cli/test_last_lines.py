@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,8 +12,11 @@ from rich.text import Text
 
 import finetune
 from finetune import load_recipe
+from finetune.config.methods import METHODS
 from finetune.export.serving import commands
 from finetune.logging import as_text
+from finetune.runs.card import model_card
+from finetune.runs.progress import figures
 from finetune.runs.receipt import LayerReceipt, Receipt, RunReport, Sample
 
 
@@ -47,6 +51,26 @@ def test_warnings_are_among_the_last_lines(tmp_path) -> None:
     assert "lm_head" not in short
     assert set(short.splitlines()) <= set(str(report).splitlines())
     assert all(isinstance(line, Text) for line in receipt.verdict())
+
+
+def test_rewarded_answers_end_with_rewards_and_no_loss(tmp_path) -> None:
+    """The reward of the last step rose by luck: the evaluated one fell, and stands first."""
+    ended = {"completions/mean_length": 12.25, "completions/clipped_ratio": 1.0, "kl": 0.021}
+    rewards = [0.625, *[0.5] * 9, *[0.45] * 9, 0.844]
+    rows: list[dict[str, Any]] = [{"eval_loss": 0.0, "eval_reward": 0.583}]
+    rows += [{"loss": 0.02, "reward": reward, **ended} for reward in rewards]
+    rows += [{"eval_loss": -0.0, "eval_reward": 0.5}]
+    own = figures(rows, METHODS["grpo"])
+    receipt = Receipt("proven", {"ran": "bf16"}, run={"method": "grpo"})
+    report = RunReport(tmp_path, receipt, 0.02, 0.02, 0.0, None, 1.0, 1.0, own=own)
+    line = as_text(report).splitlines()[0]
+    said = "eval reward 0.583 -> 0.500 · reward 0.512 -> 0.489 · length 12.2 · KL 0.021 · clipped"
+    assert " ".join(as_text(report).split()).startswith(f"{said} answers 100%"), line
+    config = load_recipe("tiny_grpo_fp8", check_train=False).config
+    card = model_card(config, {}, json.loads(report.to_json()))
+    assert "| eval reward | 0.583 -> 0.500 |" in card
+    assert "| method | GRPO, full fine-tuning |" in card
+    assert "loss" not in card
 
 
 def test_an_adapter_is_served_beside_its_base_at_its_highest_rank(tmp_path) -> None:

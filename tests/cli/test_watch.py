@@ -9,7 +9,9 @@ import sys
 import psutil
 import pytest
 
+from finetune.config.methods import METHODS
 from finetune.runs.folder import write_start
+from finetune.runs.progress import log_line
 from tests.run_folders import make_run
 
 
@@ -47,7 +49,8 @@ def end_by_kill(folder) -> None:
     (folder / "run.json").write_text(json.dumps(start))
 
 
-def test_each_row_is_a_line_once_and_the_end_follows(writing, cli):
+def test_each_row_is_a_line_once_and_the_end_follows(writing, cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     _, rows = writing
     found = cli("watch")
     assert (found.code, found.err) == (0, "")
@@ -68,6 +71,26 @@ def test_each_row_is_a_line_once_and_the_end_follows(writing, cli):
     assert end == "finished at step 40 of 40"
     assert verdict.startswith("FP8 verified: 80.0% of matmul FLOPs")
     assert after.startswith("next: python -m finetune generate runs/tiny_full_fp8/")
+
+
+ANSWERS = {"kl": -0.0123, "completions/mean_length": 211.5, "completions/clipped_ratio": 1.0}
+
+
+@pytest.mark.parametrize(("method", "judged"), [("sft", "loss 0.0212"), ("rloo", "reward 0.844")])
+@pytest.mark.parametrize("step", ["step 7/12", "step 10,000/100,000"])
+def test_at_80_columns_a_row_is_one_line_with_what_its_method_is_judged_by(method, judged, step):
+    row = {"loss": 0.0212, "reward": 0.84375, **(ANSWERS if method == "rloo" else {})}
+    row |= {"grad_norm": 1.5, "learning_rate": 1e-4, "step_seconds": 1.25, "epoch": 0.07}
+    row |= {"tokens_per_s": 12345, "precision": "FP8 emulated/rowwise"}
+    whole, narrow = (log_line(row, step, METHODS[method], 40, width) for width in (1000, 80))
+    assert len(narrow) <= 80
+    assert narrow.startswith(f"{step} | {judged} | ")
+    assert "| 50 s left" in narrow
+    assert set(narrow.split(" | ")) < set(whole.split(" | "))
+    assert ("loss" in whole, "clipped answers 100%" in whole) == (method == "sft", method == "rloo")
+    evaluated = {f"eval_{key}": value for key, value in row.items()}
+    line = log_line(evaluated, step, METHODS[method], width=80)
+    assert line.startswith(f"{step} | eval {judged}")
 
 
 def test_the_worst_of_a_health_row_is_named(writing, cli):

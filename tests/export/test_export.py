@@ -684,7 +684,7 @@ def copy_of(run: Path, into: Path) -> Path:
 @pytest.mark.parametrize(
     ("ended", "why"),
     [
-        ({"interrupted": True}, "stopped before its end"),
+        ({"interrupted": True}, "before its end it was stopped"),
         ({"stopped": "loss is NaN"}, "loss is NaN"),
         ({}, "model/ was removed"),
     ],

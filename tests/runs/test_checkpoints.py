@@ -112,6 +112,23 @@ def test_names_of_checkpoints(name, step, tmp_path) -> None:
     assert find_checkpoint(f"{tmp_path}/run{name}")[0].step == step
 
 
+def test_the_best_checkpoint_of_rl_has_the_highest_reward(tmp_path, cli) -> None:
+    """Its eval loss says nothing: here the lowest is of the worst answers."""
+    rows, facts = tmp_path / "run" / "checkpoints", {"config": {"train": {"method": "grpo"}}}
+    for at, reward in ((10, 0.5), (20, 0.75), (30, 0.25)):
+        state = make(rows, at, facts=facts, eval_loss=-reward) / STATE
+        logged = json.loads(state.read_text())
+        logged["log_history"][1] |= {"eval_loss": reward, "eval_reward": reward}
+        state.write_text(json.dumps(logged))
+        sign(state.parent)
+    assert find_checkpoint(f"{tmp_path}/run/best")[0].step == 20
+    (rows.parent / "config.yaml").write_text("")
+    (rows.parent / "run.json").write_text("{}")
+    found = json.loads(cli("checkpoints", rows.parent, "--json").out)["checkpoints"]
+    assert [row["eval_reward"] for row in found] == [0.5, 0.75, 0.25]
+    assert not {"loss", "eval_loss"} & found[0].keys()
+
+
 def test_one_of_another_program_needs_its_parts(tmp_path) -> None:
     at = make(tmp_path, 5)
     (at / MANIFEST).unlink()

@@ -228,6 +228,29 @@ def test_a_part_of_a_run_names_the_run(part, run):
     assert find_run(str(run)) == run
 
 
+def test_a_recipe_means_its_newest_run_with_weights_and_a_newer_one_is_said(tmp_path, cli):
+    """Of runs that lack them the newest is meant, and its error says that it still trains."""
+    runs = [tmp_path / "runs" / "tiny_full_fp8" / f"2026112{i}-120000-aaaa" for i in (1, 2)]
+    for day, folder in enumerate(runs, 1):
+        make_run(folder, steps=40)
+        change(folder, "run.json", started=f"2026-11-2{day}T12:00:00")
+    (runs[1] / "report.json").unlink()
+    (runs[1] / "receipt.json").unlink()
+    write_start(runs[1])  # of this process, which lives
+    refused = cli("generate", "tiny_full_fp8", "Hello.").err
+    assert "it still trains: running at step 40 of 40" in refused
+    (runs[0] / "model").mkdir()
+    assert "it still trains" in cli("generate", "last", "Hello.").err
+    done = cli("report", "tiny_full_fp8")
+    said = f"! runs/tiny_full_fp8/{runs[1].name}, which is newer, has no model/: running at step 40"
+    assert said in done.err
+    assert f"runs/tiny_full_fp8/{runs[0].name} is taken" in done.err
+    assert runs[0].name in done.out
+    watched = find_run("tiny_full_fp8", tmp_path / "runs")
+    assert watched == runs[1]  # one that trains has a log
+    assert cli("cat", "last").out == (runs[1] / "config.yaml").read_text()
+
+
 def test_a_path_that_is_no_run_is_answered_as_by_report(run, tmp_path):
     with pytest.raises(ConfigError, match="is no run folder") as caught:
         find_run(str(run)[:-2])
@@ -265,6 +288,23 @@ def test_ls_runs_says_where_bf16_ran_for_fp8(tmp_path, cli, monkeypatch):
     (listed,) = json.loads(cli("ls", "--runs", "--json").out)["runs"]
     assert listed["proven"]
     assert listed["fallback"].startswith("FP8 was requested")
+
+
+def test_ls_runs_shows_the_reward_of_rl_and_no_loss(run, cli, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = (run / "config.yaml").read_text().replace("\ntrain:\n", "\ntrain:\n  method: rloo\n")
+    (run / "config.yaml").write_text(config)
+    rows = [{"step": 10, "loss": 0.01, "reward": 0.75}, {"step": 10, "eval_loss": 0.0}]
+    rows[1]["eval_reward"] = 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for width in ("80", "160"):
+        monkeypatch.setenv("COLUMNS", width)
+        shown = cli("ls", "--runs").out
+        assert "loss" not in shown
+        assert "reward 0.500" in shown
+        assert "…" not in shown
+    (listed,) = json.loads(cli("ls", "--runs", "--json").out)["runs"]
+    assert (listed["loss"], listed["eval_loss"], listed["scores"]) == (None, None, {"reward": 0.5})
 
 
 def test_ls_runs_where_there_are_none(cli, tmp_path):

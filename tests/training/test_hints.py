@@ -53,6 +53,19 @@ def test_what_is_said_can_be_typed() -> None:
     assert "usual for sft with adapters: 5e-05 to 0.0005" in rate
 
 
+def test_answers_that_do_not_end_and_a_reward_that_falls_are_said() -> None:
+    config = load_recipe("tiny_grpo_fp8", check_train=False).config
+    cut = "completions/clipped_ratio"
+    rows = [{"step": i, "loss": 3 - i / 100, cut: 1.0} for i in range(1, 81)]
+    rows += [{"step": 9 * i, "eval_reward": 0.9 - i / 20 + 0.01 * (i % 2)} for i in range(8)]
+    ends, falls = hints(config, rows, steps=80, rate=1e-6)
+    assert ends.startswith("100% of the answers were cut at train.max_completion_length")
+    assert falls.startswith("the eval reward falls since step 0, from 0.900 to 0.560: fewer steps")
+    assert "train.metric_for_best_model=eval_reward" in falls
+    ended = [row | {cut: 0.4} for row in rows if "loss" in row]  # its loss falls, and says nothing
+    assert not list(hints(config, ended, steps=80, rate=1e-6))
+
+
 class State:
     global_step, max_steps, best_global_step = 40, 100, 20
 

@@ -14,6 +14,7 @@ import torch
 from finetune import load_recipe
 from finetune.config.paths import ASSETS
 from finetune.errors import ConfigError, DataError, ProofError
+from finetune.training.hints import hints
 from finetune.training.rewards import EARLY, FLAT, RewardWatch, rewards_of
 from tests.asset_makers.make_sums import sums
 from tests.data.shapes import tokenizer_of
@@ -161,22 +162,25 @@ def test_a_column_that_rows_lack_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    ("shares", "said"),
+    ("shares", "early", "at_the_end"),
     [
-        ([1.0] * EARLY, ["step 9: the rewards of every", "the rewards of every"]),
-        ([1.0] * EARLY + [0.5] * 2, ["step 9: the rewards of every", "92% of the groups"]),
-        ([0.25, 0.5], []),
-        ([], []),
+        ([1.0] * EARLY, True, "100% of the groups had equal rewards"),
+        ([1.0] * EARLY + [0.5] * 2, True, "90% of the groups had equal rewards"),
+        ([0.25, 0.5], False, ""),
+        ([], False, ""),
     ],
 )
-def test_equal_rewards_are_said_early_and_at_the_end(shares, said):
+def test_equal_rewards_are_said_early_and_at_the_end(shares, early, at_the_end):
     lines: list[str] = []
-    watch, state = RewardWatch(lines.append), SimpleNamespace(global_step=0)
-    for state.global_step, share in enumerate(shares):
-        watch.on_log(None, state, None, {FLAT: share, "reward": 0.0})
-    watch.on_log(None, state, None, {"loss": 1.0})
-    watch.on_train_end(None, state, None)
-    assert [line[: len(part)] for line, part in zip(lines, said, strict=True)] == said
+    rows = [{"step": step, FLAT: share, "reward": 0.0} for step, share in enumerate(shares)]
+    watch = RewardWatch(lines.append)
+    for row in [*rows, {"step": 0, "loss": 1.0}]:
+        watch.on_log(None, SimpleNamespace(global_step=row["step"]), None, row)
+    assert [line[:29] for line in lines] == ["step 9: the rewards of every "] * early
+    config = load_recipe("tiny_grpo_fp8", check_train=False).config
+    hint = "".join(hints(config, rows, steps=12, rate=1e-4))
+    assert hint.startswith(at_the_end)
+    assert bool(hint) == bool(at_the_end)
     assert bool(watch.learned_nothing) == (bool(shares) and math.isclose(min(shares), 1))
 
 

@@ -304,8 +304,14 @@ def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> Non
     _, _, _, *words = shlex.split(line.partition("Resume: ")[2])
     assert cli(*words, "--out", tmp_path).code == 0
     (resumed,) = {f for f in report.folder.parent.iterdir() if f != report.folder}
-    first = json.loads((resumed / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["step"] == int(checkpoint.name.rpartition("-")[2]) + 1
+    steps = [row["step"] for row in read_run(resumed).steps]
+    assert steps == [*range(int(checkpoint.name.rpartition("-")[2]) + 1, 6)]
+    # What was logged before belongs to it: its last lines and its page begin at step 1.
+    rows = [row for row in read_run(resumed).rows if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert sorted(row["seconds"] for row in rows) == [row["seconds"] for row in rows]
+    ended = read_run(resumed).report
+    assert (ended["first_loss"], ended["final_loss"]) == (report.first_loss, rows[-1]["loss"])
 
 
 @pytest.mark.slow

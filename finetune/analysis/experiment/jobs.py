@@ -41,6 +41,7 @@ from finetune.config.recipe import Recipe
 from finetune.errors import ConfigError, RunFailedError
 from finetune.hardware.device import Device, processes
 from finetune.runs.folder import Run
+from finetune.runs.progress import outcome, shown_of
 from finetune.units import elapsed
 
 POLL = 0.2  # seconds
@@ -340,18 +341,15 @@ class Watcher:
                 self._tasks[job.name] = self.bars.add_task(job.name, total=None, facts="starting")
             for run in map(Run, job.folders()):
                 for row in [row for row in run.tail if "loss" in row][-1:]:
-                    facts = f"step {row['step']}  loss {row['loss']:.4f}"
+                    facts = "  ".join([f"step {row['step']}", *shown_of(row, run.method)])
                     done = {"completed": row["step"], "total": run.planned_steps}
                     self.bars.update(self._tasks[job.name], **done, facts=facts)
 
     def finish(self, job: Job) -> None:
         self.finished += 1
         report = job.run.report
-        facts = [f"loss {report['first_loss']:.3f} -> {report['final_loss']:.3f}"]
-        if report["eval_loss"] is not None:
-            facts.append(f"eval loss {report['eval_loss']:.4f}")
-        facts.append(f"{elapsed(report['seconds'])}, {report['status']}")
+        facts = [*map(" ".join, outcome(report, job.run.method)), elapsed(report["seconds"])]
         if job.name in self._tasks:
             self.bars.remove_task(self._tasks.pop(job.name))
-        line = f"[{self.finished}/{self.total}] {job.name}: {', '.join(facts)}"
+        line = f"[{self.finished}/{self.total}] {job.name}: {' · '.join(facts)}, {report['status']}"
         self.console.print(line, highlight=False)

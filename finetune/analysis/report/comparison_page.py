@@ -17,6 +17,7 @@ import numpy as np
 
 from finetune.analysis.compare.result import Comparison, EndGap, as_text
 from finetune.analysis.report.curves import (
+    LEAST_POINTS,
     UNIT,
     Curve,
     Drawn,
@@ -52,8 +53,6 @@ from finetune.units import count, percent, size_of_gib
 
 TONES: dict[str, Tone] = {"equivalent": "good", "undecided": "plain"}
 """Tone of a verdict; that of others is bad."""
-SEEDS: dict[str, Any] = {"size": "half", "least_points": 2}
-"""Fields of a plot of several seeds."""
 COSTS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "speed": ("tokens per second", "tokens_per_s", count),
     "memory": ("peak memory of a step", "gib", size_of_gib),
@@ -155,7 +154,7 @@ def _gaps(c: Sides) -> tuple[list[Row], Table]:
     head = ("", a, b, "gap", "interval", "for equivalence", f"band of {b}", "verdict")
     table = Table(head, rows, (1, 2, 3, 4, 5, 6))
     gaps = {MEASURES[key].title: gap for key, gap in c.found.losses.items()}
-    if not gaps:
+    if not any(gap.interval for gap in gaps.values()):  # single dots, which the table has
         return [], table
     forest = Forest(
         *("gap", "Gap of losses", "%"),
@@ -196,8 +195,11 @@ def _trajectories(c: Sides) -> list[Row]:
     rows, both = list[Row](), sorted(c.sides[0].keys() & c.sides[1].keys())  # one may be gone
     members = [s for side in c.sides for s in side.values()]
     for key in members[0].run.method.judged if members else ():
-        measure = MEASURES[key]
-        column, relative = measure.column(members[0].run.rows), measure.unit == "%"
+        measure, rows_of_one = MEASURES[key], members[0].run.rows
+        drawn = (x for x in measure.columns if len(curve(rows_of_one, x).x) >= LEAST_POINTS)
+        judged, relative = measure.column(rows_of_one), measure.unit == "%"
+        column = next(drawn, judged)
+        title = measure.title if column == judged else f"Training {measure.name}"
         links = [
             [s.num(f"{s.run.recipe}, seed {seed}", METRICS, column) for seed, s in side.items()]
             for side in c.sides
@@ -210,13 +212,13 @@ def _trajectories(c: Sides) -> list[Row]:
         margin = c.found.margin_of(key) or 0.0
         lines = ((margin, "margin"), (-margin, ""))
         between = " / ".join(c.labels) + " − 1" if relative else " − ".join(c.labels)
-        gap_title = f"{measure.title}: gap over steps", between
+        gap_title = f"{title}: gap over steps", between
         rows += row_of(
             plot_of([Drawn(*one) for one in zip(c.labels, every, links, (0, 1), strict=True)],
-                    re.sub(r"\W", "_", column), measure.title, UNIT * relative,
-                    log=relative, **SEEDS),
+                    re.sub(r"\W", "_", column), title, UNIT * relative,
+                    log=relative, size="half"),
             plot_of([Drawn("gap", gap, [*links[0], *links[1]], 0)],
-                    f"gap_{key}", *gap_title, lines=lines, percent=relative, **SEEDS),
+                    f"gap_{key}", *gap_title, lines=lines, percent=relative, size="half"),
         )  # fmt: skip
     return rows
 

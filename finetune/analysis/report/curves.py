@@ -25,19 +25,20 @@ from finetune.analysis.report.elements import METRICS, Line, Num, Plot, Row, Ser
 from finetune.analysis.report.figures import TEMPLATES, style
 from finetune.runs.folder import finite
 from finetune.runs.progress import OPERANDS
+from finetune.units import percent
 
 Floats = NDArray[np.float64]
 BUCKETS = 150
 """Buckets of a thinned line, two points each."""
 LEAST_POINTS = 3
-"""Logged values below which a small plot is not drawn."""
+"""Logged values below which nothing is drawn: numbers are said."""
 CROWDED = 60
 """Points above which three or more lines are thin."""
 NOISY = {"loss", "grad_norm", "tokens_per_s", "reward", "rewards/accuracies", "rewards/margins"}
 """Metrics of single steps, which are smoothed."""
 UNIT = "nats per token"
 """Unit of a loss."""
-HALF: dict[str, Any] = {"size": "half", "from_zero": True, "least_points": LEAST_POINTS}
+HALF: dict[str, Any] = {"size": "half", "from_zero": True}
 """Fields of a small plot that stands beside another."""
 CLOCK = ((3, "seconds", 1), (180, "minutes", 60), (math.inf, "hours", 3600))
 """Units of a time axis: up to so many minutes, name, seconds."""
@@ -126,20 +127,20 @@ class Drawn(NamedTuple):
 
 
 def plot_of(
-    drawn: Sequence[Drawn], name: str, title: str, unit: str, *, least_points: int = 1, **more: Any
-) -> Plot | None:
+    drawn: Sequence[Drawn], name: str, title: str, unit: str, **more: Any
+) -> Plot | Line | None:
     """Curves in one plot; a noisy one that is alone has its logged values behind it.
 
     A curve of several runs is their mean, behind it the band between their lowest and highest.
+    Where none has `LEAST_POINTS` their numbers are a line, and nothing is None.
 
     Args:
-        least_points: None is returned if no curve has as many.
         **more: further fields of the plot; `over` is the name of its horizontal axis.
     """
     drawn = [one for one in drawn if len(one.curve.x)]
     longest = max((len(one.curve.x) for one in drawn), default=0)
-    if longest < least_points:
-        return None
+    if longest < LEAST_POINTS:
+        return _in_words(drawn, title, as_share="percent" in more) if drawn else None
     series, ends, window = list[Series](), list[str](), 1
     alone = sum(one.noisy for one in drawn) == 1
     weight = "thin" if len(drawn) > 2 and longest > CROWDED else "normal"
@@ -171,6 +172,16 @@ def plot_of(
     )
 
 
+def _in_words(drawn: Sequence[Drawn], title: str, *, as_share: bool) -> Line:
+    """`Eval loss: FP8 1.234 at step 10; FP8 1.1 at step 20; BF16 ...`."""
+    parts: list[str | Num] = []
+    for label, (x, y, _), sources, *_ in drawn:
+        for step, value in zip(x, y.mean(0) if y.ndim > 1 else y, strict=True):
+            shown = replace(sources[0], text=percent(value) if as_share else f"{value:.4g}")
+            parts += [f"; {label} ".replace("  ", " "), shown, f" at step {step:,.0f}"]
+    return Line((f"{title}: {parts[0]}".replace("; ", ""), *parts[1:], "."))
+
+
 def _line(label: str, x: Floats, y: Floats) -> Series:
     """A thinned line; of a curve without a name, what was appended to it is the label."""
     x, y = envelope(x, y)
@@ -186,8 +197,8 @@ def metric_plot(
     *,
     seconds: int = 1,
     **more: Any,
-) -> Plot | None:
-    """Logged metrics of runs; None if there are too few values.
+) -> Plot | Line | None:
+    """Logged metrics of runs, without losses where a method's says nothing; None if there are none.
 
     Args:
         keys: key of a metric -> its name in the legend; an empty one: the run's.
@@ -198,6 +209,8 @@ def metric_plot(
     over, drawn = "step" if more.get("over", "step") == "step" else "seconds", list[Drawn]()
     for s in runs:
         for key, label in keys.items():
+            if key.endswith("loss") and key not in s.run.method.columns:
+                continue
             one = curve(s.run.rows, key, over)
             one = one._replace(x=one.x / seconds)
             source = s.num(s.label or METRICS, METRICS, key)
@@ -205,14 +218,15 @@ def metric_plot(
     return plot_of(drawn, name, title, unit, **more)
 
 
-def row_of(*plots: Plot | None, title: str = "", note: str = "") -> list[Row]:
+def row_of(*plots: Plot | Line | None, title: str = "", note: str = "") -> list[Row]:
     """Plots side by side, or nothing; what they draw alike has one legend."""
-    shown = tuple(plot for plot in plots if plot is not None)
-    return [Row(shown, title=title, note=note)] if shown else []
+    shown = tuple(plot for plot in plots if isinstance(plot, Plot))
+    said = tuple(line for line in plots if isinstance(line, Line))
+    return [Row(shown, title, note, said)] if shown or said else []
 
 
 def loss_plots(runs: Sequence[Source]) -> list[Row]:
-    """Losses over steps; of one run in one plot, and over time, beside the learning rate."""
+    """Losses over steps; of one run in one plot, and over time."""
     both = {"loss": "training", "eval_loss": "eval"}
     unit = UNIT if all(s.run.method.is_text for s in runs) else ""
     if len(runs) > 1:
@@ -225,22 +239,19 @@ def loss_plots(runs: Sequence[Source]) -> list[Row]:
     if not any(np.any(np.diff(x) < 0) for x in times):  # a resumed run's clock starts again
         most = max((x[-1] for x in times if len(x)), default=0.0)
         over, seconds = next((unit, n) for minutes, unit, n in CLOCK if most <= 60 * minutes)
-        over_time = metric_plot(
-            *(runs, both, "loss_over_time", "Loss over time", unit),
-            **{"seconds": seconds, "over": over, "size": "half", "least_points": LEAST_POINTS},
-        )
-    rate = {"learning_rate": ""}
-    return [
-        *row_of(metric_plot(runs, both, "loss", "Training and eval loss", unit, size="wide")),
-        *row_of(over_time, metric_plot(runs, rate, "learning_rate", "Learning rate", "", **HALF)),
-    ]
+        clock: Any = {"seconds": seconds, "over": over, "size": "wide"}
+        over_time = metric_plot(runs, both, "loss_over_time", "Loss over time", unit, **clock)
+        over_time = over_time if isinstance(over_time, Plot) else None  # said over steps
+    over_steps = metric_plot(runs, both, "loss", "Training and eval loss", unit, size="wide")
+    return [*row_of(over_steps), *row_of(over_time)]
 
 
 def speed_plots(runs: Sequence[Source]) -> list[Row]:
-    """Gradient norm and tokens per second over steps."""
-    speed, gradient = {"tokens_per_s": ""}, {"grad_norm": ""}
+    """Gradient norm, learning rate and tokens per second over steps."""
+    speed, gradient, rate = {"tokens_per_s": ""}, {"grad_norm": ""}, {"learning_rate": ""}
     return row_of(
         metric_plot(runs, gradient, "gradient_norm", "Gradient norm", "L2", **HALF),
+        metric_plot(runs, rate, "learning_rate", "Learning rate", "", **HALF),
         metric_plot(runs, speed, "speed", "Speed", "tokens per second", **HALF),
     )
 
@@ -306,7 +317,7 @@ def health(s: Source) -> list[Row | Line]:
 
     found: list[Row | Line] = []
     for measure, (title, unit, note, more) in MEASURES.items():
-        plots, silent = list[Plot | None](), list[str]()
+        plots, silent = list[Plot | Line | None](), list[str]()
         for operand, label in OPERANDS.items():
             lines = drawn(f"{operand}_{measure}")
             if more.get("percent") and lines and not any(one.curve.y.any() for one in lines):

@@ -192,11 +192,12 @@ class Forest(Plot):
 
 @dataclass(frozen=True)
 class Row:
-    """Plots of one size side by side under a title and a note."""
+    """Plots of one size side by side under a title and a note; numbers too few to be one, said."""
 
     plots: tuple[Plot, ...]
     title: str = ""
     note: str = ""
+    said: tuple[Line, ...] = ()
 
     @property
     def legend(self) -> tuple[Series, ...]:

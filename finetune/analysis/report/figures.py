@@ -117,9 +117,6 @@ def draw_plot(axes: Axes, plot: Plot, ticks: int) -> None:
     values = [value for s in plot.series for value in (*s.y, *s.low, *s.high)]
     axes.set_xlabel(plot.over, loc="right", labelpad=1)
     axes.margins(x=0.01)
-    left, right = axes.get_xlim()
-    if right - left < 1 and plot.over == "step":  # a single step: no other one is on the axis
-        axes.set_xlim((left + right - 1) / 2, (left + right + 1) / 2)
     low, high = axes.get_ylim()
     if plot.log and min(values) > 0 and max(values) > 4 * min(values):
         axes.set_yscale("log")

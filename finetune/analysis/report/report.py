@@ -35,6 +35,7 @@ from finetune.analysis.report.run_source import RunSource
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError, writing
 from finetune.runs.folder import COMPARISON
+from finetune.runs.last_model import MODEL
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
 from finetune.runs.receipt import changed_numbers, still_line
 from finetune.units import count, percent, size_of_gib
@@ -129,7 +130,8 @@ report = write_report
 def _meant(one: Path | str) -> Path:
     path = user_path(one)
     if str(one) != LAST:
-        return find_run(str(one)) if len(path.parts) == 1 and not path.exists() else path
+        by_name = len(path.parts) == 1 and not path.exists()
+        return find_run(str(one), holding=MODEL) if by_name else path
     newest: list[tuple[float, Path]] = [
         ((folder / COMPARISON).stat().st_mtime, folder) for folder in find_comparisons()[:1]
     ]

@@ -73,17 +73,17 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def table_of(runs: Sequence[RunSource]) -> Table:
     """Runs in a line each: precision, verdict, losses, speed and memory."""
-    scores = [{m.name: text for m, text, _ in s.scores} for s in runs]
-    names = [*dict.fromkeys(name for one in scores for name in one)]
-    head = ("run", "precision", "verdict", "state", "steps", "loss", "eval loss", *names)
+    learned = [s.learned for s in runs]
+    names = [*dict.fromkeys(name for one in learned for name in one)]
+    head = ("run", "precision", "verdict", "state", "steps", *names)
     rows = [
         (
             *(s.link(s.label), s.num(s.run.precision, RECEIPT, "precision"), s.verdict[0]),
-            *(s.run.state, s.last_step, s.course("loss").last, s.course("eval_loss").last),
-            *(own.get(name, MISSING) for name in names),
+            *(s.run.state, s.last_step),
+            *(own[name].last if name in own else MISSING for name in names),
             *(s.speed, s.memory),
         )
-        for s, own in zip(runs, scores, strict=True)
+        for s, own in zip(runs, learned, strict=True)
     ]
     numeric = tuple(range(4, len(head) + 2))
     return Table((*head, "tokens/s", "memory"), rows, numeric)

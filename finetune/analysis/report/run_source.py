@@ -26,9 +26,9 @@ from finetune.analysis.report.elements import (
     figure,
     fixed,
 )
-from finetune.config.measures import MEASURES, Measure
 from finetune.runs.card import device_name, method_name, short_name, without_paths
 from finetune.runs.folder import finite, scores_in
+from finetune.runs.progress import figures, named
 from finetune.runs.receipt import Receipt, group_layers, metrics_of
 from finetune.units import count, elapsed, percent, perplexity, size_of_gib
 
@@ -170,12 +170,18 @@ class RunSource(Source):
         return Course(first, last, least, len(y))
 
     @property
-    def scores(self) -> Iterator[tuple[Measure, Num, Course]]:
-        """What the method is judged by besides a loss: where it ended, and its course."""
-        for name, end in self.run.scores.items():
-            column = MEASURES[name].column(self.run.rows)
-            key = f"{column}, mean of the last" * (not column.startswith("eval_")) or column
-            yield MEASURES[name], self.num(fixed(end), METRICS, key), self.course(column)
+    def learned(self) -> dict[str, Course]:
+        """Losses that say something, and the method's own metrics, by name."""
+        found = dict[str, Course]()
+        if "loss" in self.run.method.columns:
+            loss = self.course("loss")
+            found = {"training loss": loss._replace(least=loss.last)}
+            found["eval loss"] = self.course("eval_loss")
+        for key, values in figures(self.run.rows, self.run.method).items():
+            name, form = named(key)
+            first, last = (self.num(format(value, form), METRICS, key) for value in values)
+            found[name] = Course(first, last, last, 1 + (first != last))
+        return found
 
     @property
     def perplexity(self) -> Num | None:
