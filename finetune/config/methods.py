@@ -11,10 +11,12 @@ trainer reads, and what is usual. To add a trainer of TRL is to add a row.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from finetune.config.measures import LOSSES, MEASURES, Measure
@@ -103,6 +105,21 @@ class Method:
         """TRL's configuration, a dataclass; imports trl (seconds)."""
         return _imported(self.config)
 
+    def words_of(self, key: str) -> tuple[str, ...]:
+        """Words that an argument of TRL's can be; none: any.
+
+        Those that it documents as choices, else those that the source of its trainer compares it
+        with, which refuses others in the first step.
+        """
+        import dataclasses
+
+        config = self.config_class
+        field = next((one for one in dataclasses.fields(config) if one.name == key), None)
+        if field is None or "choices" in field.metadata:
+            return tuple(field.metadata["choices"]) if field else ()
+        found = _compared(f"{config.__module__.removesuffix('config')}trainer", key)
+        return found if len(found) > 1 else ()
+
     def loss_in_words(self, loss: float) -> str:
         """`3.2000 (perplexity 24.53)`; a loss that is not one of text alone has no perplexity."""
         shown = perplexity(loss) if self.is_text else ""
@@ -163,6 +180,18 @@ def _imported(dotted: str) -> Any:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO is there, and warns of it
     module, _, name = dotted.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+_WORD = r"[\"']([\w-]+)[\"']"
+
+
+@functools.cache
+def _compared(module: str, name: str) -> tuple[str, ...]:
+    """Words that the source of a module, not imported, compares a name with."""
+    source = importlib.util.find_spec(module)
+    text = Path(str(source.origin)).read_text("utf-8") if source else ""
+    sides = re.findall(rf"\b{name} (?:==|!=|not in|in) (\[[^\]]*\]|{_WORD})", text)
+    return tuple(dict.fromkeys(word for side, _ in sides for word in re.findall(_WORD, side)))
 
 
 def method_of(train: Mapping[str, Any], where: str = "train.method") -> Method:

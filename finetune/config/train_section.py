@@ -170,10 +170,19 @@ def convert_train(
             continue
         result[key] = _convert(key, plain_data(value), types[key], where(at))
         check_range(key, result[key], where(at))
+        check_words(key, result[key], method, where(at))
         if key == f"{CHECKPOINTING}_kwargs":
             _check_checkpointing(result[key], where(at))
         if key == "optim":
             check_name(str(result[key]), where(at))
+    losses, weights = result.get("loss_type"), result.get("loss_weights")
+    count = len(losses) if isinstance(losses, list) else 1
+    if weights is not None and len(weights) != count:
+        raise ConfigError(
+            f"train.loss_weights has {len(weights)}, and train.loss_type {count}",
+            where=where(("train", "loss_weights")),
+            fix="a number for each loss; ~train.loss_weights weighs them alike",
+        )
     return result
 
 
@@ -274,26 +283,28 @@ AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("max_length", "dataset_num_proc", "torch_empty_cache_steps", "eval_accumulation_steps"),
     *("ddp_bucket_cap_mb", "dataloader_prefetch_factor", "pad_to_multiple_of", "ddp_timeout"),
+    *("max_completion_length", "num_iterations", "steps_per_generation", "generation_batch_size"),
+    *("ref_model_sync_steps", "precompute_ref_batch_size"),
     PATIENCE,
 )
+ABOVE_ZERO = ("temperature", "repetition_penalty", "discopop_tau")
+SHARES = ("label_smoothing_factor", "ld_alpha", "min_p", "ref_model_mixup_alpha")
+SHARES += ("top_entropy_quantile",)
 RANGES: dict[str, Any] = {
     **dict.fromkeys(AT_LEAST_ONE, Annotated[FiniteFloat, Field(ge=1)]),
     **dict.fromkeys(("seed", "data_seed"), Annotated[int, Field(ge=0, lt=2**32)]),  # of numpy
     **dict.fromkeys(("max_steps", "local_rank"), Annotated[int, Field(ge=-1)]),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Annotated[float, Field(ge=0, lt=1)]),
-    "num_train_epochs": Annotated[FiniteFloat, Field(gt=0)],
-    "label_smoothing_factor": Annotated[float, Field(ge=0, le=1)],
+    **dict.fromkeys(("num_train_epochs", *ABOVE_ZERO), Annotated[FiniteFloat, Field(gt=0)]),
+    **dict.fromkeys(SHARES, Annotated[float, Field(ge=0, le=1)]),
+    "top_p": Annotated[float, Field(gt=0, le=1)],
+    "label_smoothing": Annotated[float, Field(ge=0, lt=0.5)],  # chance of a flipped pair
     "dataloader_num_workers": Annotated[int, Field(ge=0, le=4096)],
     "max_grad_norm": Annotated[
         float, Field(ge=0)
     ],  # infinite: gradients are measured, and not clipped
 }
 """Setting -> the numbers that it can be; others are finite, and zero or more."""
-CHOICES = {
-    "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
-}
-"""Words of which Transformers takes any other for the first, without a word."""
-
 MOST_TOKENS = 2**24
 """Tokens of a micro-batch: a hundred times what the largest GPUs hold of the smallest models."""
 
@@ -312,14 +323,24 @@ def check_batch(train: Mapping[str, Any]) -> None:
         )
 
 
+def check_words(key: str, value: Any, method: Method, where: str) -> None:
+    """Reject words that the argument does not have, alone or in a list.
+
+    TRL refuses them in the first step; Transformers takes any other for the first, without a word.
+    """
+    given = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+    known = method.words_of(key) if given else ()
+    for word in given if known else ():
+        if word not in known:
+            raise ConfigError(
+                f"train.{key} cannot be {word!r}{did_you_mean(word, known)}",
+                where=where,
+                fix=f"one of {', '.join(known)}; ~train.{key} takes TRL's default",
+            )
+
+
 def check_range(key: str, value: Any, where: str) -> None:
-    """Reject a NaN, a number out of the setting's range, or a word that it does not have."""
-    if key in CHOICES and value not in CHOICES[key]:
-        raise ConfigError(
-            f"train.{key} cannot be {value!r}{did_you_mean(str(value), CHOICES[key])}",
-            where=where,
-            fix=f"one of {', '.join(CHOICES[key])}; ~train.{key} takes TRL's default",
-        )
+    """Reject a NaN, or a number out of the setting's range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     try:

@@ -268,6 +268,31 @@ def test_a_number_out_of_range_has_its_range_in_full(key, value, said) -> None:
     assert caught.value.fix.startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("method", "override", "said"),
+    [
+        ("dpo", "loss_type=zzz", "one of sigmoid, hinge, ipo,"),
+        ("dpo", "loss_type=[sigmoid,zzz]", "one of sigmoid, hinge, ipo,"),
+        ("dpo", "f_divergence_type=zzz", "one of reverse_kl, forward_kl,"),
+        ("dpo", "label_smoothing=2", "a number less than 0.5;"),
+        ("dpo", "loss_weights=[1.0,2.0]", "a number for each loss;"),
+        ("kto", "loss_type=zzz", "one of kto, apo_zero_unpaired;"),
+        ("sft", "truncation_mode=zzz", "one of keep_end, keep_start;"),
+        ("grpo", "scale_rewards=zzz", "one of group, none, batch;"),
+        ("grpo", "importance_sampling_level=zzz", "one of sequence, token;"),
+        ("grpo", "top_p=2", "a number less than or equal to 1;"),
+        ("grpo", "temperature=0", "a number greater than 0;"),
+    ],
+)
+def test_what_trl_would_refuse_in_the_first_step_is_refused_in_the_recipe(
+    method: str, override: str, said: str
+) -> None:
+    recipe = "tiny_full_bf16" if method == "sft" else f"tiny_{method}_bf16"
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, [f"train.{override}"])
+    assert caught.value.fix.startswith(said)
+
+
 def test_epochs_replace_the_steps_of_a_recipe_and_steps_its_epochs() -> None:
     """Transformers lets steps win, so that epochs would change nothing, without a word."""
     train = load_recipe("tiny_lora_fp8", ["train.num_train_epochs=3"]).config.train
