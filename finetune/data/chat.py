@@ -243,7 +243,8 @@ def refusal(row: dict[str, Any], tokenizer: Any) -> str:
 
 def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The turns of a row of messages, or of a prompt and its answer, if it has one, in turns."""
-    answer = row.get("completion") or row.get("chosen") or ()
+    answers = (row.get(key) for key in ("completion", "chosen"))
+    answer = next((one for one in answers if one and not isinstance(one, str)), ())
     return row.get("messages") or [*row["prompt"], *answer]
 
 

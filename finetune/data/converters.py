@@ -112,7 +112,8 @@ def _refuse_unwanted(row: dict[str, Any]) -> None:
 def preferred(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     """The preferred answer of a pair: `chosen` alone, or behind `prompt`."""
     if "prompt" in row and isinstance(row["prompt"], str) and isinstance(row["chosen"], list):
-        row = {"chosen": row["chosen"]}  # the turns hold the prompt, as TRL's own examples
+        # The turns hold the prompt, as TRL's own examples.
+        row = {key: value for key, value in row.items() if key not in ASKED}
     for ask in (name for name in ASKED if name in row):
         return pair_of(ask, "chosen", takes, row)
     if isinstance(row["chosen"], list):

@@ -85,18 +85,32 @@ def recognize(
 
 
 def _preference(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
+    kinds = [type(row[key]).__name__ for key in ("chosen", "rejected")]
+    if kinds[0] != kinds[1] and None not in (row["chosen"], row["rejected"]):
+        raise BadRowError(f"'chosen' is {kinds[0]} and 'rejected' is {kinds[1]}, not both alike")
     if isinstance(row["chosen"], str) and not {*ASKED} & {*row}:
         from trl import extract_prompt
 
         texts: dict[str, Any] = {key: text_of(row, key) for key in ("chosen", "rejected")}
-        if texts["chosen"] == texts["rejected"]:
-            raise BadRowError("'chosen' and 'rejected' are the same")
-        return dict(extract_prompt(texts))
-    good, bad = (preferred(takes, {**row, "chosen": row[key]}) for key in ("chosen", "rejected"))
-    if good["prompt"] != bad["prompt"]:
-        raise BadRowError("'chosen' and 'rejected' answer different questions")
-    answers = {"chosen": good.pop("completion"), "rejected": bad["completion"]}
-    return {**good, **answers}
+        found = dict(extract_prompt(texts)) if texts["chosen"] != texts["rejected"] else texts
+    else:
+        good, bad = (_answered(takes, row, key) for key in ("chosen", "rejected"))
+        if good["prompt"] != bad["prompt"]:
+            raise BadRowError("'chosen' and 'rejected' answer different questions")
+        found = {**good, "rejected": bad["chosen"]}
+    if found["chosen"] == found["rejected"]:
+        raise BadRowError("'chosen' and 'rejected' are the same")
+    return found
+
+
+def _answered(takes: Takes | None, row: dict[str, Any], key: str) -> dict[str, Any]:
+    """A row with one of its two answers, as `chosen`."""
+    try:
+        found = preferred(takes, {**row, "chosen": row[key]})
+    except BadRowError as error:
+        raise BadRowError(str(error).replace("'chosen'", repr(key))) from error
+    found["chosen"] = found.pop("completion")
+    return found
 
 
 def _unpaired(

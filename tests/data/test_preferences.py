@@ -58,6 +58,7 @@ def read(tmp_path: Path):
         ("grpo", {"messages": WHOLE["chosen"], "answer": "4"}, {"prompt": ASKED, "answer": "4"}),
         ("grpo", {"question": ASK, "answer": "4"}, {"prompt": ASKED, "answer": "4"}),
         ("continue", {"text": GOOD, "url": "a"}, {"text": GOOD}),
+        ("grpo", {"prompt": ASK, "chosen": GOOD}, {"prompt": ASKED, "chosen": GOOD}),
     ],
 )
 def test_rows_become_what_trl_reads(read, method, row, becomes):
@@ -93,7 +94,10 @@ def test_rows_for_another_method_are_refused_with_what_they_fit(read, method, ro
     [
         ("kto", {**LABELED, "label": "maybe"}, "its label is 'maybe'"),
         ("dpo", {**WHOLE, "rejected": [turn("user", "Why?"), *PAIR["rejected"]]}, "different"),
-        ("dpo", {"prompt": ASK, "chosen": GOOD, "rejected": " "}, "'chosen' is empty"),
+        ("dpo", {"prompt": ASK, "chosen": GOOD, "rejected": " "}, "'rejected' is empty"),
+        ("dpo", {"prompt": ASK, "chosen": GOOD, "rejected": GOOD}, "are the same"),
+        ("reward", {**WHOLE, "rejected": WHOLE["chosen"]}, "are the same"),
+        ("orpo", {"chosen": WHOLE["chosen"], "rejected": BAD}, "'chosen' is list and 'rejected'"),
         ("grpo", {"messages": [turn("assistant", GOOD)]}, "no question"),
     ],
 )
