@@ -151,7 +151,8 @@ def data(
     if as_json:
         rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in shown]
         facts = {"description": found.rows.description, "notes": found.rows.notes}
-        print(json.dumps({**facts, "train": found.ledger.as_json(), "rows": rows}))
+        ledgers = {name: ledger.as_json() for name, ledger in found.ledgers.items()}
+        print(json.dumps({**facts, **ledgers, "rows": rows}))
         return
     show_ledger(console, found, checked.config)
     if (planned := _schedule(checked.config, found)) is not None:
@@ -177,8 +178,9 @@ def show_ledger(console: Console, found: CountedRows, config: RunConfig) -> None
     console.print(f"data: {found.rows.description}", highlight=False)
     for line in found.rows.notes:
         console.print(Text(f"! {line}", style="yellow"))
-    for warns, line in found.ledger.lines():
-        console.print(Text(f"! {line}", style="yellow") if warns else f"      {line}")
+    for name, ledger in found.ledgers.items():
+        for warns, line in ledger.lines("eval " * (name == "eval")):
+            console.print(Text(f"! {line}", style="yellow") if warns else f"      {line}")
     if found.ledger.trained:
         _show_lengths(console, found, config)
 

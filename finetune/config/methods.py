@@ -52,6 +52,7 @@ class Method:
         reference: True if it compares with the model that training began with.
         head: what the model gives: words, or one score of a text.
         writes: True if the model writes answers while it trains.
+        prompts_train: True if the loss is on the prompt of an answer to give, too.
         judged: measures that its runs are judged by (`finetune.config.measures`).
     """
 
@@ -64,6 +65,7 @@ class Method:
     head: Literal["causal", "score"] = "causal"
     writes: bool = False
     judged: tuple[str, ...] = ()
+    prompts_train: bool = False
 
     @property
     def rewarded(self) -> bool:
@@ -158,7 +160,8 @@ METHODS = {
         _row("continue", "trl.SFTTrainer", ("text",), (5e-6, 6e-4)),
         _row("dpo", "trl.DPOTrainer", ("preference",), (5e-7, 5e-6), reference=True, judged=PAIRS),
         _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), (5e-7, 5e-6), reference=True),
-        _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), judged=PAIRS),
+        # A causal loss on all of the answer to give, beside the odds of both.
+        _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), judged=PAIRS, prompts_train=True),
         _row("reward", _SCORER, ("preference",), (5e-6, 1e-4), head="score", judged=PAIRS),
         _row("grpo", "trl.GRPOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
         _row("rloo", "trl.RLOOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),

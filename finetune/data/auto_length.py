@@ -15,12 +15,12 @@ from finetune.logging import counting_rows, output
 
 
 def uncut(config: RunConfig, **options: Any) -> Lengths:
-    """Lengths of training rows without a limit; `options` are those of `counted_rows`."""
+    """Lengths of all rows without a limit; `options` are those of `counted_rows`."""
     from finetune.data.counting import counted_rows
 
     train = {key: value for key, value in config.train.items() if key != "packing"}
     free = config.model_copy(update={"train": {**train, "max_length": None}})
-    return counted_rows(free, **options).ledger.lengths
+    return counted_rows(free, **options).lengths
 
 
 @speaking(str)

@@ -14,6 +14,7 @@ from finetune.config.sft import sft_config
 from finetune.config.train_section import with_checkpointing
 from finetune.data.dataset import Rows, rows_for
 from finetune.data.ledger import Ledger
+from finetune.data.lengths import Lengths
 from finetune.data.pairs import trainer_of
 from finetune.hardware.device import this_device
 from finetune.storage.pretrained import load_tokenizer
@@ -23,14 +24,24 @@ from finetune.storage.pretrained import load_tokenizer
 class CountedRows:
     """Rows of a recipe, and `prepared`: tokenized and cut as for training, not packed.
 
-    `args` are those of the trainer that would read them.
+    `args` are those of the trainer that would read them; `ledgers` are of `train` and `eval` rows.
     """
 
     rows: Rows
     prepared: Dataset
-    ledger: Ledger
+    ledgers: dict[str, Ledger]
     tokenizer: Any
     args: Any
+
+    @property
+    def ledger(self) -> Ledger:
+        """Counts of the training rows."""
+        return self.ledgers["train"]
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths of all rows, those that are evaluated, too."""
+        return Lengths.joined([found.lengths for found in self.ledgers.values()])
 
 
 def counted_rows(config: RunConfig, *, sample: bool = False, tokenizer: Any = None) -> CountedRows:
@@ -53,13 +64,18 @@ def arguments_for(rows: Rows, config: RunConfig) -> Any:
 
 
 def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
-    """Tokenize and count training rows as a method's trainer would; of a stream its first ones."""
+    """Tokenize and count rows as a method's trainer would; of a stream its first ones."""
     trainer: Any = object.__new__(trainer_of(method))  # preparing rows needs no model
     trainer._tokenizer = tokenizer
     held: Any = rows.train if rows.sample is None else rows.sample
-    prepared = trainer.counts(held, args)
-    sampled = rows.sampled if rows.sample is None else len(held) + rows.refused
-    ledger = replace(
-        trainer.ledgers["train"], refused=rows.refused, sampled=sampled, in_eval=rows.shared
-    )
-    return CountedRows(rows, prepared, ledger, tokenizer, args)
+    prepared = trainer.counts(held, args, "train")
+    if rows.eval is not None:
+        trainer.counts(rows.eval, args, "eval")
+    ledgers, sampled = trainer.ledgers, rows.sampled
+    if rows.sample is not None:
+        sampled = len(held) + rows.refused
+    more = {"refused": rows.refused, "sampled": sampled, "in_eval": rows.shared}
+    ledgers["train"] = replace(ledgers["train"], **more)
+    if method.writes:
+        ledgers["train"] = ledgers["train"].of_prompts(args)
+    return CountedRows(rows, prepared, ledgers, tokenizer, args)

@@ -72,6 +72,8 @@ class Ledger:
         sampled: rows that were looked at, where these are not all.
         pad_is_stop: True if the padding token is the end-of-text token.
         answers: answers of a row that are trained on, each counted as a row is where it is cut.
+        left_out: rows that each epoch leaves out, since they fill no batch of prompts.
+        good: rows whose answer is one to give, of labelled rows.
         late: rows of a stream that were skipped behind these, while it was read.
         in_eval: evaluation rows that are also training rows (`Rows.shared`).
         lengths: tokens of each row before truncation, without rows that TRL drops uncounted.
@@ -99,6 +101,8 @@ class Ledger:
     in_eval: int = 0
     late: int = 0
     answers: int = 1
+    left_out: int = 0
+    good: int | None = None
 
     @property
     def read(self) -> int:
@@ -127,14 +131,19 @@ class Ledger:
             return None
         return self.kept / (self.bins * self.max_length) if self.bins else 0.0
 
-    def lines(self) -> Iterator[tuple[bool, str]]:
-        """(is a warning, line) for the console."""
+    def lines(self, what: str = "") -> Iterator[tuple[bool, str]]:
+        """(is a warning, line) for the console.
+
+        Args:
+            what: stands before "rows": `eval ` for those that are evaluated.
+        """
         if self.sampled is not None:
             yield False, f"the first {self.sampled:,} rows, which stand for all:"
         facts = [f"{self.kept:,} tokens", f"{self.share:.1%} of them trained{self.on}"]
         if not self.trained:  # refused, but for prompts
             facts = [f"{self.tokens:,} tokens of prompts, whose answers are written in training"]
         facts.append(f"longest row {self.longest:,}")
+        facts[0] = f"{what}rows: {facts[0]}" if what else facts[0]
         if self.efficiency is not None:
             facts.append(f"packed into {self.bins:,} rows, {self.efficiency:.0%} full")
         yield False, ", ".join(facts)
@@ -145,7 +154,7 @@ class Ledger:
                 "the chat template alters when others follow it has a row of its own",
             )
         if self.refused:
-            yield True, f"{self.refused:,} rows could not be read and are skipped"
+            yield True, f"{self.refused:,} {what}rows could not be read and are skipped"
         if self.in_eval:
             yield (
                 True,
@@ -156,24 +165,50 @@ class Ledger:
             share = self.dropped / self.rows
             yield (
                 True,
-                f"{self.dropped:,} of {self.rows:,} rows ({share:.0%}) are dropped: no trained "
-                f"{'token' if self.answers == 1 else 'answer'} lies within "
+                f"{self.dropped:,} of {self.rows:,} {what}rows ({share:.0%}) are dropped: no "
+                f"trained {'token' if self.answers == 1 else 'answer'} lies within "
                 f"train.max_length={self.max_length}",
             )
         if self.truncated:
             share = self.cut / self.tokens
             few = f"; {share:.1%} of all tokens are not trained on" if share >= 0.001 else ""
-            what = "row" if self.answers == 1 else "answer"
-            rows = f"{plural(self.truncated, what)} longer than train.max_length={self.max_length}"
+            one = what + ("row" if self.answers == 1 else "answer")
+            rows = f"{plural(self.truncated, one)} longer than train.max_length={self.max_length}"
             yield bool(few), f"{rows} (cut){few}"
+        if self.good is not None:
+            yield (
+                False,
+                f"{self.good:,} {what}rows have an answer to give, "
+                f"{self.rows - self.dropped - self.good:,} one not to give",
+            )
+        if self.left_out:
+            yield (
+                True,
+                f"{self.left_out:,} of {self.rows - self.dropped:,} rows are left out of each "
+                "epoch, others in each: they fill no batch of prompts",
+            )
         if self.chat and self.trained == self.kept:
-            yield True, "100% of the tokens of chat rows are trained on: the user's turns too"
+            yield (
+                True,
+                f"100% of the tokens of {what}chat rows are trained on: the user's turns too",
+            )
         if self.doubled:
-            yield False, f"{self.doubled:,} rows had a start or an end token twice: one is kept"
+            yield (
+                False,
+                f"{self.doubled:,} {what}rows had a start or an end token twice: one is kept",
+            )
         if not self.stops and self.trained:
-            yield True, "no row ends with a trained stop token: answers may not end"
-        if self.pad_is_stop:
+            yield True, f"no {what}row ends with a trained stop token: answers may not end"
+        if self.pad_is_stop and not what:
             yield False, "padding is the end-of-text token; only padding is masked, not ends"
+
+    def of_prompts(self, args: Any) -> Ledger:
+        """With the rows that a trainer leaves out whose batches are of whole groups of answers."""
+        batch = getattr(args, "generation_batch_size", None)
+        if batch is None:  # of distillation, that of a step
+            batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        prompts = batch // getattr(args, "num_generations", 1)
+        return replace(self, left_out=(self.rows - self.dropped) % prompts)
 
     def as_json(self) -> dict[str, Any]:
         """For the receipt."""
@@ -277,16 +312,25 @@ class Accounted(Trainer):
 
     Attributes:
         vocabulary: tokens of the model; without one, more than there can be.
+        given: rows as they were given, before the trainer's own preparation.
         only_answers: of messages, only the assistant's turns are trained on.
         embedding_learning_rate: that of embeddings and output head, where it is another one.
     """
 
     ledgers: dict[str, Ledger]
+    given: dict[str, Any]
     vocabulary: int = UNKNOWN
     only_answers: bool = False
     embedding_learning_rate: float | None = None
+    writes = scores = prompts_train = is_text = False
+    named = "train.method"
+
+    def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
+        """Some of the given rows, prepared as those that are trained on, none of them packed."""
+        raise NotImplementedError
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        self.given = getattr(self, "given", {"train": kwargs["train_dataset"]})
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = getattr(args, "assistant_only_loss", False)
         # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the
@@ -301,8 +345,8 @@ class Accounted(Trainer):
             for key, value in given.items():
                 setattr(args, key, value)
 
-    def counts(self, rows: Dataset, args: Any) -> Dataset:
-        """Training rows as they are trained on, `input_ids` and `labels`, without a model.
+    def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
+        """Rows as they are trained or evaluated on, `input_ids` and `labels`, without a model.
 
         Their ledger is kept.
         """
@@ -397,9 +441,12 @@ def give_rate(optimizer: Any, parameters: list[Any], rate: float) -> None:
 class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
     """`SFTTrainer` with ledgers."""
 
-    def counts(self, rows: Dataset, args: Any) -> Dataset:
+    def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """As it would be trained on, but not packed."""
         state: Any = self
+        packing = args.packing
+        if name == "eval" and args.eval_packing is not None:
+            packing = args.eval_packing
         if args.eos_token is not None:  # as TRL does when it makes a trainer
             self._tokenizer.eos_token = args.eos_token
         self.only_answers, state.chat_template = args.assistant_only_loss, None
@@ -414,12 +461,18 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
                 fix="~train.completion_only_loss",
             )
         tokenizer = self._tokenizer
-        found = self._prepare_dataset(rows, tokenizer, args, args.packing, None, "train")
-        ledger = self.ledgers["train"]
-        if args.packing:
-            found = self._prepare_dataset(rows, tokenizer, args, False, None, "train")
-        self.ledgers["train"] = ledger
+        found = self._prepare_dataset(rows, tokenizer, args, packing, None, name)
+        ledger = self.ledgers[name]
+        if packing:
+            found = self._prepare_dataset(rows, tokenizer, args, False, None, name)
+        self.ledgers[name] = ledger
         return found
+
+    def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
+        args, tokenizer = self.args, self._tokenizer
+        found = self._prepare_dataset(rows.select(picked), tokenizer, args, False, None, "look")
+        del self.ledgers["look"]
+        return list(found)
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool,
@@ -523,6 +576,9 @@ def endless(tokenizer: Any, row: Any) -> DataError:
     loss = "train.completion_only_loss" if "prompt" in row else "train.assistant_only_loss"
     why = "the {% generation %} markers of the chat template leave the end of an answer out"
     fix = f"put {{% endgeneration %}} behind it in chat_template.jinja, or {loss}=false"
+    if "prompt_ids" in row or "chosen_ids" in row:  # of a trainer that asks for no markers
+        why = "the chat template prints no end behind an answer, and this method adds none"
+        fix = f"print {tokenizer.eos_token} behind an answer in chat_template.jinja"
     if tokenizer.eos_token is None:
         own = sorted(map(str, tokenizer.added_tokens_decoder.values()))
         known = own or sorted(tokenizer.get_vocab())

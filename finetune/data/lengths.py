@@ -48,6 +48,14 @@ class Lengths:
         whole, needed = (x.reshape(-1, answers).max(axis=1) for x in (self.whole, self.needed))
         return replace(self, whole=whole, needed=needed)
 
+    @classmethod
+    def joined(cls, parts: list[Lengths]) -> Lengths:
+        """Of the rows of several data sets."""
+        longest = max(part.trained.size for part in parts)
+        trained = [np.pad(part.trained, (0, longest - part.trained.size)) for part in parts]
+        whole, needed = ([getattr(x, name) for x in parts] for name in ("whole", "needed"))
+        return cls(np.concatenate(whole), np.concatenate(needed), np.sum(trained, axis=0))
+
     def percentiles(self) -> dict[int, int]:
         """Percentile -> tokens that so many of a hundred rows do not exceed."""
         found = np.percentile(self.whole, SHARES, method="inverted_cdf")

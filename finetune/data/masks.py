@@ -97,8 +97,8 @@ def _begin(turns: list[Any], place: int, whole: str, render: Render) -> int:
     return begin
 
 
-def _shared(*texts: str) -> int:
-    """Number of characters that all texts begin with."""
+def _shared(*texts: Any) -> int:
+    """Number of characters, or of tokens, that all begin with."""
     columns = enumerate(zip(*texts, strict=False))
     return next((i for i, column in columns if len({*column}) > 1), min(map(len, texts)))
 
@@ -144,6 +144,39 @@ def masked(
     return done
 
 
+def answer_end(tokenizer: Any) -> int | None:
+    """The token that the chat template ends an answer with; None without a template."""
+    if tokenizer.chat_template is None:
+        return None
+    turns = [{"role": role, "content": "."} for role in ("user", "assistant")]
+    ((ids, _),) = _tokenized({"messages": turns}, tokenizer, False)
+    last = next(token for token in reversed(ids) if tokenizer.decode([token]).strip())
+    return last if last in tokenizer.added_tokens_decoder else None
+
+
+def as_trained(
+    row: dict[str, Any], tokenizer: Any, *, completion_only: bool
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(ids, labels) of the sequences of a row of any form, nothing of it cut.
+
+    Text begins and ends as the tokenizer has it, once; a completion begins where its prompt's
+    tokens end, or part from those of both.
+    """
+    answer = row.get("completion")
+    if "messages" in row or (answer and not isinstance(answer, str)):
+        yield from _tokenized(row, tokenizer, completion_only)
+        return
+    text, end = row.get("text") or row.get("prompt", "") + answer, tokenizer.eos_token or ""
+    ids = tokenizer(text if text.endswith(end) else text + end)["input_ids"]
+    begin = 0
+    if "prompt" in row and completion_only:
+        begin = _shared(tokenizer(row["prompt"])["input_ids"], ids)
+    cut = once(
+        {"input_ids": ids, "labels": [*(MASKED for _ in ids[:begin]), *ids[begin:]]}, tokenizer
+    )
+    yield cut["input_ids"], cut["labels"]
+
+
 def _tokenized(
     row: dict[str, Any], tokenizer: Any, completion_only: bool
 ) -> Iterator[tuple[list[int], list[int]]]:
@@ -153,10 +186,7 @@ def _tokenized(
         for count, spans in answers(row, tokenizer, completion_only=completion_only):
             yield _labels(row, count, spans, tokenizer)
         return
-    text, end = turns[0]["content"], tokenizer.eos_token or ""
-    ids = tokenizer(text if text.endswith(end) else text + end)["input_ids"]
-    cut = once({"input_ids": ids, "labels": ids}, tokenizer)
-    yield cut["input_ids"], cut["labels"]
+    yield from as_trained({"text": turns[0]["content"]}, tokenizer, completion_only=False)
 
 
 def _labels(

@@ -21,6 +21,7 @@ from trl import DPOTrainer, SFTTrainer
 from trl.data_utils import maybe_apply_chat_template
 
 from finetune.config.methods import Method
+from finetune.data.both_labels import BothLabels
 from finetune.data.checks import MASKED
 from finetune.data.ledger import (
     TOKENIZED,
@@ -29,6 +30,7 @@ from finetune.data.ledger import (
     AccountedTrainer,
     Ledger,
     account,
+    endless,
     not_formatted,
 )
 from finetune.errors import DataError
@@ -41,9 +43,17 @@ ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 def trainer_of(method: Method) -> type[Accounted]:
     """TRL's trainer of a method, with ledgers."""
     kind = method.trainer_class
+    own = {
+        "named": f"train.method={method.name}",
+        "writes": method.writes,
+        "is_text": method.is_text,
+        "scores": method.head == "score",
+        "prompts_train": method.prompts_train,
+    }
     if issubclass(kind, SFTTrainer):
-        return AccountedTrainer
-    return type(f"Accounted{kind.__name__}", (AccountedPairs, kind), {})
+        return type(AccountedTrainer.__name__, (AccountedTrainer,), own)
+    ordered = (BothLabels,) if "unpaired" in method.rows else ()
+    return type(f"Accounted{kind.__name__}", (*ordered, AccountedPairs, kind), own)
 
 
 class AccountedPairs(Accounted):
@@ -56,8 +66,23 @@ class AccountedPairs(Accounted):
                 if isinstance(rows := kwargs[f"{name}_dataset"], Dataset):
                     done = self._prepare_dataset(rows, self._tokenizer, args, name)
                     kept = done.select_columns(rows.column_names)
+                    self.given = getattr(self, "given", {}) | {name: kept}
                     kwargs[f"{name}_dataset"] = _as_texts(kept, self._tokenizer)
-        super().__init__(model=model, args=args, **kwargs)
+        first, start = next(iter(kwargs["train_dataset"])), self._tokenizer.bos_token
+        if "chosen" in first and not self._begins(first, start):
+            self._tokenizer.bos_token = None  # ORPO puts it before texts that have none
+        try:
+            super().__init__(model=model, args=args, **kwargs)
+        finally:
+            self._tokenizer.bos_token = start
+
+    def _begins(self, row: dict[str, Any], start: str | None) -> bool:
+        """True if a row of text begins with the tokenizer's start token, or is given it."""
+        prompt = row["prompt"]
+        if start is None or not isinstance(prompt, str) or prompt.startswith(start):
+            return True
+        ids = self._tokenizer(prompt)["input_ids"]
+        return ids[:1] == [self._tokenizer.bos_token_id]
 
     def compute_loss_context_manager(self) -> Any:
         """Autocast around the loss as around the model's forward.
@@ -67,12 +92,20 @@ class AccountedPairs(Accounted):
         """
         return self.accelerator.autocast()
 
-    def counts(self, rows: Dataset, args: Any) -> Dataset:
+    def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
+        above: Any = super()
+        if not hasattr(above, "_prepare_dataset"):  # ORPO's are those of its rows
+            return list(self.train_dataset.select(picked))
+        tokenizer = self._tokenizer
+        return list(above._prepare_dataset(rows.select(picked), tokenizer, self.args, "look"))
+
+    def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """A row for each answer."""
         state: Any = self
-        state.ledgers, state.calculate_KL = {}, False  # of KTO: no rows for its estimate
+        state.__dict__.setdefault("ledgers", {})
+        state.calculate_KL = False  # of KTO: no rows for its estimate
         state.desirable_weight = state.undesirable_weight = 1.0
-        return _sequences(self._prepare_dataset(rows, self._tokenizer, args, "train"))
+        return _sequences(self._prepare_dataset(rows, self._tokenizer, args, name))
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
         """TRL's preparation; what it leaves is counted."""
@@ -85,19 +118,19 @@ class AccountedPairs(Accounted):
                 trainer: Any = self
                 done = DPOTrainer._prepare_dataset(trainer, dataset, processing_class, like, name)
             else:
-                done = dataset.map(partial(_asked, processing_class))
+                done = dataset.map(partial(asked, processing_class, args=args))
         except TRAPPED as error:
             raise not_formatted(name, error) from error
         if isinstance(dataset, Dataset):
-            self.ledgers[name] = self._ledger(cast("Dataset", done), len(dataset), args)
+            self.ledgers[name] = self._ledger(cast("Dataset", done), len(dataset), args, name)
         return done
 
-    def _ledger(self, done: Dataset, given: int, args: Any) -> Ledger:
+    def _ledger(self, done: Dataset, given: int, args: Any, name: str) -> Ledger:
         """Counts of prepared rows, of which `given` there were."""
         limit = getattr(args, "max_length", None)
         if not len(done):
             raise DataError(
-                f"none of {given:,} rows leaves room for an answer",
+                f"none of {given:,} {name} rows leaves room for an answer",
                 where=f"train.max_length={limit}",
                 why="rows of which no answer lies within it are left out",
                 fix=f"train.max_length={4 * int(limit or 256)}; or null: nothing is cut",
@@ -108,34 +141,49 @@ class AccountedPairs(Accounted):
         found = account(
             _sequences(done), like, self._tokenizer, packing=False, vocabulary=self.vocabulary
         )
-        # KTO makes two rows of a pair.
-        given *= 2 if len(done) > given else 1
+        if found.never_ends and found.trained and name == "train" and not self.scores:
+            raise endless(self._tokenizer, done[0])
         dropped, answers = given - len(done), found.rows // len(done)
-        lengths = found.lengths.of_rows(answers)
-        return replace(found, rows=given, dropped=dropped, answers=answers, lengths=lengths)
+        return replace(
+            found,
+            rows=given,
+            dropped=dropped,
+            answers=answers,
+            lengths=found.lengths.of_rows(answers),
+            good=sum(done["label"]) if "label" in done.column_names else None,
+        )
 
 
 def _as_texts(rows: Dataset, tokenizer: Any) -> Dataset:
     """Pairs as text; other rows as they are.
 
-    ORPO's own maps (TRL 1.16) would write a text into the type of the turns that were there.
+    ORPO's own maps (TRL 1.16) would write a text into the type of the turns that were there, leave
+    out the tools, and add a second end behind white space that the template has behind its own.
     """
     if "chosen" not in rows.column_names:
         return rows
     texts = Features(dict.fromkeys(("prompt", "chosen", "rejected"), Value("string")))
-    return rows.map(
-        partial(maybe_apply_chat_template, processing_class=tokenizer),
-        remove_columns=rows.column_names,
-        features=texts,
-    )
+    return rows.map(partial(_as_text, tokenizer), remove_columns=rows.column_names, features=texts)
 
 
-def _asked(tokenizer: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Token ids of a prompt alone."""
+def _as_text(tokenizer: Any, row: dict[str, Any]) -> dict[str, str]:
+    found = maybe_apply_chat_template(row, tokenizer, tools=row.get("tools") or None)
+    for key in ("chosen", "rejected"):
+        ended = found[key].rstrip()
+        found[key] = ended if ended.endswith(tokenizer.eos_token or "\0") else found[key]
+    return found
+
+
+def asked(tokenizer: Any, row: dict[str, Any], args: Any) -> dict[str, Any]:
+    """Token ids of a prompt alone, under the template's arguments of all rows and of this one."""
     if isinstance(row["prompt"], str):
         return {"prompt_ids": tokenizer(row["prompt"])["input_ids"]}
-    turns = {"add_generation_prompt": True, "return_dict": True, "tools": row.get("tools")}
-    return {"prompt_ids": tokenizer.apply_chat_template(row["prompt"], **turns)["input_ids"]}
+    own = (getattr(args, "chat_template_kwargs", None) or {}) | (
+        row.get("chat_template_kwargs") or {}
+    )
+    turns = {"add_generation_prompt": True, "return_dict": True, "tools": row.get("tools") or None}
+    found = tokenizer.apply_chat_template(row["prompt"], **turns, **own)
+    return {"prompt_ids": found["input_ids"]}
 
 
 def _sequences(done: Dataset) -> Dataset:

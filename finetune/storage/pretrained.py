@@ -317,6 +317,38 @@ def keep_generation(model: Any) -> None:
         settings._original_object_hash = hash(settings)
 
 
+def refuse_other_words(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, where: str) -> None:
+    """Reject a second model whose token ids stand for other words than the first one's.
+
+    Vocabularies of one size may be other ones; then both models run, and what is learned is noise.
+
+    Args:
+        tokenizer: of the first model.
+        model: the second one.
+        where: setting that names it.
+
+    Raises:
+        ConfigError: a word has two ids, or one of the models does not know it.
+        ModelNotFoundError: the second one has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else locate(model)
+    with loading(source):
+        code = model.trust_remote_code
+        other = AutoTokenizer.from_pretrained(source, trust_remote_code=code).get_vocab()
+    own = tokenizer.get_vocab()
+    if apart := sorted(word for word in {*own, *other} if own.get(word) != other.get(word)):
+        word = apart[0]
+        raise ConfigError(
+            f"two models that must read the same tokens differ in {len(apart):,} of them",
+            where=where,
+            why=f"the first: {word!r} is {own.get(word, 'no token')} of the model that trains, and "
+            f"{other.get(word, 'no token')} of {model.name}",
+            fix="take a model of the same family and generation, whose tokenizer is the same",
+        )
+
+
 def load_tokenizer(
     model: ModelConfig, template: str | None = None
 ) -> tuple[PreTrainedTokenizerBase, str]:

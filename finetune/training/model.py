@@ -276,18 +276,12 @@ def _build_random(
         return auto_class(shape).from_config(shape, **kwargs)
 
 
-def load_teacher(config: RunConfig) -> PreTrainedModel:
-    """The model that `train.teacher_model_name_or_path` names, of the type of the one that trains.
+def teacher_of(config: RunConfig) -> ModelConfig:
+    """The `model` section of the teacher, which gets the type of the model that trains.
 
     Raises:
         ConfigError: none is named.
-        ModelNotFoundError: there is no such model.
     """
-    return load_model(teacher_of(config), ())
-
-
-def teacher_of(config: RunConfig) -> ModelConfig:
-    """The `model` section of the teacher; raises `ConfigError` if none is named."""
     if not (name := config.train.get(TEACHER)):
         raise ConfigError(
             "there is no teacher to learn from",

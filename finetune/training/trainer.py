@@ -29,6 +29,7 @@ from finetune.config.sft import sft_config, without_effect
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.config.yaml import shown
 from finetune.data.dataset import refuse_no_eval_rows, rows_for
+from finetune.data.masks import answer_end
 from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import rank, this_device
 from finetune.hardware.energy import EnergyCounter
@@ -47,6 +48,7 @@ from finetune.storage.pretrained import (
     fit_trl,
     keep_generation,
     load_tokenizer,
+    refuse_other_words,
 )
 from finetune.training import low_bit, resume, scope
 from finetune.training.early_stopping import stopped_early, stoppers
@@ -58,8 +60,8 @@ from finetune.training.model import (
     VARLEN,
     Attention,
     load_model,
-    load_teacher,
     take_model,
+    teacher_of,
 )
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.rewards import code_of, reward_names
@@ -332,6 +334,8 @@ class _Run:
         self.keeper.take_over(self.trainer)
         self.timer.trainer = self.trainer
         self.ledgers = dict(self.trainer.ledgers)
+        if self.rows.sample is not None:
+            self.trainer.given["train"] = self.rows.sample
         if self.rows.sample is None:
             found = self.ledgers["train"]
             ours = {"refused": self.rows.refused, "in_eval": self.rows.shared}
@@ -344,8 +348,11 @@ class _Run:
             names = ", ".join(repr(self.tokenizer.decode([token])) for token in new)
             console.print(f"      answers end with {names}: added to generation_config.json")
         keep_generation(without_adapters(self.trainer.model))
-        for warns, line in self.ledgers["train"].lines():
-            self._warn(line) if warns else console.print(f"      {line}")
+        if method_of(config.train).writes:
+            self.ledgers["train"] = self.ledgers["train"].of_prompts(self.trainer.args)
+        for name, ledger in self.ledgers.items():
+            for warns, line in ledger.lines("eval " * (name == "eval")):
+                self._warn(line) if warns else console.print(f"      {line}")
         self.monitor = HealthMonitor(self.trainer, say=self._warn)
         self.trainer.add_callback(self.monitor)
         shared = (self.tokenizer, self.metrics, console, self.meter)
@@ -527,10 +534,13 @@ def make_trainer(
 
         beside["reward_funcs"] = rewards_of(config.train.get(REWARDS) or (), tokenizer)
     if TEACHER in arguments(method):
-        beside["teacher_model"] = load_teacher(config)
+        refuse_other_words(tokenizer, teacher_of(config), f"train.{TEACHER}")
+        beside["teacher_model"] = load_model(teacher_of(config), ())
     named = config.model.model_copy(update={"attention": attention.implementation})
     model: Any = load_model(named, stored) if given is None else take_model(given, named, stored)
     fit_trl(without_adapters(model))
+    if method.writes and (end := answer_end(tokenizer)) is not None:
+        stop_at(without_adapters(model), [end])  # what is written ends there, and is counted so
     scope.freeze(without_adapters(model), config)
     adapters = scope.lora_config(model, config) if given is None else None
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters

@@ -113,7 +113,7 @@ def test_what_trl_drops_and_cuts_is_counted(tmp_path):
         shown = found.prepared[0]
         assert {*shown["labels"]} > {-100}
     file.write_text(json.dumps(rows[2]) + "\n")
-    with pytest.raises(DataError, match="none of 1 rows leaves room for an answer"):
+    with pytest.raises(DataError, match="none of 1 train rows leaves room for an answer"):
         counted_rows(load_recipe("tiny_dpo_bf16", given).config)
 
 

@@ -172,6 +172,17 @@ class Proof:
             raise
 
     @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context of forwards and backwards that are no training step, whatever they look like."""
+        witness, self._witness = self._witness, None
+        try:
+            yield
+        finally:
+            self._witness = witness
+            if witness is not None:
+                witness.reset()
+
+    @contextlib.contextmanager
     def _uncounted(self) -> Iterator[None]:
         """Context of a recomputation that the steps after the witnessed one do not have."""
         witness = self._witness

@@ -33,6 +33,7 @@ from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
 from finetune.runs.progress import OPERANDS
 from finetune.training import session
+from finetune.training.first_batches import check_first_batches
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
 from finetune.training.health.operands import GroupSums, OperandWatch, health_row, merge_sums
@@ -98,6 +99,7 @@ class HealthMonitor(TrainerCallback):
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
         refuse_leaks(self.trainer)
+        check_first_batches(self.trainer)
         refuse_no_batch(loader, args)
         refuse_uneven(loader, args.max_steps * each if args.max_steps > 0 else float("inf"))
         line = repeats_line(loader, state.max_steps * each)
