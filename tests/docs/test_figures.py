@@ -9,6 +9,7 @@ import sys
 import figures
 import pytest
 
+from finetune.cli import listing
 from tests.docs.commands import check
 
 PREDICTED = [one for one in figures.sources() if one.facts["kind"] == "predicted"]
@@ -41,6 +42,15 @@ def test_a_source_says_how_it_was_made(source) -> None:
     assert source.facts.keys() == {"command", "commit", "date", "machine", "kind"}
     assert source.facts["kind"] in ("measured", "predicted")
     check(source.facts["command"])
+
+
+def test_stored_ratios_of_ls_are_those_of_the_tables() -> None:
+    """One ratio for a recipe and a GPU, in `ls` and in the table of speeds."""
+    _, _, ratios = listing._speeds()
+    rows = {row[0]: row for row in figures.read("speeds").rows}
+    for recipe in ("llama_8b_lora32", "llama_1b_full", "qwen_7b_lora"):
+        shown = float(rows[f"`{recipe}`, H100"][3])
+        assert ratios[f"{recipe}_fp8"] == pytest.approx(shown, abs=0.006)
 
 
 @pytest.mark.long
