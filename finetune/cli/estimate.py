@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from finetune.cli import AsJson, Overrides, refuse
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, PrecisionError
 from finetune.logging import busy, output
 from finetune.logging import whole as line
 from finetune.runs.checkpoints import launcher_of
@@ -83,21 +83,28 @@ def estimate(
     budget, (gpu, *others) = _tokens(tokens), _named(gpu, tokens=tokens, price=price)
     places = [place_of(name, memory_gib=memory, gpus=gpus) for name in (gpu, *others)]
     checked = load_recipe(recipe, overrides or ())
+    days = None
+    if budget is not None:
+        with busy(output(stderr=True), "predicting days in each precision"):
+            from finetune.estimator.days import days_of
+
+            days = days_of(checked.config, places, budget, price)
     with busy(output(stderr=True), f"simulating a step of {checked.name}"):
         from finetune.estimator import estimate as estimator
-        from finetune.estimator.days import days_of
 
         if fit is not None:
             result = _searched(fit, checked.config, places[0], gpu)
         else:
             where = {"gpu": gpu, "memory_gib": memory, "gpus": gpus}
-            result = estimator.estimate(checked, tokens=budget, **where, **rest)
-    days = None
-    if budget is not None:
-        with busy(output(stderr=True), "predicting days in each precision"):
-            days = days_of(checked.config, places, budget, price)
+            try:
+                result = estimator.estimate(checked, tokens=budget, **where, **rest)
+            except (PrecisionError, ConfigError):
+                if days is None or all(one.days is None for one in days.spent):
+                    raise
+                result = days  # of the precisions that it has there
     if as_json:
-        print(json.dumps(result.facts() | ({"days": days.facts()} if days else {}), indent=1))
+        found = {} if result is days else result.facts()
+        print(json.dumps(found | ({"days": days.facts()} if days else {}), indent=1))
         return
     console = output()
     if not isinstance(result, estimator.Estimate):

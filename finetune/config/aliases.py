@@ -35,6 +35,8 @@ _ELSEWHERE = {
     "lora.dropout": "lora_dropout",
 }
 """Key of a recipe -> its name as an argument of Transformers or PEFT, where it is another one."""
+COMPUTES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
+"""Beginning of a type's name in torch -> the same as `precision.compute`."""
 _FALSE = ("false", "no", "off", "0", "none", "null")
 
 
@@ -45,8 +47,8 @@ def in_recipe(name: str, value: object = "...") -> str:
     'write train.max_length=512'
     >>> in_recipe("LOAD_IN_4BIT", True), in_recipe("load_in_4bit", False)
     ('write model.storage=nf4', 'leave it out')
-    >>> in_recipe("COMPUTE_DTYPE", "fp8")
-    'write precision.compute=fp8'
+    >>> in_recipe("COMPUTE_DTYPE", "bfloat16"), in_recipe("torch_dtype", "fp8")
+    ('write precision.compute=bf16', 'write precision.compute=fp8')
     """
     name = name.lower()
     if name in DROPPED:
@@ -56,8 +58,11 @@ def in_recipe(name: str, value: object = "...") -> str:
         return "leave it out"
     if " " in setting:
         return setting
-    if setting == "model.dtype" and str(value).lower().startswith(("fp8", "float8")):
-        return "write precision.compute=fp8"  # what multiplies, not how weights are stored
+    multiplied = plain_dtype(value).lower()  # not how weights are stored
+    if setting == "model.dtype" and multiplied.startswith(("fp8", "float8")):
+        return "write precision.compute=fp8"
+    if setting == "precision.compute":
+        value = next((to for of, to in COMPUTES.items() if multiplied.startswith(of)), value)
     return f"write {setting}" + ("" if "=" in setting else f"={_flow(value)}") if setting else ""
 
 
@@ -75,7 +80,7 @@ def in_script(name: str, value: object) -> str:
     >>> in_script("fp8_hybrid", True)
     "write fp8_format='hybrid'"
     """
-    if name == "compute":
+    if SETTINGS.get(name, f"precision.{name}") == "precision.compute":
         return "leave it out: it is always fp8 here (BF16 and FP16 are plain Trainers' own)"
     if name in DROPPED:
         return f"leave it out: {DROPPED[name]}"

@@ -338,10 +338,13 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
                 raise
             return resolve(precision, place.device, TAKEN)
     except PrecisionError as error:
-        if not place.here:
-            raise
-        fix = f"--gpu H100, or another GPU, which need not be here; or {error.fix}"
-        raise PrecisionError(error.what, where=error.where, why=error.why, fix=fix) from None
+        why, fix = error.why, "--gpu H100, or another GPU, which need not be here"
+        ways = error.fix.split(", or ")
+        if not place.here:  # a plan for a GPU is of what is trained there: not emulated
+            why, fix = why.partition("; emulated:")[0], "the recipe's _bf16 twin"
+            ways = [way for way in ways if "emulated" not in way]
+        fixes = ", or ".join((fix, *ways))
+        raise PrecisionError(error.what, where=error.where, why=why, fix=fixes) from None
 
 
 # ---------------------------------------------------------------------------- libraries, optimizer

@@ -237,7 +237,9 @@ def _not_loaded(source: str, error: Exception) -> ModelNotFoundError:
         f"the model {source!r} could not be loaded",
         where=f"model.name: {source}" if local else "model.name",
         why=said if known else f"a file of it is broken ({type(error).__name__}: {said})",
-        fix="download or copy the folder again: config.json, tokenizer and all safetensors files "
+        fix="install the package that it names, or ~model.attention takes what is here"
+        if isinstance(error, ImportError)
+        else "download or copy the folder again: config.json, tokenizer and all safetensors files "
         "belong together"
         if local
         else "check the name and your connection, `hf auth login` for gated models, or use "

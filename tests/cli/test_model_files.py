@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
@@ -29,6 +30,15 @@ def model(tmp_path):
         return f"model.name={home}"
 
     return make
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it is installed here")
+def test_a_package_that_attention_lacks_is_no_damaged_folder(cli, model) -> None:
+    asked = (model("config.json"), "model.attention=flash_attention_2", *SHORT)
+    found = cli("tiny_full_bf16", *asked)
+    assert found.code == 2
+    assert "~model.attention takes what is here" in " ".join(found.err.split())
+    assert "copy the folder" not in found.err
 
 
 def test_weights_that_the_configuration_has_no_place_for_are_an_error(cli, model) -> None:

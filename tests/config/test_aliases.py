@@ -119,7 +119,7 @@ def test_what_is_said_in_words_names_settings_that_there_are(name) -> None:
         ("tiny_full_fp8 USE_FP8=True", "write precision.compute=fp8"),
         ("tiny_full_fp8 --use_fp8", "write precision.compute=fp8"),
         ("tiny_full_fp8 USE_4BIT_OPTIMIZER=True", "write train.optim=adamw_8bit"),
-        ("tiny_full_fp8 COMPUTE_DTYPE=bfloat16", "write model.dtype=bfloat16"),
+        ("tiny_full_fp8 COMPUTE_DTYPE=bfloat16", "write precision.compute=bf16"),
         ("tiny_full_fp8 FP8_FORMAT=hybrid", "write precision.format=hybrid"),
         ("tiny_full_fp8 transformer_engine=True", "write precision.backend=te"),
         ("tiny_full_fp8 --resume latest", "python -m finetune resume last"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from finetune import load_recipe
@@ -56,6 +58,20 @@ def test_a_mistake_is_told_with_what_works(cli, words, said):
     done = cli("estimate", "tiny_full_fp8", *words)
     assert done.code == 2
     assert said in " ".join(done.err.split())
+
+
+def test_fp8_that_a_gpu_lacks_leaves_the_days_of_other_precisions(cli):
+    words = ("estimate", "tiny_full_fp8", "precision.emulation=forbid", "--gpu", "A100-80GB")
+    done = cli(*words, "--tokens", "3B", "--json")
+    assert done.code == 0, done.err
+    rows = {(row["compute"], row["gpus"]): row for row in json.loads(done.out)["days"]}
+    assert all(rows[compute, 1]["days"] for compute in ("fp32", "bf16"))
+    assert rows["fp8", 1]["days"] is None
+    assert "FP8 needs 8.9" in rows["fp8", 1]["why"]
+    refused = cli(*words)
+    assert refused.code == 2
+    assert "_bf16 twin" in refused.err
+    assert "emulated (" not in refused.err
 
 
 def test_amounts_as_people_type_them():

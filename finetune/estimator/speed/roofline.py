@@ -314,7 +314,7 @@ class Roofline:
             raise ConfigError(
                 f"{self.gpu.name} has no matrix units for {peak}",
                 why="the step holds matrix products in that precision",
-                fix="precision.compute=bf16, or --gpu with another GPU",
+                fix="the recipe's _bf16 twin or precision.compute=bf16, or --gpu with another GPU",
             )
         factor = {"fp8_rowwise": shared.rowwise, "fp8_blocks": shared.blocks, "fp4": shared.blocks}
         return self.gpu.tflops[peak] * 1e12 * share * factor.get(precision, 1.0)
