@@ -85,10 +85,7 @@ def keeps_going(console: Console) -> Iterator[_Dropping]:
     stream, kept = console.file, _Dropping(console.file)
     console.file = kept  # pyright: ignore
     try:
-        if stream is sys.stdout:
-            with contextlib.redirect_stdout(kept):  # pyright: ignore
-                yield kept
-        else:
+        with contextlib.redirect_stdout(kept) if stream is sys.stdout else nullcontext():  # pyright: ignore
             yield kept
     finally:
         console.file = stream

@@ -22,13 +22,7 @@ from typer.core import TyperGroup
 from finetune import __version__
 from finetune.cli import INTERRUPTED, MISUSE
 from finetune.config.paths import is_path, list_recipes
-from finetune.errors import (
-    ConfigError,
-    FinetuneError,
-    RecipeNotFoundError,
-    did_you_mean,
-    exited,
-)
+from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, did_you_mean, exited
 from finetune.logging import fit_streams, output, quiet_libraries
 
 # Click's own errors of usage; newer typers carry a click of their own inside.
@@ -136,13 +130,10 @@ def main() -> None:
     try:
         _check_versions(sys.argv[1:2])
         code = app(standalone_mode=False)
-    except FinetuneError as error:
-        _show_error(error)
-        sys.exit(MISUSE)
-    except SystemExit as end:
-        if end.code:  # ours are
+    except (FinetuneError, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code:  # ours have one
             raise
-        _show_error(exited(end))
+        _show_error(error if isinstance(error, FinetuneError) else exited(error))
         sys.exit(MISUSE)
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:  # a fault of ours or a library's

@@ -68,11 +68,9 @@ def import_checkpoint(file: Path, model: str, folder: Path) -> dict[str, Any]:
     """
     if folder.exists():
         raise ConfigError(f"{str(folder)!r} is there already", fix="choose another folder")
-    try:
-        config, notes = ModelConfig(name=model, weights="random"), list[str]()
-    except ValueError:  # pydantic's
-        fix = "--as the hub id, folder or builtin: name of its architecture"
-        raise ConfigError(f"{model!r} names no model", where="--as", fix=fix) from None
+    if not model:
+        raise ConfigError("--as names no model", fix="a hub id, folder or builtin: name")
+    config, notes = ModelConfig(name=model, weights="random"), list[str]()
     shape, (tensors, beside) = load_shape(config), _tensors_in(file)
     layout, tensors = _in_our_layout(tensors, shape, notes)
     _follow(shape, layout, tensors, beside, notes)
@@ -123,14 +121,10 @@ def _tensors_in(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         raise ConfigError(what, where=str(file), why=why, fix=fix)
     plain = [t for t in named.values() if t.layout is torch.strided and not t.is_meta | t.is_nested]
     if len(plain) < len(tensors):
-        unnamed, odd = len(tensors) - len(named), len(named) - len(plain)
-        raise ConfigError(
-            f"{file.name} is no state dict of one model",
-            where=str(file),
-            why=f"{unnamed:,} of {len(tensors):,} tensors have no name, or that of another behind "
-            f"`module.`; {odd:,} are sparse, nested or without numbers",
-            fix="torch.save(model.state_dict(), FILE), of the model on its device",
-        )
+        what, fix = f"{file.name} is no state dict of one model", "save model.state_dict() alone"
+        why = f"{len(tensors) - len(named):,} of {len(tensors):,} tensors have no name, or that of "
+        why += f"another behind `module.`; {len(named) - len(plain)} are sparse or without numbers"
+        raise ConfigError(what, where=str(file), why=why, fix=fix)
     return {name: t.detach() for name, t in named.items() if not IDLE.search(name)}, held
 
 

@@ -18,6 +18,7 @@ into a model that is prepared.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from torch import nn
 from finetune.errors import CheckpointError, PrecisionError, some
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import CodesMixin, iter_scales
+from finetune.runs.folder import json_of
 
 if TYPE_CHECKING:
     from finetune.training.replacing import Patches
@@ -128,6 +130,12 @@ def check_adapters(model: Any, checkpoint: Path) -> None:
             saved = {*opened.keys()} - {*model.state_dict()}  # embeddings may be saved beside them
         if differing := sorted(own ^ saved):
             raise _other_weights(checkpoint, some(differing))
+        began, own = json_of(file.with_name("adapter_config.json")), model.peft_config[name]
+        for key in ("lora_alpha", "use_rslora", "use_dora"):
+            now = getattr(own, key, None)
+            if began.get("r") == getattr(own, "r", 0) and began.get(key, now) != now:
+                said = f"! {checkpoint} was trained with {key}={began[key]}, and resumes with"
+                warnings.warn(f"{said} {key}={now}: its adapters weigh otherwise", stacklevel=2)
 
 
 def _other_weights(checkpoint: Path, which: str) -> CheckpointError:

@@ -119,10 +119,9 @@ def model_files(config: RunConfig) -> dict[str, Any]:
         for file in code_of(names):
             key = f"train.{REWARDS}.{file.name}"  # of two files of a name: both
             found[key] = found.get(key, "") + fingerprint([file])[:SHOWN]
-    if name := train.get(TEACHER):
-        found |= _of_folder(f"train.{TEACHER}", name, weights=True)
-    if name := train.get(TEMPLATE):
-        found |= _of_folder(f"train.{TEMPLATE}", name, weights=False)
+    for key in (TEACHER, TEMPLATE):
+        if name := train.get(key):
+            found |= _of_folder(f"train.{key}", name, weights=key == TEACHER)
     return found
 
 
@@ -214,7 +213,8 @@ def check_resume(
     fixed = [key for key in differing if key in FIXED]
     refused = [key for key in differing if not _matches(key, (*FREE, *allowed))]
     if shown := fixed or refused:
-        why = [f"{key}: {_say(*differing[key])}" for key in shown]
+        said = {key: map(_shown, differing[key]) for key in shown}
+        why = [f"{key}: {was} in the checkpoint, {now} now" for key, (was, now) in said.items()]
         listed = ", ".join(dict.fromkeys((*allowed, *refused)))
         back = "leave these overrides out (or put the files of model and rows back)"
         raise ConfigError(
@@ -289,10 +289,6 @@ def changes_training(key: str) -> bool:
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def _say(before: Any, now: Any) -> str:
-    return f"{_shown(before)} in the checkpoint, {_shown(now)} now"
 
 
 def _shown(value: Any) -> str:

@@ -24,6 +24,7 @@ import inspect
 import math
 import os
 import re
+import reprlib
 import runpy
 import sys
 import traceback
@@ -115,19 +116,6 @@ def reward_names(given: Sequence[str]) -> Sequence[str]:
     return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
 
 
-class _Finder(ModuleFinder):
-    """Python's, to which a folder without code (`datasets/`, beside an import of it) is no module.
-
-    It knows no namespace packages (Python 3.14).
-    """
-
-    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
-        try:
-            return super().find_module(name, path, parent)
-        except AttributeError:
-            raise ImportError(name) from None
-
-
 def code_of(names: Sequence[str]) -> list[Path]:
     """Files of the user's whose code these rewards run, found without running any.
 
@@ -138,8 +126,11 @@ def code_of(names: Sequence[str]) -> list[Path]:
     for name in names:
         place, module = user_path(name.partition(":")[0]), name.rpartition(".")[0]
         beside = [str(place.parent)] if place.suffix == ".py" else []
-        here = [*beside, os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        finder = _Finder([one for one in here if one], excludes=["finetune"])
+        here = [*beside, os.getcwd(), *os.getenv("PYTHONPATH", "").split(os.pathsep)]
+        # Python's finder takes `datasets/`, a folder of rows beside an import of it, for a module.
+        folders = [one for root in here for one in Path(root).glob("*") if one.is_dir()]
+        plain = [one.name for one in folders if not (one / "__init__.py").exists()]
+        finder = ModuleFinder(here, excludes=["finetune", *plain])
         with contextlib.suppress(
             OSError, ImportError, SyntaxError, ValueError
         ):  # said when it runs
@@ -175,9 +166,7 @@ def _names_in(place: str, name: str) -> dict[str, Any]:
         if place.endswith(".py"):
             return runpy.run_path(str(user_path(place)))
         found = importlib.import_module(place)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the reward {name!r} cannot be imported",
             where=WHERE,
@@ -232,19 +221,14 @@ def checked(
             try:
                 number = None if value is None else float(value)
             except Exception:  # noqa: BLE001  an object's own conversion
-                number = math.nan
+                number = math.inf
             if number is not None and not abs(number) <= MOST:
-                what = f"the reward {name!r} gave {_shown(value)}: a reward is a finite float32"
+                seen = number if isinstance(value, int) else reprlib.repr(value)  # 5,000 digits
+                what = f"the reward {name!r} gave {seen}: a reward is a finite float32"
                 fix = "return a number, or None where it has nothing to say of an answer"
                 raise _refused(what, prompts[i:], completions[i:], fix)
             found.append(number)
         return found
-
-    def keep_recording(records: bool, *asked: Sequence[Any]) -> None:
-        if torch.is_grad_enabled() != records:
-            torch.set_grad_enabled(records)
-            what = f"the reward {name!r} left torch.set_grad_enabled({not records})"
-            raise _refused(what, *asked, "`with torch.no_grad():` there", "nothing would train")
 
     @contextlib.contextmanager
     def telling(prompts: Any, completions: Any, columns: Any) -> Iterator[None]:
@@ -253,10 +237,9 @@ def checked(
             columns["log_metric"] = functools.partial(_logged, log)
         try:
             yield
-            keep_recording(records, prompts, completions)
-        except (KeyboardInterrupt, FinetuneError):
+        except FinetuneError:
             raise
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             said = _told(error)
             beside = [key for key in columns if key not in OF_TRL]
             fix = f"correct it; columns beside the prompt: {', '.join(beside) or 'none'}"
@@ -264,6 +247,10 @@ def checked(
                 fix += "; name yours by 'data.columns={answer: NAME}', and end with **kwargs"
             what = f"the reward {name!r} failed"
             raise _refused(what, prompts, completions, fix, said) from error
+        if torch.is_grad_enabled() != records:
+            torch.set_grad_enabled(records)
+            what = f"the reward {name!r} left torch.set_grad_enabled({not records})"
+            raise _refused(what, prompts, completions, "`with torch.no_grad():` there")
 
     @functools.wraps(function)
     async def later(prompts: Any, completions: Any, **columns: Any) -> Any:
@@ -309,13 +296,6 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {said} ({at.filename}:{at.lineno})"
 
 
-def _shown(value: Any) -> str:
-    try:
-        return shorten(repr(value), 60)
-    except Exception:  # noqa: BLE001  an object's own; whole numbers of 5,000 digits
-        return f"a value of type {type(value).__name__}"
-
-
 def _refused(
     what: str, prompts: Sequence[Any], completions: Sequence[Any], fix: str, why: str = ""
 ) -> DataError:
@@ -357,8 +337,8 @@ class RewardWatch(TrainerCallback):
         """Why no group could be learned from; empty where one could, or nothing was logged."""
         if not self.flat or min(self.flat) < 1:
             return ""
-        low, high = min(self.rewards), max(self.rewards)
-        seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        ends = {f"{end(self.rewards):g}": 0 for end in (min, max)} if self.rewards else ["None"]
+        seen = " to ".join(ends)
         return (
             f"the rewards of every group were equal (mean {seen}): every advantage was zero, and "
             f"nothing was learned from them: {MAKE_DIFFER}"
@@ -367,7 +347,8 @@ class RewardWatch(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any):
         if FLAT not in (logs or {}):
             return
-        self.flat.append(logs[FLAT])
-        self.rewards.append(logs["reward"])
+        scored = [] if logs["reward"] is None else [logs["reward"]]  # else all were None
+        self.flat.append(logs[FLAT] if scored else 1.0)
+        self.rewards += scored
         if len(self.flat) == EARLY and self.learned_nothing:
             self.say(f"step {state.global_step}: {self.learned_nothing}")

@@ -157,11 +157,16 @@ def test_a_whole_model_beside_adapters_is_named(make_llama, setup_backend, tmp_p
 
 
 @pytest.mark.slow
-def test_the_same_adapters_go_on(make_llama, setup_backend, tmp_path) -> None:
+def test_the_same_adapters_go_on_and_another_weight_of_theirs_is_said(
+    make_llama, setup_backend, tmp_path
+) -> None:
+    """Transformers reads the tensors alone: adapters under twice the alpha are twice as strong."""
     setup_backend("emulated", scaling="rowwise")
     trainer_of(adapted(make_llama, modules_to_save=["lm_head"]), tmp_path, max_steps=2).train()
-    trainer = trainer_of(adapted(make_llama, modules_to_save=["lm_head"]), tmp_path / "other")
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    other = adapted(make_llama, modules_to_save=["lm_head"], lora_alpha=32)
+    trainer = trainer_of(other, tmp_path / "other")
+    with pytest.warns(UserWarning, match="trained with lora_alpha=8, and resumes with"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 4
 
 

@@ -124,11 +124,11 @@ def test_a_reward_that_is_not_there_is_refused(folder, names, said):
         ("word", ["gave 'good'", "One plus two?", "3, or 4"]),
         ("infinite", ["gave inf", "One plus two?"]),
         ("late", ["gave nan", "One plus two?"]),
-        ("huge", ["gave a value of type int", "One plus two?"]),
+        ("huge", ["gave inf", "One plus two?"]),
         ("wide", ["gave 1e+39", "One plus two?"]),
-        ("odd", ["gave a value of type Odd", "One plus two?"]),
+        ("odd", ["gave <Odd instance at", "One plus two?"]),
         ("leaves", ["SystemExit: sys.exit(0) (", "my_rewards_of_tests.py:"]),
-        ("switches", ["set_grad_enabled(False)", "nothing would train"]),
+        ("switches", ["set_grad_enabled(False)", "with torch.no_grad()"]),
         ("metric", ["log_metric('loss', ...) would replace"]),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_reward_of_no_completion_is_refused_without_a_row(folder):
         found(prompts=[], completions=[])
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "raise BaseException"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit"])
 def test_a_reward_file_that_ends_the_process_is_refused_by_name(end, folder):
     (folder / "leaving.py").write_text(f"import sys\ndef f(**rows): return []\n{end}\n")
     for name in ("leaving.py:f", "leaving.f"):
@@ -182,6 +182,15 @@ def test_equal_rewards_are_said_early_and_at_the_end(shares, early, at_the_end):
     assert hint.startswith(at_the_end)
     assert bool(hint) == bool(at_the_end)
     assert bool(watch.learned_nothing) == (bool(shares) and math.isclose(min(shares), 1))
+
+
+def test_rewards_that_are_all_none_are_said_to_be():
+    """The error at the end spoke of the learning rate."""
+    watch = RewardWatch(print)
+    for step in range(3):
+        state = SimpleNamespace(global_step=step)
+        watch.on_log(None, state, None, logs={FLAT: 0.0, "reward": None})
+    assert "(mean None)" in watch.learned_nothing
 
 
 def test_the_packaged_sums_are_those_that_their_maker_makes():
