@@ -66,7 +66,12 @@ class FinetuneError(Exception):
         where: file and line, layer names, or the argument.
         why: the reason it is refused rather than carried on with.
         fix: what to type or change next.
+
+    Attributes:
+        more: errors of the same kind that were found with this one.
     """
+
+    more: Sequence[FinetuneError] = ()
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         what, where, why, fix = map(in_words, (what, where, why, fix))
@@ -166,6 +171,13 @@ REFUSED = (
     *(PrecisionError, PlanError),
 )
 """Errors on what a run is given, rather than on what happened in it."""
+
+
+def raise_all(errors: Sequence[FinetuneError]) -> None:
+    """Raise the first of several errors, the others with it (`more`); nothing where none is."""
+    for first in errors[:1]:
+        first.more = [*first.more, *errors[1:]]
+        raise first
 
 
 @contextlib.contextmanager

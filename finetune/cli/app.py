@@ -255,6 +255,8 @@ def _show_error(error: FinetuneError) -> None:
     for label, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
         if text:
             console.print(Text(f"  {label + ':':7s}", style="cyan") + Text(scrubbed(text)))
+    for other in error.more:
+        _show_error(other)
 
 
 ALONE = ("evaluate", "export", "report")

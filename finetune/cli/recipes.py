@@ -147,9 +147,10 @@ def data(
         from finetune.logging import counting_rows
     with counting_rows(console, f"reading the rows of {checked.name}"):
         found = counted_rows(checked.config)
-    shown: Any = found.prepared.select(range(min(show, len(found.prepared))))
+    each = found.ledger.answers
+    shown: Any = found.prepared.select(range(min(show * each, len(found.prepared))))
     if as_json:
-        rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in shown]
+        rows = [{k: row[k] for k in ("input_ids", "labels", "answer") if k in row} for row in shown]
         facts = {"description": found.rows.description, "notes": found.rows.notes}
         ledgers = {name: ledger.as_json() for name, ledger in found.ledgers.items()}
         print(json.dumps({**facts, **ledgers, "rows": rows}))
@@ -160,10 +161,20 @@ def data(
     page = Console(record=True, file=io.StringIO(), width=100)
     for index, row in enumerate(shown):
         for target in (console, page):
-            target.print(f"\nrow {index + 1}, {len(row['input_ids'])} tokens", style="bold")
+            title = [
+                f"row {index // each + 1}",
+                row.get("answer"),
+                f"{len(row['input_ids'])} tokens",
+            ]
+            target.print(f"\n{', '.join(filter(None, title))}", style="bold")
             # In a pipe there is no style to tell them by.
             bracketed = target is console and console.color_system is None
             target.print(_decoded(found.tokenizer, row, bracketed=bracketed))
+            if row.get("answer") == "prompt":  # every row of the file is one
+                rest = [
+                    f"{k}={v!r}" for k, v in found.rows.first(show)[index].items() if k != "prompt"
+                ]
+                target.print(Text(f"beside it, for the rewards: {', '.join(rest) or 'nothing'}"))
     trained = "[[trained]]" if console.color_system is None else "trained"
     console.print(Text.assemble("\n", (trained, TRAINED), " ", ("context", CONTEXT)))
     if html is not None:
@@ -204,6 +215,7 @@ def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> No
 
 def _schedule(config: RunConfig, found: CountedRows) -> Schedule | None:
     """Steps of a run on these rows; None where only some of them were read."""
+    from finetune.config.methods import method_of
     from finetune.training.schedule import schedule_of
 
     ledger = found.ledger
@@ -211,7 +223,8 @@ def _schedule(config: RunConfig, found: CountedRows) -> Schedule | None:
     known = None if ledger.sampled is not None else rows
     if known is None and found.args.max_steps <= 0:
         return None
-    return schedule_of(found.args, known, config.data.min_steps)
+    facts: Any = {"method": method_of(config.train), "length": ledger.max_length}
+    return schedule_of(found.args, known, config.data.min_steps, **facts)
 
 
 def _show_schedule(console: Console, planned: Schedule) -> None:

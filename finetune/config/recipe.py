@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config.aliases import in_recipe, plain_dtype
-from finetune.config.methods import arguments, method_of
+from finetune.config.methods import PATIENCE, arguments, method_of
 from finetune.config.paths import find_recipe, recipe_of
 from finetune.config.schema import (
     DELAYED_ONLY,
@@ -33,9 +33,10 @@ from finetune.config.train_section import (
     fields_of,
     refuse_open_length,
     steps_of_tokens,
+    with_stopping,
 )
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
-from finetune.errors import ConfigError, did_you_mean, speaking
+from finetune.errors import ConfigError, did_you_mean, raise_all, speaking
 
 SECTIONS = tuple(RunConfig.model_fields)
 
@@ -67,8 +68,19 @@ REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = 
     ("train.method", operator.ne, (*_of("train", *OF_SFT), "model.head")),
     # Weights belong to the rewards that were named beside them.
     ("train.reward_funcs", operator.ne, _of("train", "reward_weights")),
-    # A typed accumulation stays as it is, however few the rows.
+    # Early stopping evaluates and saves at the same steps, of which a short run has enough.
+    (
+        f"train.{PATIENCE}",
+        lambda new, _: new is not None,
+        _of("train", "eval_steps", "save_steps", "save_strategy", "load_best_model_at_end"),
+    ),
+    # A typed accumulation, or a larger micro-batch, stays as it is, however few the rows.
     ("train.gradient_accumulation_steps", lambda new, _: new is not None, _of("data", "min_steps")),
+    (
+        "train.per_device_train_batch_size",
+        lambda new, old: str(new).isdigit() and int(new) > int(old or 8),
+        _of("data", "min_steps"),
+    ),
     ("precision.scaling", lambda new, _: new != "delayed", _of("precision", *DELAYED_ONLY)),
     (
         "precision.scaling",
@@ -168,7 +180,7 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise _first_problem(error, lambda _: " ".join(overrides)) from None
+        raise _problems(error, lambda _: " ".join(overrides))[0] from None
 
 
 def _key(override: str) -> str:
@@ -282,15 +294,24 @@ def checked(
         where: from a path such as `("train", "optim")` to its place for messages.
 
     Raises:
-        ConfigError: as `read_recipe`.
+        ConfigError: as `read_recipe`; all that are wrong, the first with the others.
     """
+    errors, config, train = list[ConfigError](), None, dict[str, Any]()
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        raise _first_problem(error, where) from None
+        errors += _problems(error, where)
+    given = config.train if config else data.get("train")
+    try:
+        train = convert_train(given, where) if check_train and isinstance(given, dict) else {}
+    except ConfigError as error:
+        errors += [error, *error.more]
+        error.more = ()
+    raise_all(errors)
+    assert config is not None
     if not check_train:
         return config
-    train = convert_train(config.train, where)
+    train = with_stopping(train)
     refuse_open_length(train, streams=config.data.streaming, where=where)
     if tokens := config.data.max_tokens:
         train["max_steps"] = steps_of_tokens(train, tokens, where)
@@ -329,10 +350,19 @@ def _arguments_in(data: Mapping[str, Any]) -> tuple[str, ...]:
     return arguments(method_of(train if isinstance(train, dict) else {}))
 
 
-def _first_problem(error: ValidationError, where: Any) -> ConfigError:
-    problems = error.errors()
-    # A misspelt key comes before the complaint that the right one is missing.
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+def _problems(error: ValidationError, where: Any) -> list[ConfigError]:
+    """What is wrong with sections and keys; keys that are not there come first.
+
+    A misspelt key's right name is not missing beside it.
+    """
+    problems = sorted(error.errors(), key=lambda p: p["type"] != "extra_forbidden")
+    unknown = {p["loc"][0] for p in problems if p["type"] == "extra_forbidden"}
+    unknown |= {*SECTIONS} if any(p["loc"][0] not in SECTIONS for p in problems) else set()
+    kept = [p for p in problems if p["type"] != "missing" or p["loc"][0] not in unknown]
+    return [_problem(first, where) for first in kept]
+
+
+def _problem(first: Any, where: Any) -> ConfigError:
     at = tuple(str(part) for part in first["loc"])
     dotted = ".".join(at[:2])  # what follows are list indices and members of unions
     if first["type"] == "extra_forbidden":

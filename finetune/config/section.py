@@ -138,8 +138,9 @@ class DataConfig(Section):
         default=0.05,
         ge=0.0,
         lt=1.0,
-        description="share of the rows split off for evaluation when none are named, of 320 rows "
-        "and more at least 32; streaming: of the first 10,000 rows of each source, its first ones",
+        description="share of the rows split off for evaluation when none are named, at least 16 "
+        "or a fifth of them, of 320 rows and more 32; streaming: of the first 10,000 rows of each "
+        "source, its first ones",
     )
     seed: NonNegativeInt | None = Field(
         default=None,
@@ -171,8 +172,9 @@ class DataConfig(Section):
     min_steps: PositiveInt | None = Field(
         default=None,
         description="where epochs over few rows make fewer optimizer steps than this, "
-        "`train.gradient_accumulation_steps` is lowered, down to 1; left out, or where that is "
-        "typed: it stays as it is",
+        "`train.gradient_accumulation_steps` is lowered, down to 1, then "
+        "`train.per_device_train_batch_size`, and the length of packed rows, down to the longest "
+        "row; left out, or where the first or a larger second is typed: they stay as they are",
     )
     prompts: tuple[str, ...] = Field(
         default=(), description="questions that the model answers at each evaluation and at the end"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from finetune.config.methods import KEYS, REWARDS, arguments, method_of
+from finetune.config.methods import EARLY_STOPPING, KEYS, REWARDS, arguments, method_of
 from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing
@@ -19,7 +20,7 @@ from finetune.errors import ConfigError
 _OF_LONG_RUNS = (
     *("num_train_epochs", "eval_on_start", "eval_steps", "per_device_eval_batch_size"),
     *("save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
-    *("logging_steps", "logging_first_step", "resume_from_checkpoint"),
+    *("logging_steps", "logging_first_step", "resume_from_checkpoint", *EARLY_STOPPING),
 )
 
 
@@ -55,7 +56,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
             method's configuration has.
 
     Returns:
-        A `trl.SFTConfig`, or that of `train.method`.
+        A `trl.SFTConfig`, or that of `train.method`, with `least_rows`, for `data.min_steps`.
 
     Raises:
         ConfigError: a combination that the configuration refuses.
@@ -96,6 +97,9 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
         raise refused(method.config, error, train) from error
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
     args._n_gpu = min(args.n_gpu, 1)
+    steps = config.data.min_steps if args.max_steps <= 0 else None
+    # Packed rows that make the fewest steps that are wanted (`data.ledger.AccountedTrainer`).
+    args.least_rows = math.ceil((steps or 0) * args.world_size / args.num_train_epochs)
     return args
 
 

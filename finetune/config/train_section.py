@@ -25,7 +25,7 @@ from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
 from finetune.config.section import check_text
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
-from finetune.errors import ConfigError, did_you_mean, nearest
+from finetune.errors import ConfigError, did_you_mean, nearest, raise_all
 
 _COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 OWNED_BY_US = {
@@ -111,6 +111,30 @@ def steps_of_tokens(
     raise ConfigError(what, where=where(("data", "max_tokens")), why=why, fix=fix)
 
 
+EVERY = 0.05
+"""Share of the steps behind which early stopping evaluates, where no interval is given."""
+
+
+def with_stopping(train: dict[str, Any]) -> dict[str, Any]:
+    """A section with what its early stopping needs beside a patience; what it says itself stays.
+
+    The trainer counts evaluations, and keeps the best of the checkpoints that are saved with them:
+    one is enough beside the newest. Rewarded answers are judged by their reward.
+    """
+    if not train.get(PATIENCE):
+        return train
+    by = [train.get(f"{kind}_strategy") for kind in ("eval", "save")]
+    strategy = next((str(given) for given in by if given not in (None, "best")), "steps")
+    needed = {f"{kind}_strategy": strategy for kind in ("eval", "save")}
+    needed |= {"load_best_model_at_end": True, "save_total_limit": 2}
+    if strategy == "steps":
+        every = train.get("eval_steps") or train.get("save_steps") or EVERY
+        needed |= {"eval_steps": every, "save_steps": every}
+    if method_of(train).rewarded:
+        needed["metric_for_best_model"] = "reward"
+    return needed | train
+
+
 def fields_of(section: str) -> dict[str, Any]:
     """Fields of a section, whose annotation may be optional."""
     annotation: Any = RunConfig.model_fields[section].annotation
@@ -144,7 +168,7 @@ def convert_train(
         method: that of the run, where `train` is a part of its section.
 
     Raises:
-        ConfigError: an unknown or reserved key, or a value of the wrong type.
+        ConfigError: an unknown or reserved key, or a value of the wrong type; others with it.
     """
     import typing
 
@@ -154,27 +178,34 @@ def convert_train(
     types |= {"method": str | None, "embedding_learning_rate": float | None}
     types |= {PATIENCE: int | None, THRESHOLD: float | None}
     types[REWARDS] = list[str]
-    result: dict[str, Any] = {}
-    for key, value in train.items():
-        at = ("train", key)
+
+    def converted(key: str, value: Any, at: str) -> Any:
         if key in OWNED_BY_US:
             raise ConfigError(
                 f"train.{key} cannot be set here: {OWNED_BY_US[key]}",
-                where=where(at),
+                where=at,
                 fix=f"~train.{key}, or delete that line of the recipe",
             )
         if key not in fields:
-            raise _no_argument(key, value, method, where(at))
+            raise _no_argument(key, value, method, at)
         if key in OPEN and str(value) == "auto":
-            result[key] = "auto"
-            continue
-        result[key] = _convert(key, plain_data(value), types[key], where(at))
-        check_range(key, result[key], where(at))
-        check_words(key, result[key], method, where(at))
+            return "auto"
+        found = _convert(key, plain_data(value), types[key], at)
+        check_range(key, found, at)
+        check_words(key, found, method, at)
         if key == f"{CHECKPOINTING}_kwargs":
-            _check_checkpointing(result[key], where(at))
+            _check_checkpointing(found, at)
         if key == "optim":
-            check_name(str(result[key]), where(at))
+            check_name(str(found), at)
+        return found
+
+    result, errors = dict[str, Any](), list[ConfigError]()
+    for key, value in train.items():
+        try:
+            result[key] = converted(key, value, where(("train", key)))
+        except ConfigError as error:
+            errors.append(error)
+    raise_all(errors)
     losses, weights = result.get("loss_type"), result.get("loss_weights")
     count = len(losses) if isinstance(losses, list) else 1
     if weights is not None and len(weights) != count:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 HEAD = 10_000
 """Rows of a stream that `eval_fraction` is a share of."""
-LEAST_EVAL = 32
-"""Rows to evaluate on, where these are a tenth or less: the loss of three says little."""
+LEAST_EVAL, LEAST_OF_FEW = 32, 16
+"""Rows to evaluate on, where they are a tenth or less, or a fifth: a loss of three says little."""
 SAMPLE = 1000
 """Rows that stand for a stream, or for large files, where all are not worth the time."""
 LARGE = 32 << 20
@@ -189,8 +189,9 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
 
 
 def _share_held_out(count: int, data: DataConfig) -> int:
-    """Rows of `count` to evaluate on: 32 at least, where that is a tenth or less; never all."""
-    least = LEAST_EVAL if count >= 10 * LEAST_EVAL else 1
+    """Rows of `count` to evaluate on: 32 of many, 16 or a fifth of fewer, at least; never all."""
+    few = max(1, min(LEAST_OF_FEW, count // 5))
+    least = LEAST_EVAL if count >= 10 * LEAST_EVAL else few
     return min(max(least, round(count * data.eval_fraction)), count - 1)
 
 

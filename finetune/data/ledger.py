@@ -522,9 +522,18 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         if answers and dataset_name == "train" and found.never_ends:
             raise endless(tokenizer, row)
         done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
+        least = args.__dict__.get("least_rows", 0) if packing and dataset_name == "train" else 0
+        while len(done) < least:  # shorter, but for the longest row, which is not cut
+            length = max(found.longest + -found.longest % 16, args.max_length * len(done) // least)
+            if (length := length // 16 * 16) >= args.max_length:
+                break
+            args = copy.copy(args)
+            args.max_length = length
+            done = prepare(tokenized, processing_class, args, packing, None, dataset_name)
         ledgers[dataset_name] = replace(
             found,
             bins=len(done) if packing else None,
+            max_length=args.max_length,
             chat=is_conversational(row),
             doubled=doubled,
             on=" (the assistant's turns)" if self.only_answers else "",

@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import EARLY_STOPPING, PATIENCE, THRESHOLD
+from finetune.config.train_section import EVERY
 from finetune.errors import ConfigError
 
 
 def check_early_stopping(train: Mapping[str, Any]) -> None:
     """Reject early stopping that would never stop, or would keep weights that got worse."""
-    keeps = train.get("load_best_model_at_end") and train.get("eval_strategy", "no") != "no"
-    if not any(train.get(key) for key in EARLY_STOPPING) or (train.get(PATIENCE) and keeps):
+    off = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
+    against = [key for key, value in off.items() if train.get(key) == value]
+    if not any(train.get(key) for key in EARLY_STOPPING) or (train.get(PATIENCE) and not against):
         return
-    fix = f"train.{PATIENCE}=3, or ~train.{THRESHOLD}"
-    if train.get(PATIENCE):
-        every = "train.{0}_strategy=steps train.{0}_steps=50"
-        fix = f"train.load_best_model_at_end=true {every.format('eval')} {every.format('save')}"
+    shown = (*EARLY_STOPPING, *against)
     raise ConfigError(
         "early stopping needs a patience, evaluations, and their best checkpoint at the end",
-        where=", ".join(f"train.{key}={train[key]}" for key in EARLY_STOPPING if key in train),
+        where=", ".join(f"train.{key}={train[key]}" for key in shown if key in train),
         why="it counts evaluations that are no better; the weights after them are not the best",
-        fix=fix,
+        fix=" ".join(f"~train.{key}" for key in against)
+        if train.get(PATIENCE)
+        else f"train.{PATIENCE}=3, or ~train.{THRESHOLD}",
+    )
+
+
+def stopping(train: Mapping[str, Any]) -> str:
+    """Line about when a run evaluates, saves and would stop early; empty without a patience."""
+    if not train.get(PATIENCE):
+        return ""
+    every: Any = train["eval_strategy"]
+    if every == "steps":
+        every = train["eval_steps"]
+        every = f"{every:.0%} of the steps" if every < 1 else f"{every:g} steps"
+    return (
+        f"early stopping: evaluates and saves every {every}, ends after {train[PATIENCE]} "
+        "evaluations that are no better, and keeps the best"
+    )
+
+
+def never_stops(train: Mapping[str, Any], args: Any, steps: int) -> str:
+    """Line where a run has too few evaluations to be stopped by them; empty of others."""
+    every, patience = args.eval_steps or 0, train.get(PATIENCE)
+    if not patience or args.eval_strategy != "steps":
+        return ""
+    found = steps // (math.ceil(steps * every) if every < 1 else every)
+    if found > patience:
+        return ""
+    return (
+        f"early stopping has no effect: {found:.0f} evaluations in {steps:,} steps, and a patience "
+        f"of {patience}; train.eval_steps={EVERY} train.save_steps={EVERY} makes more"
     )
 
 

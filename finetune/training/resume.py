@@ -255,7 +255,8 @@ def moved_rows(checkpoint: Checkpoint, facts: dict[str, Any]) -> list[str]:
     began, step = checkpoint.manifest, checkpoint.step
     if "config" not in began or facts["config"]["train"].get("ignore_data_skip"):
         return []
-    before, now = _rows_of_step(began), _rows_of_step(facts)
+    fitted = began.get("fitted") if facts["config"]["data"].get("min_steps") else None
+    before, now = _rows_of_step(began), _rows_of_step(facts | {"fitted": fitted})
     if before == now:
         return []
     ends = "rows are trained again" if now < before else "the rows between are left out"
@@ -268,7 +269,9 @@ def moved_rows(checkpoint: Checkpoint, facts: dict[str, Any]) -> list[str]:
 def _rows_of_step(facts: dict[str, Any]) -> int:
     train = facts["config"]["train"]
     size = train.get("per_device_train_batch_size") or 8  # as Transformers
-    return size * (train.get("gradient_accumulation_steps") or 1) * (facts.get("processes") or 1)
+    batch = (facts.get("fitted") or {}).get("batch")  # where rows were few
+    batch = batch or (size, train.get("gradient_accumulation_steps") or 1)
+    return math.prod(batch) * (facts.get("processes") or 1)
 
 
 def _is_wide(facts: dict[str, Any]) -> bool:

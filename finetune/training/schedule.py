@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.config.methods import METHODS, Method
 from finetune.config.sft import REFUSALS
 from finetune.errors import ConfigError
 
 LEAST_SHARE = 0.5
 """Of the learning rate that was asked for: a run that stays below is refused."""
-MORE = "a smaller train.per_device_train_batch_size, or more train.num_train_epochs, make more"
-"""Advice of each line on too few steps."""
+BATCH = ("gradient_accumulation_steps", "per_device_train_batch_size")
+"""What makes a step of several rows: keys of the trainer's arguments."""
 FEW = 50
 """Steps below which a run by epochs gets a line: an adapter or a model has hardly moved."""
 
@@ -29,29 +31,32 @@ class Schedule:
     """Steps of a run on rows of known number.
 
     Attributes:
-        args: the trainer's arguments, with the accumulation in force.
-        given: the accumulation that was asked for.
+        args: the trainer's arguments, with the batch in force.
+        given: those that were asked for.
         rows: rows of an epoch, as the trainer has them (packed); None of a stream.
         steps: optimizer steps.
         peak: largest share of the learning rate in them.
+        length: tokens of a packed row, where these are fewer than were asked for.
+        least: steps for which steps were made smaller (`data.min_steps`).
     """
 
     args: Any
-    given: int
+    given: Any
     rows: int | None
     steps: int
     peak: float
+    length: int | None = None
+    least: int = 0
 
     @property
     def lowered(self) -> str:
-        """A line where accumulation is lowered, else empty."""
-        each = self.args.gradient_accumulation_steps
-        if each >= self.given:
-            return ""
-        return (
-            f"gradient accumulation: {each} instead of {self.given}, since rows are few "
-            "(data.min_steps)"
-        )
+        """A line where steps are made of less than was asked for, else empty."""
+        pairs = {key: (getattr(self.args, key), getattr(self.given, key)) for key in BATCH}
+        if self.length is not None:
+            pairs["max_length"] = self.length, self.given.max_length
+        changed = [f"train.{key}={now} for {was}" for key, (now, was) in pairs.items() if now < was]
+        why = "smaller steps, since rows are few (data.min_steps): "
+        return why + ", ".join(changed) if changed else ""
 
     @property
     def few(self) -> str:
@@ -59,7 +64,20 @@ class Schedule:
         by_epochs = self.args.max_steps <= 0 and self.rows is not None
         if not by_epochs or self.steps >= FEW:
             return ""
-        return f"{self.steps:,} optimizer steps are few; {MORE}"
+        return f"{self.steps:,} optimizer steps are few. To make more: {self.more}"
+
+    @property
+    def more(self) -> str:
+        """What to type for `FEW` steps."""
+        if self.args.max_steps > 0:
+            return f"train.max_steps={max(FEW, 2 * self.steps)}"
+        longer = copy.copy(self.args)
+        longer.num_train_epochs = math.ceil(self.args.num_train_epochs * FEW / self.steps)
+        epochs = f"train.num_train_epochs={longer.num_train_epochs}"
+        if self.rows is not None:
+            epochs += f" ({steps_of(longer, self.rows):,} steps)"
+        divides = self.least < FEW and math.prod(getattr(self.args, key) for key in BATCH) > 1
+        return f"data.min_steps={FEW} (smaller steps), or {epochs}" if divides else epochs
 
     @property
     def line(self) -> str:
@@ -81,28 +99,46 @@ class Schedule:
             where=f"train.warmup_steps={self.args.warmup_steps:g}",
             why="the first step of a warm-up has a rate of zero: the run would end without having "
             "learned",
-            fix=f"train.warmup_steps=0; or train.lr_scheduler_type=constant; {MORE}",
+            fix=f"train.warmup_steps=0; or train.lr_scheduler_type=constant; {self.more}",
         )
 
 
-def schedule_of(args: Any, rows: int | None, least: int | None = None) -> Schedule:
+def schedule_of(
+    args: Any,
+    rows: int | None,
+    least: int | None = None,
+    *,
+    method: Method = METHODS["sft"],
+    length: int | None = None,
+    kept: Sequence[int] | None = None,
+) -> Schedule:
     """The schedule of a run.
 
     Args:
         args: `SFTConfig` of the run.
         rows: rows of an epoch, as they are trained on; None of a stream, which has `max_steps`.
-        least: steps for which accumulation is lowered, down to 1 (`data.min_steps`); None: it stays
-            as it is.
+        least: steps for which accumulation, and then the micro-batch, is lowered, down to 1
+            (`data.min_steps`); None: they stay as they are.
+        method: that of the run: of answers that are written, or compared in a batch, the
+            micro-batch stays.
+        length: tokens of a packed row, of which fewer were taken for the same reason.
+        kept: accumulation and micro-batch of the checkpoint that is resumed from.
 
     Example: 150 packed rows in micro-batches of 4 are 38; accumulated by 4 they are 10 steps, by 1
-    they are 38. With `least=50` the accumulation is 1, with `least=12` it is 3 (13 steps).
+    they are 38. With `least=50` micro-batches of 3 make 50 steps, with `least=12` an accumulation
+    of 3 makes 13.
     """
-    given = args.gradient_accumulation_steps
+    given = copy.copy(args)
+    length = length if length != getattr(args, "max_length", None) else None
     if least is not None and rows is not None and args.max_steps <= 0:
-        ways = [_accumulating(args, each) for each in range(given, 0, -1)]
+        count, size = (getattr(args, key) for key in BATCH)
+        by_row = method.is_text or method.rows == ("preference",)
+        smaller = range(size - 1, 0, -1) if by_row else ()
+        pairs = [(each, size) for each in range(count, 0, -1)] + [(1, each) for each in smaller]
+        ways = [_batched(args, pair) for pair in ([kept] if kept else pairs)]
         args = next((way for way in ways if steps_of(way, rows) >= least), ways[-1])
     steps = args.max_steps if rows is None else steps_of(args, rows)
-    return Schedule(args, given, rows, steps, peak_of(args, steps))
+    return Schedule(args, given, rows, steps, peak_of(args, steps), length, least or 0)
 
 
 def steps_of(args: Any, rows: int) -> int:
@@ -145,8 +181,9 @@ def reached(scheduler: Any, steps: int) -> float:
     return max(factor(step) for factor in scheduler.lr_lambdas for step in seen)
 
 
-def _accumulating(args: Any, each: int) -> Any:
-    """A copy of the trainer's arguments with this accumulation."""
+def _batched(args: Any, batch: Sequence[int]) -> Any:
+    """A copy of the trainer's arguments with this accumulation and micro-batch."""
     changed = copy.copy(args)
-    changed.gradient_accumulation_steps = each
+    for key, value in zip(BATCH, batch, strict=True):
+        setattr(changed, key, value)
     return changed

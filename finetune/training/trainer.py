@@ -51,7 +51,7 @@ from finetune.storage.pretrained import (
     refuse_other_words,
 )
 from finetune.training import low_bit, resume, scope
-from finetune.training.early_stopping import stopped_early, stoppers
+from finetune.training.early_stopping import never_stops, stopped_early, stoppers, stopping
 from finetune.training.evaluate import TaskScorer, load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, write_failure
@@ -74,7 +74,7 @@ from finetune.training.run_folder import (
 )
 from finetune.training.samples import prompts_of
 from finetune.training.scaling_state import save_scaling
-from finetune.training.schedule import schedule_of
+from finetune.training.schedule import BATCH, schedule_of
 from finetune.training.session import Session, session_of
 from finetune.training.varlen import fix_documents
 
@@ -202,6 +202,7 @@ class _Run:
         rows = resume.rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
         self.facts = resume.facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
+        self.fitted = dict[str, Any]()
         value = self.config.train.get("resume_from_checkpoint")
         if not value:
             return
@@ -210,6 +211,9 @@ class _Run:
             checkpoint, broken = find_checkpoint(name, out)
             self.changed = resume.check_resume(checkpoint, self.config, self.facts)
         self.resume = checkpoint.folder
+        if self.config.data.min_steps is not None:
+            self.fitted = checkpoint.manifest.get("fitted") or {}
+            self.args.least_rows = self.fitted.get("least_rows", self.args.least_rows)
         self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.facts)]
         for path, problem in broken.items():
             self._warn(f"{path.name} is passed over: {problem}")
@@ -240,7 +244,7 @@ class _Run:
             self.console.print(f"gradient checkpointing: {why}")
         if code := code_of(reward_names(config.train.get(REWARDS) or ())):
             self.console.print(whole(f"rewards run the code of {', '.join(map(shown, code))}"))
-        for note in self.notes:
+        for note in filter(None, (*self.notes, stopping(config.train))):
             self.console.print(whole(note), crop=False)
 
     def train(self, *, save: bool = True) -> RunReport:
@@ -364,20 +368,29 @@ class _Run:
         self._started = time.perf_counter()
 
     def _fit_to_rows(self) -> None:
-        """Lower accumulation where rows are few; refuse a learning rate that stays near zero."""
+        """Make steps of less where rows are few; refuse a learning rate that stays near zero."""
         from transformers.trainer_utils import has_length
 
         args, rows = self.trainer.args, self.trainer.train_dataset
         each = getattr(args, "num_generations", 1)  # a row is as many as it has answers
         count = each * len(rows) if has_length(rows) else None
-        found = schedule_of(args, count, self.config.data.min_steps)
+        ledger = self.trainer.ledgers.get("train")  # of a stream there is none
+        found = schedule_of(
+            *(args, count, self.config.data.min_steps),
+            method=method_of(self.config.train),
+            length=ledger and ledger.max_length,
+            kept=self.fitted.get("batch"),
+        )
         found.check()
-        args.gradient_accumulation_steps = found.args.gradient_accumulation_steps
+        batch = [getattr(found.args, key) for key in BATCH]
+        args.gradient_accumulation_steps, args.per_device_train_batch_size = batch
+        self.trainer._train_batch_size = args.train_batch_size
+        self.facts["fitted"] = {"least_rows": self.args.least_rows, "batch": batch}
         if found.lowered:
             self.notes = [*self.notes, found.lowered]
             self.console.print(found.lowered, crop=False, highlight=False)
-        if found.few:
-            self._warn(found.few)
+        for line in filter(None, (found.few, never_stops(self.config.train, args, found.steps))):
+            self._warn(line)
 
     def was_just_evaluated(self) -> bool:
         """True if the last evaluation is of the weights at the end, or no rows are there for it."""

@@ -724,3 +724,23 @@ def test_infinity_survives_writing_and_reading(load):
     config = load(BASE, "train.max_grad_norm=inf")
     assert config.train["max_grad_norm"] == float("inf")
     assert read_back(config) == config
+
+
+def test_all_that_is_wrong_in_a_file_is_said_at_once(cli) -> None:
+    lines = """model: {nmae: builtin:tiny_llama, dtype: float16}
+precision: {compute: fp9}
+lroa: {r: 8}
+data: {name: builtin:harbour, eval_fraction: 2}
+train: {lerning_rate: 1e-3, max_steps: many, optim: adamm, max_seq_length: 12}"""
+    Path("bad.yaml").write_text(
+        lines.replace(": {", ":\n  ").replace(", ", "\n  ").replace("}", "")
+    )
+    found = cli("validate", "bad.yaml")
+    said = " ".join(found.err.split())
+    assert found.code == 2
+    for guess in ("name", "lora", "bfloat16", "fp8", "learning_rate"):
+        assert f"did you mean {guess!r}?" in said
+    for word in ("eval_fraction", "max_steps", "adamm", "write train.max_length=12"):
+        assert word in said
+    assert "is missing" not in said, "of a key whose name was misspelt"
+    assert said.count("error: ") == said.count("where: bad.yaml:") == 9

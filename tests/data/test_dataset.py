@@ -239,11 +239,13 @@ def test_eval_rows_that_are_training_rows_are_counted(load, separate):
     if separate:
         write("eval.jsonl", [*rows[:3], {"text": "new"}])
     own = {"eval_path": "eval.jsonl"} if separate else {"eval_fraction": 0.05}
-    assert load(write("rows.jsonl", rows), **own).shared == (3 if separate else 1)
+    assert load(write("rows.jsonl", rows), **own).shared == 3 + (not separate)
     assert load(write("rows.jsonl", rows[:10]), eval_fraction=0.1).shared == 0
 
 
-@pytest.mark.parametrize(("count", "held_out"), [(319, 3), (320, 32), (3199, 32), (3300, 33)])
+@pytest.mark.parametrize(
+    ("count", "held_out"), [(50, 10), (319, 16), (320, 32), (3199, 32), (3300, 33)]
+)
 def test_three_rows_are_too_few_to_judge_by(load, count, held_out):
     file = write("rows.jsonl", [{"text": f"row {i}"} for i in range(count)])
     found = load(file, eval_fraction=0.01)
@@ -305,7 +307,7 @@ def texts(rows) -> list[str]:
 
 @pytest.mark.parametrize(
     ("count", "fraction", "held_out"),
-    [(40, 0.05, 2), (40, 0.25, 10), (10, 0.01, 1), (2, 0.5, 1), (10, 0.0, 0), (1, 0.5, 0)],
+    [(40, 0.05, 8), (40, 0.25, 10), (10, 0.01, 2), (2, 0.5, 1), (10, 0.0, 0), (1, 0.5, 0)],
 )
 def test_the_held_out_share_is_taken_once_and_nothing_is_lost(load, count, fraction, held_out):
     path = write("rows.jsonl", [{"text": f"row {i}"} for i in range(count)])

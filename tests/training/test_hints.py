@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from finetune import load_recipe
 from finetune.errors import ConfigError
-from finetune.training.early_stopping import check_early_stopping, stopped_early, stoppers
+from finetune.training.early_stopping import (
+    check_early_stopping,
+    never_stops,
+    stopped_early,
+    stoppers,
+    stopping,
+)
 from finetune.training.hints import falling, hints, rising
 
 RUNS = 400
@@ -66,16 +73,65 @@ def test_answers_that_do_not_end_and_a_reward_that_falls_are_said() -> None:
     assert not list(hints(config, ended, steps=80, rate=1e-6))
 
 
+@pytest.mark.parametrize(
+    ("typed", "implied"),
+    [
+        ("", "eval_strategy=steps eval_steps=0.05 save_strategy=steps save_steps=0.05"),
+        ("eval_steps=7", "eval_steps=7 save_steps=7"),
+        ("save_steps=9", "eval_steps=9 save_steps=9"),
+        ("eval_strategy=epoch", "eval_strategy=epoch save_strategy=epoch"),
+        ("save_total_limit=5 eval_steps=4", "save_total_limit=5 load_best_model_at_end=true"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["tiny_full_bf16", "llama_8b_lora_fp8"])
+def test_a_patience_alone_implies_what_it_needs(recipe, typed, implied) -> None:
+    """The recipes save nothing, or at other steps than they evaluate at."""
+    words = [f"train.{word}" for word in typed.split()]
+    found = load_recipe(recipe, ["train.early_stopping_patience=3", *words]).config
+    check_early_stopping(found.train)
+    for word in ("load_best_model_at_end=true", *implied.split()):
+        key, _, value = word.partition("=")
+        assert str(found.train[key]).lower().removesuffix(".0") == value
+    rewarded = load_recipe("tiny_rloo_bf16", ["train.early_stopping_patience=3"]).config
+    assert rewarded.train["metric_for_best_model"] == "reward"
+    line = stopping(found.train)
+    assert line.startswith("early stopping: evaluates and saves every ")
+    assert "ends after 3 evaluations that are no better" in line
+
+
+@pytest.mark.parametrize(
+    "typed", ["save_strategy=no", "eval_strategy=no", "load_best_model_at_end=false"]
+)
+def test_what_contradicts_a_patience_is_refused_and_the_fix_works(typed, cli) -> None:
+    words = ["validate", "tiny_lora_bf16", "train.early_stopping_patience=3", "data.max_rows=40"]
+    refused = cli(*words, f"train.{typed}")
+    assert refused.code == 2
+    fix = refused.err.partition("fix:")[2].split()
+    assert f"~train.{typed.partition('=')[0]}" in fix
+    kept = [word for word in (f"train.{typed}",) if f"~{word.partition('=')[0]}" not in fix]
+    assert cli(*words, *kept).code == 0
+
+
+def test_a_run_that_evaluates_too_seldom_to_be_stopped_is_told() -> None:
+    train = {"early_stopping_patience": 3}
+    args = SimpleNamespace(eval_strategy="steps", eval_steps=100)
+    assert "0 evaluations in 50 steps" in never_stops(train, args, 50)
+    assert not never_stops(train, args, 500)
+    assert not never_stops(train, SimpleNamespace(eval_strategy="steps", eval_steps=0.05), 17)
+    assert not never_stops({}, args, 50)
+
+
 class State:
     global_step, max_steps, best_global_step = 40, 100, 20
 
 
 def test_early_stopping_is_refused_where_it_would_not_stop(tmp_path) -> None:
     on = {"early_stopping_patience": 2}
-    for train in (on, {"early_stopping_threshold": 0.1}):
+    against = [{"load_best_model_at_end": False}, {"eval_strategy": "no"}, {"save_strategy": "no"}]
+    for train in (*(on | one for one in against), {"early_stopping_threshold": 0.1}):
         with pytest.raises(ConfigError, match="needs a patience, evaluations"):
             check_early_stopping(train)
-    check_early_stopping(on | {"load_best_model_at_end": True, "eval_strategy": "steps"})
+    check_early_stopping(on)
     assert "at step 40 of 100" in stopped_early(on, State)
     assert "of step 20" in stopped_early(on, State)
     assert not stopped_early({}, State)
@@ -94,9 +150,7 @@ def test_a_run_stops_early_and_says_so(tmp_path) -> None:
     from finetune import train
 
     words = ["train.max_steps=12", "train.early_stopping_patience=2", "eval.samples=false"]
-    words += ["train.load_best_model_at_end=true", "train.early_stopping_threshold=1000"]
-    for kind in ("eval", "save"):
-        words += [f"train.{kind}_strategy=steps", f"train.{kind}_steps=2"]
+    words += ["train.early_stopping_threshold=1000", "train.eval_steps=2"]
     recipe = load_recipe("tiny_full_bf16", [*words, "data.max_rows=24"])
     report = train(recipe, out=tmp_path, console=Console(quiet=True))
     (line,) = report.hints

@@ -8,12 +8,15 @@ import random
 import shlex
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from finetune.training.schedule import peak_of, schedule_of, steps_of
+from finetune import load_recipe, train
+from finetune.training.schedule import BATCH, peak_of, schedule_of, steps_of
 
 WORDS = [
     *("harbour", "boat", "crane", "cargo", "tide", "keel"),
@@ -65,24 +68,52 @@ def test_own_rows_under_a_recipe_of_eight_billion_are_learned(cli, chat, tmp_pat
     ran = cli(*words)
     assert ran.code == 0, ran.err
     said = " ".join(ran.out.split())
-    assert "gradient accumulation: 1 instead of 4, since rows are few" in said
-    assert "17 optimizer steps are few; a smaller train.per_device_train_batch_size" in said
+    smaller = [f"train.{key}=1 for 4" for key in BATCH]
+    assert f"since rows are few (data.min_steps): {', '.join(smaller)}" in said
+    assert "steps are few" not in said
     (folder,) = (tmp_path / "runs" / words[0]).iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["eval_loss"] for row in rows if "eval_loss" in row]
     assert losses[-1] < losses[0] - 0.1
     receipt = json.loads((folder / "receipt.json").read_text())
-    assert receipt["conditions"]["tokens per step"]["accumulation"] == 1
-    assert any("gradient accumulation" in note for note in receipt["notes"])
+    step = receipt["conditions"]["tokens per step"]
+    assert (step["rows"], step["accumulation"]) == (1, 1)
+    assert any("smaller steps" in note for note in receipt["notes"])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_smaller_steps_of_its_checkpoint(chat, tmp_path, monkeypatch):
+    """With twenty epochs alone, a step would have sixteen rows, and pass over others."""
+    monkeypatch.chdir(tmp_path)
+    quiet: Any = {"out": tmp_path, "console": Console(quiet=True)}
+    own = [*OF_8B[1:], f"data.path={chat(60)}", "train.save_strategy=steps", "train.max_length=256"]
+    own += ["train.eval_strategy=no"]
+    began = train(load_recipe(OF_8B[0], own), until=2, **quiet)
+    more = [f"train.resume_from_checkpoint={began.folder}", "train.num_train_epochs=20"]
+    more += ["resume.allow=[train.num_train_epochs]"]
+    again = train(load_recipe(f"{began.folder}/config.yaml", more), until=3, **quiet)
+    for report in (began, again):
+        step = report.receipt.conditions["tokens per step"]
+        assert (step["rows"], step["accumulation"], step["processes"]) == (1, 1, 1)
+        ledger = report.receipt.data["train"]
+        assert ledger["longest"] <= ledger["max_length"] == 48
+        assert 48 <= ledger["bins"] <= ledger["rows"] == 48
+        assert ledger["truncated"] == ledger["cut"] == 0
+    assert not any("global batch" in note for note in again.receipt.notes)
 
 
 def test_few_rows_are_accumulated_less_and_what_is_typed_stays(cli, chat) -> None:
     words = ("data", *OF_8B, f"data.path={chat(200)}", "--show", "0")
-    few = "steps: 17 of 4 rows (4 x 1 x 1), learning rate up to 0.0002 of 0.0002"
+    few = "steps: 62 of 1 rows (1 x 1 x 1), learning rate up to 0.0002 of 0.0002"
     assert few in cli(*words).out
-    assert "steps: 5 of 16 rows" in cli(*words, "train.gradient_accumulation_steps=4").out
-    many = cli(*words, "train.num_train_epochs=10")
-    assert "steps: 50 of 16 rows" in many.out, "nothing to lower where steps are enough"
+    typed = cli(*words, "train.gradient_accumulation_steps=4")
+    assert "steps: 4 of 16 rows" in typed.out
+    hint = "To make more: data.min_steps=50 (smaller steps), or train.num_train_epochs="
+    assert hint in " ".join(typed.out.split())
+    assert few in cli(*words, "train.gradient_accumulation_steps=4", "data.min_steps=50").out
+    assert "of 32 rows (8 x 4 x 1)" in cli(*words, "train.per_device_train_batch_size=8").out
+    many = cli(*words, "train.num_train_epochs=13")
+    assert "steps: 52 of 16 rows" in many.out, "nothing to lower where steps are enough"
 
 
 def test_a_rate_that_stays_near_zero_is_refused_before_a_model_is_loaded(cli, tmp_path) -> None:
@@ -126,20 +157,23 @@ def test_the_peak_is_that_of_the_trainers_schedule(steps, warmup, kind):
     least=st.integers(1, 100),
 )
 @settings(max_examples=60, deadline=None)
-def test_accumulation_is_lowered_no_further_than_needed(rows, batch, accumulation, epochs, least):
+def test_steps_are_made_no_smaller_than_needed(rows, batch, accumulation, epochs, least):
     args = args_of(
         per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
         num_train_epochs=epochs,
     )  # fmt: skip
     found = schedule_of(args, rows, least)
-    each = found.args.gradient_accumulation_steps
+    each, size = (getattr(found.args, key) for key in BATCH)
     assert 1 <= each <= accumulation == args.gradient_accumulation_steps
+    assert 1 <= size <= batch == args.per_device_train_batch_size
+    assert size == batch or each == 1, "accumulation goes down first"
     assert found.steps == steps_of(found.args, rows)
-    assert found.steps >= least or each == 1
-    if each < accumulation:
-        args.gradient_accumulation_steps = each + 1
+    assert found.steps >= least or (each, size) == (1, 1)
+    if (each, size) != (accumulation, batch):
+        args.gradient_accumulation_steps = each + 1 if size == batch else 1
+        args.per_device_train_batch_size = min(size + 1, batch)
         assert steps_of(args, rows) < least
-    loader = math.ceil(rows / batch)
+    loader = math.ceil(rows / size)
     assert found.steps == math.ceil(epochs * math.ceil(loader / each))
 
 
