@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 REACH_SECONDS = 3
 """Time in which the hub has to answer before its cache alone is used."""
+FP8 = "precision.compute=fp8 precision.scaling=rowwise"
 SCHEMA = "recipe.schema.json"
 """JSON schema of recipes, which lies next to them."""
 
@@ -63,7 +64,10 @@ def cat(
 
 
 def cp(
-    recipe: RecipeName,
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.", show_default=False),
+    ] = "",
     destination: Annotated[
         Path, typer.Argument(help="File or folder to copy it to; left out: here.")
     ] = Path(),
@@ -71,11 +75,24 @@ def cp(
         str | None, typer.Option(help="fastest, least-memory, no-fp8 or debug: change it for that.")
     ] = None,
     force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
+    foreign: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Of Axolotl or LLaMA-Factory, in place of RECIPE."
+        ),
+    ] = None,
 ) -> None:
     """Copy a recipe to edit it, with --preset for one end."""
     from finetune.config.yaml import read_text
 
-    source, text, lines = find_recipe(recipe), read_text(find_recipe(recipe)), None
+    made = None
+    if foreign is not None:
+        from finetune.config.foreign import Translation
+
+        destination, recipe = Path(recipe), str(foreign)
+        made = Translation(find_recipe(recipe))
+    source, lines = find_recipe(recipe), None
+    text = read_text(source) if made is None else made.to_yaml(source.name)
     name = source.name
     if preset is not None:
         from finetune.estimator.presets import preset_named, with_preset
@@ -104,6 +121,13 @@ def cp(
     with writing(f"{target} cannot be written", where=where, fix=fix):
         target.write_text(text, encoding="utf-8")
     again = shlex.quote(str(target))
+    if made is not None:
+        print(f"{target}: from {made.tool}'s {source}", *made.taken.values(), sep="\n  ")
+        print("as it is here anyway:", ", ".join(made.same) or "nothing")
+        for key, why in made.left.items():
+            print(f"! not taken over: {key}: {why}")
+        print(f"next: python -m finetune validate {again}; in FP8: {FP8}")
+        return
     if lines is None:
         print(f"{target}\nrun it: python -m finetune {again}")
         return

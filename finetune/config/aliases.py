@@ -26,6 +26,9 @@ What has a space says in words what to do.
 DROPPED: dict[str, str] = _TABLE["dropped"]
 """Name elsewhere -> why nothing says it here."""
 
+FOREIGN: dict[str, dict[str, str]] = _TABLE
+"""Of whole files of other tools: `files`, `columns` of data sets, and `defaults` by tool."""
+
 ARGUMENTS = {"format": "fp8_format", "eval": "eval_precision"}
 """Key of a recipe's `precision` -> its name in `setup_fp8_mixed_precision_training`."""
 _ELSEWHERE = {
@@ -54,7 +57,7 @@ def in_recipe(name: str, value: object = "...") -> str:
     if name in DROPPED:
         return f"leave it out: {DROPPED[name]}"
     setting = SETTINGS.get(name, "")
-    if "=" in setting and str(value).lower() in _FALSE:
+    if "=" in setting and is_off(value):
         return "leave it out"
     if " " in setting:
         return setting
@@ -64,6 +67,11 @@ def in_recipe(name: str, value: object = "...") -> str:
     if setting == "precision.compute":
         value = next((to for of, to in COMPUTES.items() if multiplied.startswith(of)), value)
     return f"write {setting}" + ("" if "=" in setting else f"={_flow(value)}") if setting else ""
+
+
+def is_off(value: object) -> bool:
+    """True for a value that switches off what its key is about."""
+    return str(value).lower() in _FALSE
 
 
 def _flow(value: object) -> str:

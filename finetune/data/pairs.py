@@ -187,16 +187,20 @@ def asked(tokenizer: Any, row: dict[str, Any], args: Any) -> dict[str, Any]:
 
 
 def _sequences(done: Dataset) -> Dataset:
-    """Prepared rows as sequences of token ids with labels, an answer each."""
+    """Prepared rows as sequences of token ids with labels, an answer each, and its name."""
     made, own = [name for name in ANSWERS if name in done.column_names], done.column_names
 
     def each(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        found: dict[str, list[Any]] = {"input_ids": [], "labels": [], "answer": []}
         for i in range(len(rows[own[0]])):
             prompt = rows["prompt_ids"][i] if "prompt_ids" in rows else []
-            for answer in [rows[name][i] for name in made] or [[]]:
+            for name in made or ["prompt"]:
+                answer = rows[name][i] if made else []
                 found["input_ids"].append([*prompt, *answer])
                 found["labels"].append([*(MASKED for _ in prompt), *answer])
+                label = f"label {str(rows['label'][i]).lower()}" if "label" in rows else name
+                found["answer"].append(label.partition("_")[0])
         return found
 
-    return done.map(each, batched=True, remove_columns=own, features=TOKENIZED)
+    features = Features(**TOKENIZED, answer=Value("string"))
+    return done.map(each, batched=True, remove_columns=own, features=features)

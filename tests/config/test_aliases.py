@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune import (
     load_recipe,
@@ -199,3 +202,136 @@ def test_in_a_script_the_argument_that_it_names_is_accepted(name) -> None:
 def test_what_is_no_matter_of_compute_is_named_as_such() -> None:
     with pytest.raises(UnknownArgumentError, match=r"in a recipe it is model\.storage=nf4"):
         setup_fp8_mixed_precision_training("emulated", load_in_4bit=True)
+
+
+# ------------------------------------------------------------------------------------- whole files
+
+AXOLOTL = """
+base_model: builtin:tiny_llama
+model_type: LlamaForCausalLM
+load_in_8bit: false
+datasets:
+  - path: rows.jsonl
+    ds_type: json
+    type: {field_instruction: ask, field_output: reply}
+    shards: 2
+val_set_size: 0.2
+sequence_len: 256
+sample_packing: true
+adapter: lora
+lora_r: 16
+lora_alpha: 32
+lora_target_modules: [q_proj, v_proj]
+wandb_project:
+micro_batch_size: 2
+num_epochs: 2
+optimizer: adamw_torch
+learning_rate: 0.0002
+train_on_inputs: false
+bf16: auto
+flash_attention: true
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+special_tokens: {pad_token: "<|pad|>", bos_token: "<s>"}
+max_grad_norm: -3
+frobnicate: 7
+"""
+LLAMA_FACTORY = """
+model_name_or_path: builtin:tiny_llama
+stage: dpo
+pref_beta: 0.2
+finetuning_type: lora
+lora_rank: 4
+lora_target: q_proj,v_proj
+dataset: mine
+template: llama3
+cutoff_len: 256
+output_dir: saves/here
+per_device_train_batch_size: 1
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+bf16: true
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 500
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """Files of both tools with their rows, in an empty folder."""
+    answers = [{"ask": f"How many are {n}?", "reply": f"There are {n}."} for n in range(40)]
+    pairs = [{"q": row["ask"], "chosen": row["reply"], "rejected": "No."} for row in answers]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in answers))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "pairs.json").write_text(json.dumps(pairs))
+    registry = {"mine": {"file_name": "pairs.json", "ranking": True, "columns": {"prompt": "q"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(registry))
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    (tmp_path / "factory.yaml").write_text(LLAMA_FACTORY)
+
+
+def test_a_file_of_axolotl_becomes_a_recipe_and_nothing_is_dropped_in_silence(theirs, cli) -> None:
+    made = cli("cp", "--from", "axolotl.yaml", "mine.yaml")
+    assert made.code == 0, made.err
+    given = yaml.safe_load(AXOLOTL)
+    for key in (key for key, value in given.items() if value is not None):
+        assert re.search(rf"\b{key}\b", made.out), key
+    for line in ("shards: 2", "bos_token: <s>", "frobnicate: 7", "max_grad_norm: -3"):
+        assert re.search(rf"! not taken over: \S*{line}: .{{10}}", made.out), line
+        assert re.search(rf"# .*{line}", Path("mine.yaml").read_text())
+    config = load_recipe("mine.yaml").config
+    assert "adapter: lora, lora_r: 16 -> lora.r=16" in made.out
+    assert config.lora.target_modules == ("q_proj", "v_proj")
+    assert (config.lora.r, config.lora.alpha, config.model.pad_token) == (16, 32, "<|pad|>")
+    assert config.data.columns == {"instruction": "ask", "output": "reply"}
+    train = config.train
+    assert (train["eval_steps"], train["save_strategy"], train["warmup_steps"]) == (
+        1 / 8,
+        "epoch",
+        0.1,
+    )
+    assert (train["per_device_train_batch_size"], train["lr_scheduler_type"]) == (2, "cosine")
+    assert "max_grad_norm" not in train
+    checked = cli("validate", "mine.yaml")
+    assert checked.code == 0, checked.err
+    assert "Alpaca, 32 training rows, 8 eval rows" in checked.out
+
+
+def test_a_file_of_llama_factory_is_read_with_its_registry_and_its_defaults(theirs, cli) -> None:
+    made = cli("cp", "--from", "factory.yaml", "mine.yaml")
+    assert made.code == 0, made.err
+    assert "! not taken over: template: llama3: rows are put into the model's own" in made.out
+    config = load_recipe("mine.yaml").config
+    assert (config.train["method"], config.train["beta"]) == ("dpo", 0.2)
+    assert (config.lora.r, config.lora.alpha) == (4, 8), "twice the rank, as it is there"
+    assert config.lora.target_modules == ("q_proj", "v_proj")
+    assert config.data.columns == {"instruction": "q"}
+    checked = cli("validate", "mine.yaml")
+    assert checked.code == 0, checked.err
+    assert "32 training rows, 8 eval rows" in checked.out
+    full = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full")
+    Path("factory.yaml").write_text(full.replace("val_size: 0.1", "").replace("bf16", "fp16"))
+    made = cli("cp", "--from", "factory.yaml", "full.yaml")
+    assert "! not taken over: lora_...: no adapter is asked for" in made.out
+    config = load_recipe("full.yaml").config
+    assert (config.lora, config.model.dtype, config.precision.compute) == (None, "float32", "fp16")
+    assert (config.data.eval_fraction, config.train["eval_strategy"]) == (0, "no")
+
+
+def test_a_file_of_neither_tool_is_refused(cli) -> None:
+    Path("own.yaml").write_text("model: {name: builtin:tiny_llama}\n")
+    for words in (("--from", "own.yaml", "mine.yaml"), ("--from", "gone.yaml", "mine.yaml"), ()):
+        assert cli("cp", *words).code == 2
+    assert not Path("mine.yaml").exists()
+
+
+@pytest.mark.parametrize("name", aliases.FOREIGN["files"])
+def test_a_rule_of_a_file_names_keys_that_there_are(name) -> None:
+    rule = aliases.FOREIGN["files"][name]
+    for setting in () if rule.startswith("-") or rule == "rows" else rule.split():
+        section, _, key = setting.partition("=")[0].partition(".")
+        known = {key for method in METHODS.values() for key in arguments(method)}
+        assert key in (known if section == "train" else fields_of(section))
+    assert all(verb in MODULES for verb in re.findall(r"-m finetune (\w+)", rule))

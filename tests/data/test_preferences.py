@@ -108,3 +108,27 @@ def test_a_row_that_cannot_be_learned_from_is_refused_or_skipped(read, method, r
     assert why in refused.value.why
     if set(good) == set(row):
         assert read(method, good, row, on_bad_row="skip").refused == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row", "titles"),
+    [
+        ("tiny_dpo_bf16", PAIR, {"chosen": f"[[{GOOD}", "rejected": f"[[{BAD}"}),
+        ("tiny_orpo_bf16", PAIR, {"chosen": f"[[{GOOD}", "rejected": f"[[{BAD}"}),
+        ("tiny_reward_bf16", PAIR, {"chosen": GOOD, "rejected": BAD}),
+        ("tiny_kto_bf16", LABELED, {"label true": f"[[{GOOD}"}),
+        ("tiny_kto_bf16", LABELED, {"label false": f"[[{GOOD}"}),
+        ("tiny_grpo_bf16", {"prompt": ASKED, "solution": "4"}, {"prompt": "solution='4'"}),
+    ],
+)
+def test_data_shows_each_answer_of_a_row_and_what_is_trained_on(recipe, row, titles, cli) -> None:
+    other = {**row, **({"label": False} if "label" in row else {})}
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(other)}\n" * 6)
+    found = cli("data", recipe, "data.path=rows.jsonl", "--show", 9)
+    assert found.code == 0, found.err
+    parts = found.out.split("\nrow ")[1:]
+    for title, text in titles.items():
+        own = [part for part in parts if f", {title}, " in part.partition("\n")[0]]
+        assert all(ASK in part and text in part for part in own)
+        assert len(own) == 9 if "label" not in title else 0 < len(own) < 9
+    assert [int(part.partition(",")[0]) for part in parts] == sorted([*range(1, 10)] * len(titles))

@@ -1,0 +1,217 @@
+"""A configuration of Axolotl or LLaMA-Factory as a recipe: `cp --from`.
+
+    base_model: NousResearch/...           ->  model.name
+    datasets: [{path: mine.jsonl, ...}]    ->  data.path, data.columns
+    fsdp_config: ...                       ->  a line: why nothing takes its place
+
+Each key is looked up in `other_names.toml`: as a key of such a file, then among the names that
+errors know, then among the arguments of the method's configuration, which all three pass on. What
+is left over, and what a recipe refuses, is listed with its reason; nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.config.aliases import DROPPED, FOREIGN, SETTINGS, in_recipe, is_off
+from finetune.config.methods import arguments, method_of
+from finetune.config.recipe import checked
+from finetune.config.yaml import PlainText, dump_yaml, parse_yaml, plain_data, read_text, shown
+from finetune.errors import ConfigError
+
+FILES, COLUMNS = FOREIGN["files"], FOREIGN["columns"]
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+LISTS = ("target_modules", "modules_to_save", "layers_to_transform")
+"""Keys of `lora` whose names another tool has in one text, with commas."""
+METHOD = ("rl", "stage", "pref_loss")
+"""Keys that decide the method, and by it which others there are."""
+
+
+class Translation:
+    """A file of another tool as sections of a recipe.
+
+    Attributes:
+        tool: name of the tool.
+        recipe: section -> key -> value.
+        taken: `section.key` -> a line, `key: value -> section.key=value`.
+        same: keys whose value is how it is here anyway.
+        left: key of the file -> why nothing takes its place.
+    """
+
+    def __init__(self, source: Path) -> None:
+        """Translate the file, and check the recipe.
+
+        Raises:
+            ConfigError: the file is of neither tool, or names no rows.
+        """
+        read: Any = parse_yaml(read_text(source), shown(source))[0]
+        self.given = {k: v for k, v in read.items() if v} if isinstance(read, dict) else {}
+        self.tool = "Axolotl" if "base_model" in self.given else "LLaMA-Factory"
+        if not {"base_model", "model_name_or_path"} & {*self.given}:
+            raise ConfigError(
+                "this is no configuration of Axolotl or LLaMA-Factory",
+                where=shown(source),
+                why="the one has base_model, the other model_name_or_path",
+                fix="python -m finetune cp RECIPE copies one of ours",
+            )
+        self.recipe = defaultdict[str, dict[str, Any]](dict, model={}, precision={}, data={})
+        self.taken, self.left, self.same = dict[str, str](), dict[str, str](), list[str]()
+        for key in sorted(self.given, key=lambda key: key not in METHOD):
+            self._take(key, self.given[key])
+        (self._axolotl if self.tool == "Axolotl" else self._llama_factory)(source.parent)
+        self._settle()
+        self._check()
+
+    def put(self, origin: str, setting: str, value: Any = None) -> None:
+        """Set `section.key`, or `section.key=fixed`, which replaces nothing."""
+        name, _, fixed = setting.partition("=")
+        section, _, key = name.partition(".")
+        if fixed not in ("", "{}"):
+            value = self.recipe[section].get(key, PlainText(fixed))
+        elif key in LISTS and "," in value:
+            value = value.split(",")
+        self.recipe[section][key] = value
+        before = self.taken.get(name, "").partition(" -> ")[0]
+        origin = ", ".join(filter(None, (before, origin)))
+        self.taken[name] = f"{origin} -> {name}={_short(value)}"
+
+    def _take(self, key: str, value: Any) -> None:
+        """Take a key over by the tables; of special tokens each."""
+        if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in FILES):
+            for part, one in value.items():
+                self._take(f"{key}.{part}", one)
+            return
+        names = (f"{key}={str(value).lower()}", key, key.partition(".")[0])
+        rule, setting = next((FILES[n] for n in names if n in FILES), None), SETTINGS.get(key, "")
+        if rule is None and key in arguments(method_of(self.recipe["train"])):
+            rule = f"train.{key}"
+        if rule is None and setting and " " not in setting:
+            rule = "" if "=" in setting and is_off(value) else setting
+        if rule is None or key in DROPPED:
+            rule = "-" + (in_recipe(key, value) or "nothing here says it")
+        origin = f"{key}: {_short(value)}"
+        if rule.startswith("-"):
+            self.left[origin] = rule[1:]
+        elif not rule:
+            self.same.append(origin)
+        elif rule != "rows":
+            for one in rule.split():
+                self.put(origin, one, value)
+
+    def _axolotl(self, folder: Path) -> None:
+        """Data sets, and intervals by the epoch."""
+        for key in ("datasets", "pretraining_dataset", "test_datasets"):
+            listed = self.given.get(key, [])
+            for entry in listed if isinstance(listed, list) else [listed]:
+                self._rows(key, entry if isinstance(entry, dict) else {"path": entry}, folder)
+        for kind in ("eval", "save"):
+            key, train = f"{kind}s_per_epoch", self.recipe["train"]
+            count = float(self.given.get(key, 0))
+            if count > 1:
+                every = 1 / (count * float(train.get("num_train_epochs", 1)))
+                self.put(f"{key}: {count:g}", f"train.{kind}_steps", PlainText(f"{every:.4g}"))
+            elif count:
+                self.put(f"{key}: {count:g}", f"train.{kind}_strategy", "epoch")
+            by = "steps" if f"{kind}_steps" in train else "epoch"
+            train.setdefault(f"{kind}_strategy", PlainText(by))
+
+    def _llama_factory(self, folder: Path) -> None:
+        """Data sets by the registry, `dataset_info.json`."""
+        place = str(self.given.get("dataset_dir", "data"))
+        files = [base / place / "dataset_info.json" for base in (Path(), folder)]
+        file = next((file for file in files if file.is_file()), files[0])
+        known = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        for key in ("dataset", "eval_dataset"):
+            listed = self.given.get(key, [])
+            for name in listed.split(",") if isinstance(listed, str) else listed:
+                if (entry := known.get(name.strip())) is None:
+                    why = f"{shown(file)} does not have it: write data.path=FILE for this name"
+                    self.left[f"{key}: {name.strip()}"] = why
+                self._rows(key, entry or {"file_name": f"{name.strip()}.json"}, file.parent)
+
+    def _rows(self, key: str, entry: Mapping[str, Any], folder: Path) -> None:
+        """Take one data set over: where its rows lie, and the names of their columns."""
+        kind, data = entry.get("type", {}), self.recipe["data"]
+        columns = {**entry, **entry.get("columns", {}), **(kind if isinstance(kind, dict) else {})}
+        name = str(entry.get("hf_hub_url") or entry.get("file_name") or entry.get("path"))
+        files = entry.get("data_files", [])
+        name = str((files if isinstance(files, str) else files[0]) if files else name)
+        below = folder / name
+        name = str(below) if below.exists() and not Path(name).exists() else name
+        of_eval, local = key in ("test_datasets", "eval_dataset"), Path(name).exists()
+        local |= name.endswith(SUFFIXES) or "file_name" in entry
+        origin, place = f"{key}: {name}", "name" if not local else "path"
+        if of_eval:
+            self.put(origin, "data.eval_path", name)
+        elif place in data and local:
+            data["path"] = [
+                *(data["path"] if isinstance(data["path"], list) else [data["path"]]),
+                name,
+            ]
+            self.taken["data.path"] += f", {name}"
+        elif data.keys() & {"path", "name"}:
+            self.left[origin] = "one data set of the hub is read, or several files (data.path)"
+        else:
+            self.put(origin, f"data.{place}", name)
+        for word, value in columns.items():
+            if (ours := COLUMNS.get(word)) is None:
+                self.left[f"{key}.{word}: {_short(value)}"] = "rows are recognized by their columns"
+            elif ours in ("subset", "split") and not local:
+                self.put(f"{key}.{word}: {value}", f"data.{ours}", value)
+            elif ours and value not in (ours, "conversations") and ours not in ("subset", "split"):
+                data.setdefault("columns", {})[ours] = value
+                line = f"{key}.{word}: {value} -> data.columns={{{ours}: {value}}}"
+                self.taken[f"data.columns.{ours}"] = line
+
+    def _settle(self) -> None:
+        """Say what the tool does where the file is silent; evaluate nothing without rows for it."""
+        data, train, lora = (self.recipe[name] for name in ("data", "train", "lora"))
+        for setting in FOREIGN["defaults"][self.tool].split():
+            section, _, key = setting.partition("=")[0].partition(".")
+            if key not in self.recipe[section]:
+                self.put(f"{self.tool}'s default", setting)
+        if self.tool == "LLaMA-Factory":
+            lora.setdefault("alpha", PlainText(str(2 * int(lora.get("r", 8)))))
+        asked = self.given.get("adapter", self.given.get("finetuning_type"))
+        if str(asked or "lora" * (self.tool == "LLaMA-Factory")) not in ("lora", "qlora"):
+            self.left |= {"lora_...": "no adapter is asked for: all weights train"} if lora else {}
+            del self.recipe["lora"]
+        if "eval_path" not in data and is_off(data.setdefault("eval_fraction", PlainText("0"))):
+            train |= {"eval_strategy": PlainText("no")}
+            for key in {"eval_steps", "load_best_model_at_end", "early_stopping_patience"} & {
+                *train
+            }:
+                del train[key]
+                self.left[key] = "no rows are set aside to evaluate on (data.eval_fraction=0)"
+
+    def _check(self) -> None:
+        """Leave out what a recipe refuses, with the reason."""
+        for _ in [*self.taken]:
+            try:
+                checked(self.recipe, ".".join)
+            except ConfigError as error:
+                for one in (error, *error.more):
+                    section, _, key = one.where.partition(".")
+                    if key not in self.recipe[section]:
+                        raise
+                    origin = self.taken.pop(one.where, one.where).partition(" -> ")[0]
+                    self.left[origin] = one.what
+                    del self.recipe[section][key]
+            else:
+                return
+
+    def to_yaml(self, source: str) -> str:
+        """The recipe's text, with what was left out above it."""
+        head = [f"From {source} ({self.tool}), by `python -m finetune cp --from`. Not taken over:"]
+        head += [f"  {key}: {why}" for key, why in self.left.items()]
+        comments = "".join(f"# {line}\n" for line in head)
+        return comments + "\n" + dump_yaml(plain_data({"": dict(self.recipe)})[""])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(plain_data([value])[0], ensure_ascii=False, default=str).strip('"')
+    return text if len(text) < 60 else text[:57] + "..."
