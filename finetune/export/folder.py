@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ParityError, first_line, some, writing
-from finetune.runs.folder import json_of
+from finetune.runs.folder import json_of, write_whole
 from finetune.storage.pretrained import loading, locate, refuse_random_base
 from finetune.training.faults import is_of_the_disk
 from finetune.training.resume import TOKENIZER
@@ -79,11 +79,11 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
     _refuse_taken(out, (partial, earlier), force=force, keep_clear=keep_clear)
     for rest in (partial, earlier):
         if rest.exists():
-            shutil.rmtree(rest)
+            _remove(rest)
     may_not = "choose a folder that you may write to"
     with writing(f"{str(out)!r} cannot be written", where=str(out), fix=may_not):
         partial.mkdir(parents=True)
-        (partial / RECORD).write_text(UNFINISHED, encoding="utf-8")
+        write_whole(partial / RECORD, UNFINISHED)
     try:
         yield partial
     except ParityError:
@@ -103,14 +103,24 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
         out.rename(earlier)
     partial.rename(out)  # also over an empty folder
     if replaces:
-        (earlier / RECORD).write_text(UNFINISHED, encoding="utf-8")  # what a kill leaves is not it
-        shutil.rmtree(earlier)
+        _remove(earlier)
 
 
 def _record(folder: Path) -> dict[str, Any]:
     """The record of an export in a folder, finished or not; empty if there is none."""
     found = json_of(folder / RECORD)
     return found if "finished" in found else {}
+
+
+def _remove(folder: Path) -> None:
+    """Remove an export, its record last: what a kill leaves is known as one, and not as whole."""
+    write_whole(folder / RECORD, UNFINISHED)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != RECORD:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def _files(folder: Path) -> list[str]:
@@ -143,7 +153,7 @@ def _refuse_taken(
             fix="choose another folder" + ", or --force to replace it" * (not others),
         )
     for rest in rests:
-        if rest.exists() and not _record(rest):
+        if not _record(rest) and {*_files(rest)} - {RECORD, f"{RECORD}.partial"}:
             raise ConfigError(
                 f"{str(rest)!r} is in the way",
                 where=str(rest),
@@ -178,4 +188,4 @@ def write_adapter(adapter: Path, out: Path, base: str, revision: str | None) -> 
 
 
 def write_json(path: Path, values: dict[str, Any], indent: int = 2) -> None:
-    path.write_text(json.dumps(values, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(values, indent=indent, ensure_ascii=False) + "\n")

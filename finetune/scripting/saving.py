@@ -33,7 +33,7 @@ MERGED = {"merged_16bit": "merged", "lora": "adapter", "fp8": "fp8", "nvfp4": "n
 GGUF = {"fast_quantized": "gguf-q8", "q8_0": "gguf-q8", "not_quantized": "gguf", "bf16": "gguf"}
 KINDS = {"merged": ("save_method", MERGED), "gguf": ("quantization_method", GGUF)}
 """End of a method's name -> its argument, and value of that -> target; the first if left out."""
-UNSEEN = "not proven: trained without FP8, by a trainer of the script"
+UNSEEN = "not proven: trained by a trainer of the script, without FP8"
 
 
 def put_on(cls: type, said_of: Any) -> None:
@@ -69,11 +69,16 @@ def _save(
 
 def _export(model: Any, said: Settings, tokenizer: Any, target: str, out: Path | str) -> Export:
     rows = {"data": {"name": f"{BUILTIN}harbour_text"}}
-    config, receipt = recipe_of("trainer", said, rows), Receipt(UNSEEN, {})
-    if run := TRAINED.get(without_adapters(model)):
+    config, base = recipe_of("trainer", said, rows), without_adapters(model)
+    receipt = Receipt(UNSEEN, {"ran": said["precision"].get("compute", "bf16")})
+    if run := TRAINED.get(base):
         config, receipt = read_recipe(str(run / "config.yaml")), Receipt.read(Run(run).receipt)
-    elif running := session.in_force():
-        receipt = running.receipt()
+    else:
+        running = session.in_force()
+        found = running and running.conversion  # of this model, not of another
+        if running and found and without_adapters(found.model) is base:
+            receipt = running.receipt()
+        output().print("! rows of a trainer of your own are not known: compared on packaged text")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

@@ -69,7 +69,7 @@ def freeze(model: PreTrainedModel, config: RunConfig) -> None:
     if not any(p.requires_grad for p in parameters.values()):
         raise ConfigError(
             "every parameter is frozen: nothing is left to train",
-            where="model.freeze" if config.model.freeze else "requires_grad of the model's own",
+            where="model.freeze" if config.model.freeze else "requires_grad of its parameters",
             fix="freeze less, or ~model.freeze"
             if config.model.freeze
             else "model.requires_grad_(True), as after model.merge_and_unload(), or adapters",

@@ -565,6 +565,7 @@ def test_force_removes_only_what_an_export_wrote(record, lora_run, tmp_path):
             export_run(lora_run, "adapter", out, force=True, console=QUIET)
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "export.json").write_text("{}")
+    (tmp_path / "out.partial" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="in the way"):
         export_run(lora_run, "adapter", tmp_path / "out", console=QUIET)
     assert (thesis / "part" / "chapter1.tex").is_file()
@@ -576,7 +577,7 @@ def replaced(out: Path, text: str) -> None:
         (folder / "export.json").write_text('{"finished": true}')
 
 
-@pytest.mark.parametrize("call", range(1, 4))
+@pytest.mark.parametrize("call", range(1, 8))
 def test_whenever_a_replacement_is_killed_an_export_is_there_whole(call, tmp_path, monkeypatch):
     """Killed before each change of a folder; the next command finds the earlier one or the new."""
     replaced(tmp_path / "out", "earlier")
@@ -591,18 +592,20 @@ def test_whenever_a_replacement_is_killed_an_export_is_there_whole(call, tmp_pat
 
         return change
 
-    monkeypatch.setattr(Path, "rename", kill_at(Path.rename))
+    for name in ("replace", "rename", "unlink"):
+        monkeypatch.setattr(Path, name, kill_at(getattr(Path, name)))
     monkeypatch.setattr(shutil, "rmtree", kill_at(shutil.rmtree))
     with pytest.raises(SystemExit):
         replaced(tmp_path / "out", "new")
-    assert changes == ["rename", "rename", "rmtree"][:call]
+    last = ["replace", "replace", "rename", "rename", "replace", "unlink", "rmtree"]
+    assert changes == last[:call]
     monkeypatch.undo()
     with (
         pytest.raises(ConfigError, match="an export is there already"),
         writing_to(tmp_path / "out", force=False, keep_clear=()),
     ):
         pass
-    assert (tmp_path / "out" / "weights").read_text() == ("new" if call == 3 else "earlier")
+    assert (tmp_path / "out" / "weights").read_text() == ("new" if call > 4 else "earlier")
     assert json.loads((tmp_path / "out" / "export.json").read_text())["finished"]
     replaced(tmp_path / "out", "newest")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

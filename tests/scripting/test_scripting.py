@@ -91,7 +91,8 @@ def test_an_interrupt_saves_and_the_next_trainer_resumes(tmp_path, loaded):
         resume_from_checkpoint=str(run.folder / "checkpoints"),
     ).train()  # fmt: skip
     assert resumed.global_step == 3
-    assert len(losses(resumed.folder)) == 1
+    assert losses(resumed.folder)[:2] == losses(run.folder)
+    assert len(losses(resumed.folder)) == 3
 
 
 @pytest.mark.slow
@@ -257,4 +258,7 @@ def test_the_body_of_an_unsloth_notebook(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "fast_inference has no effect" in said
     assert "maximum_memory_usage has no effect" in said
+    assert "compared on packaged text" in said
+    record = json.loads((tmp_path / "model" / "export.json").read_text())
+    assert (record["proof"], record["target"]) == ("proven", "merged")
     assert "max_length=2048" in said
