@@ -37,6 +37,15 @@ from finetune.errors import DataError
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """A label as it is read -> whether its answer is one to give."""
 
+NAMED: dict[RowForm, tuple[str, ...]] = {
+    "answers": ("prompt", "completion"),
+    "text": ("text",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
+    "prompts": ("prompt",),
+}
+"""Form of rows -> columns to name where a file has others."""
+
 
 def forms_of(columns: set[str]) -> list[RowForm]:
     """Forms that rows with these columns have."""
@@ -72,22 +81,21 @@ def recognize(
             }
             return form, converters[form]
     others = ", ".join(name for name, other in METHODS.items() if {*there} & {*other.rows})
-    names = "{prompt: NAME, chosen: NAME, rejected: NAME}"
-    if method.rows[0] != "preference":
-        names = "{prompt: NAME, completion: NAME, label: NAME}"
+    names = ", ".join(f"{column}: NAME" for column in NAMED[method.rows[0]])
     raise DataError(
         f"train.method={method.name} does not read rows like those of {source}",
         where=source,
         why=f"it needs {method.needs}; columns found: {', '.join(sorted(columns))}",
         fix=(f"these rows fit train.method={others}; or " if others else "")
-        + f"name the columns, as in 'data.columns={names}'",
+        + f"name the columns, as in 'data.columns={{{names}}}'",
     )
 
 
 def _preference(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
-    kinds = [type(row[key]).__name__ for key in ("chosen", "rejected")]
+    kinds = ["turns" if isinstance(row[key], list) else "text" for key in ("chosen", "rejected")]
     if kinds[0] != kinds[1] and None not in (row["chosen"], row["rejected"]):
-        raise BadRowError(f"'chosen' is {kinds[0]} and 'rejected' is {kinds[1]}, not both alike")
+        what = f"'chosen' is {kinds[0]} and 'rejected' is {kinds[1]}"
+        raise BadRowError(f"{what}; give both as turns, or both as text")
     if isinstance(row["chosen"], str) and not {*ASKED} & {*row}:
         from trl import extract_prompt
 

@@ -90,6 +90,15 @@ def test_rows_for_another_method_are_refused_with_what_they_fit(read, method, ro
 
 
 @pytest.mark.parametrize(
+    ("method", "columns"), [("grpo", "{prompt: NAME}"), ("continue", "{text: NAME}")]
+)
+def test_the_columns_to_name_are_those_that_the_method_reads(read, method, columns):
+    with pytest.raises(DataError) as refused:
+        read(method, {"left": ASK, "right": GOOD})
+    assert refused.value.fix == f"name the columns, as in 'data.columns={columns}'"
+
+
+@pytest.mark.parametrize(
     ("method", "row", "why"),
     [
         ("kto", {**LABELED, "label": "maybe"}, "its label is 'maybe'"),
@@ -97,7 +106,8 @@ def test_rows_for_another_method_are_refused_with_what_they_fit(read, method, ro
         ("dpo", {"prompt": ASK, "chosen": GOOD, "rejected": " "}, "'rejected' is empty"),
         ("dpo", {"prompt": ASK, "chosen": GOOD, "rejected": GOOD}, "are the same"),
         ("reward", {**WHOLE, "rejected": WHOLE["chosen"]}, "are the same"),
-        ("orpo", {"chosen": WHOLE["chosen"], "rejected": BAD}, "'chosen' is list and 'rejected'"),
+        ("dpo", {"prompt": ASK, "chosen": PAIR["chosen"], "rejected": BAD}, "both as text"),
+        ("reward", {"chosen": WHOLE["chosen"], "rejected": BAD}, "'rejected' is text"),
         ("grpo", {"messages": [turn("assistant", GOOD)]}, "no question"),
     ],
 )
