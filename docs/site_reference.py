@@ -9,19 +9,23 @@ output. To print a table: `python docs/site_reference.py NAME`.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
+
+from finetune.cli import listing
 from finetune.config.aliases import DROPPED, SETTINGS, in_recipe
+from finetune.config.methods import METHODS
 from finetune.config.optimizers import (
     BLOCK,
     FP8_ADAMW,
@@ -31,6 +35,7 @@ from finetune.config.optimizers import (
     Moments,
     Optimizer,
 )
+from finetune.config.paths import find_recipe
 from finetune.config.schema import (
     DataConfig,
     EvalConfig,
@@ -255,32 +260,174 @@ def other_optimizers() -> str:
 # ----------------------------------------------------------------------------------------- recipes
 
 
+def pairs() -> dict[str, dict[str, dict[str, Any]]]:
+    """Name of a pair of recipes -> precision -> its row of `ls`."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in listing.rows():
+        name, _, compute = row["recipe"].rpartition("_")
+        found.setdefault(name, {})[compute] = row
+    return found
+
+
 def recipes() -> str:
-    """Shipped recipes: model, method, precision, tokens, predicted memory."""
-    done = subprocess.run(
-        [sys.executable, "-m", "finetune", "ls", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [
-        (
-            f"`{row['recipe']}`",
-            row["model"],
-            row["method"],
-            row["precision"],
-            str(row["length"]),
-            row["data"],
-            _gib(row["preview_gib"]),
+    """Shipped recipes by model, a pair in a row: method, scaling, tokens, memory, speed."""
+    _, speeds, ratios = listing._speeds()
+    seen = listing.measured("H100")
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name, pair in pairs().items():
+        one = next(iter(pair.values()))
+        ran, fp8 = seen.get(f"{name}_fp8"), f"{name}_fp8"
+        tokens = ran["tokens_per_s"] if ran else speeds.get(fp8)
+        ratio = ran["over_bf16"] if ran else ratios.get(fp8)
+        speed = f"{tokens:,}" if tokens else "-"
+        speed += f", {ratio:.2f}x" if ratio else ""
+        memory = (_gib(pair[x]["preview_gib"] if x in pair else None) for x in ("fp8", "bf16"))
+        row = (
+            f"`{name}`",
+            one["method"],
+            ", ".join(f"`_{x}`" for x in sorted(pair, reverse=True)),
+            str(one["length"]),
+            one["data"],
+            " / ".join(memory),
+            f"**{speed}, measured**" if ran else speed,
         )
-        for row in json.loads(done.stdout)
-    ]
-    return table(("recipe", "model", "method", "precision", "tokens a row", "data", "≥ GiB"), rows)
+        groups.setdefault(one["model"].removeprefix("builtin:"), []).append(row)
+    header = ("recipe", "method", "precision", "tokens a row", "data", "≥ GiB", "tokens/s")
+    return "\n\n".join(f"### {model}\n\n{table(header, rows)}" for model, rows in groups.items())
 
 
 def _gib(gib: float | None) -> str:
     """Memory in two digits at least; of what is not predicted none."""
     return "-" if gib is None else f"{gib:.2g}" if gib < 10 else f"{gib:.0f}"
+
+
+# ------------------------------------------------------------------------ methods and keys of train
+
+LEARNS = {
+    "sft": "answers",
+    "continue": "plain text: continued pre-training",
+    "dpo": "a better and a worse answer, beside the model that training began with",
+    "kto": "answers to give and not to give, beside that model",
+    "orpo": "as `dpo`, in one go with SFT, without the other model",
+    "reward": "as `dpo`; the model gives a score and no words",
+    "grpo": "a reward for answers that the model writes while it trains",
+    "rloo": "as `grpo`, each answer beside the mean of the others",
+    "distill": "a teacher, who judges each word of answers that the model writes",
+}
+"""Method -> what the model learns from."""
+
+KEYS = {
+    "num_train_epochs": "passes over the rows",
+    "max_steps": "optimizer steps; takes the place of epochs",
+    "learning_rate": "highest rate of the schedule",
+    "lr_scheduler_type": "`cosine`, `linear`, `constant`, `constant_with_warmup`, ...",
+    "lr_scheduler_kwargs": "arguments of the schedule",
+    "warmup_steps": "steps with a rising rate; below 1 a share of all steps",
+    "per_device_train_batch_size": "rows of a micro-batch on each GPU",
+    "gradient_accumulation_steps": "micro-batches of an optimizer step",
+    "max_length": "tokens of a row, longer ones are cut; `auto` (ours): by the rows",
+    "packing": "several rows in one of `max_length`",
+    "packing_strategy": "`bfd`: whole rows; `wrapped`: cut wherever one is full",
+    "pad_to_multiple_of": "tokens of a batch are padded to it; FP8 needs 16",
+    "gradient_checkpointing": "compute activations twice to save memory; `auto` (ours): by need",
+    "optim": "[optimizer](optimizers.md)",
+    "adam_beta2": "decay of the second moment",
+    "weight_decay": "of all weights but biases and norms",
+    "max_grad_norm": "gradients are clipped to it",
+    "assistant_only_loss": "train on the assistant's turns; left out, by the rows",
+    "completion_only_loss": "train on completions; left out, by the rows",
+    "eval_strategy": "`steps`, `epoch` or `no`",
+    "eval_steps": "steps between evaluations",
+    "per_device_eval_batch_size": "rows of a batch of evaluation",
+    "save_strategy": "`steps`, `epoch`, `best` or `no`",
+    "save_steps": "steps between checkpoints",
+    "save_total_limit": "checkpoints that are kept",
+    "load_best_model_at_end": "end with the checkpoint that evaluated best",
+    "early_stopping_patience": "evaluations without a better result until the run ends (ours)",
+    "logging_steps": "steps between lines of the log",
+    "seed": "draws rows, adapters and dropout",
+    "report_to": "`tensorboard`, `wandb`, `trackio`, `none`",
+    "fsdp": "shard over GPUs: [several GPUs](../guides/several-gpus.md)",
+    "fsdp_config": "how it shards",
+    "method": "[training method](../guides/training-methods.md) (ours)",
+    "embedding_learning_rate": "rate of embeddings and output head (ours)",
+    "beta": "weight of the reference (`dpo`, `kto`, `grpo`, ...); of KL in `distill`",
+    "reward_funcs": "rewards of `grpo` and `rloo`",
+    "reward_weights": "their weights",
+    "teacher_model_name_or_path": "teacher of `distill`",
+    "num_generations": "answers to each prompt",
+    "num_generations_eval": "the same in evaluation",
+    "max_completion_length": "tokens of an answer",
+    "temperature": "of the answers",
+}
+"""Key of `train` -> what it does, in the order of the page."""
+ALWAYS = (
+    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length",
+    "packing", "gradient_checkpointing", "optim", "eval_steps", "save_steps",
+)  # fmt: skip
+"""Keys with a column of their own in the table of recipes; others stand in the last one."""
+SHORT = {
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accum.",
+    "gradient_checkpointing": "checkpointing",
+}
+
+
+def methods() -> str:
+    """Training methods: what is learned from which rows, recipes, rates, TRL's trainer."""
+    names: dict[str, list[str]] = {}
+    for name, train in _train_sections().items():
+        names.setdefault(train.get("method", "sft"), []).append(f"`{name}`")
+    rows = []
+    for method in METHODS.values():
+        shown = names.get(method.name, [])
+        if len(shown) > 6:
+            shown = ["`tiny_full`", "`llama_8b_lora`", "[and others](../reference/recipes.md)"]
+        low, high = method.rates
+        rate = f"{low:.0e} to {high:.0e}".replace("e-0", "e-")
+        trainer = f"`{method.trainer.rpartition('.')[2]}`"
+        learns = LEARNS[method.name]
+        rows.append((f"`{method.name}`", learns, method.needs, ", ".join(shown), rate, trainer))
+    header = ("`train.method`", "learns from", "rows", "recipes", "learning rate", "trainer of TRL")
+    return table(header, rows)
+
+
+def _train_sections() -> dict[str, dict[str, Any]]:
+    """Name of a pair of recipes -> its `train` section as written."""
+    found = {}
+    for name, pair in pairs().items():
+        recipe = next(iter(pair.values()))["recipe"]
+        found[name] = yaml.safe_load(find_recipe(recipe).read_text(encoding="utf-8"))["train"]
+    return found
+
+
+def train_keys() -> str:
+    """Keys of `train`: what each does, its default, and what recipes set."""
+    sections = _train_sections()
+    rows = []
+    for key, meaning in KEYS.items():
+        values = Counter(_yaml(train[key]) for train in sections.values() if key in train)
+        most = [f"`{value}` ({count})" for value, count in values.most_common(4)]
+        rows.append((f"`{key}`", meaning, ", ".join(most) + ", ..." * (len(values) > 4) or "-"))
+    return table(("`train.`", "meaning", "in recipes (how many pairs)"), rows)
+
+
+def train_values() -> str:
+    """What each pair of recipes sets, its other keys in the last column."""
+    rows = []
+    for name, train in _train_sections().items():
+        epochs = train.get("num_train_epochs")
+        steps = train.get("max_steps") or (f"{epochs} epoch" if epochs else "`data.max_tokens`")
+        known = (_yaml(train[key]) if key in train else "-" for key in ALWAYS)
+        counted = {*ALWAYS, "max_steps", "num_train_epochs", *SAME}
+        rest = (f"`{key}: {_yaml(value)}`" for key, value in train.items() if key not in counted)
+        rows.append((f"`{name}`", str(steps), *known, ", ".join(rest)))
+    header = ("recipe", "steps", *(f"`{SHORT.get(key, key)}`" for key in ALWAYS), "and")
+    return table(header, rows)
+
+
+SAME = ("eval_strategy", "save_strategy", "seed", "report_to")
+"""Keys that are alike in all recipes, or follow from another."""
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -510,6 +657,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "optimizers": optimizers,
     "other optimizers": other_optimizers,
     "recipes": recipes,
+    "methods": methods,
+    "train keys": train_keys,
+    "train values": train_values,
     "command line": command_line,
     "python api": python_api,
     "gpus": gpus,

@@ -26,6 +26,8 @@ from finetune.units import percent, size_of_gib
 ROWS = ASSETS / "recipes.json"
 """Rows of `ls`, each with the checksum of its recipe and predicted speeds on several GPUs; made by
 `tests.asset_makers.make_recipes`."""
+MEASURED = ASSETS / "measured.json"
+"""GPU -> recipe -> tokens/s, peak GiB and speed of FP8 over BF16, measured; the commit of each."""
 FAMILIES = ASSETS / "families.json"
 """Families of models, each with what was measured of it; written by `tests.benchmarks.families`."""
 
@@ -63,6 +65,11 @@ def row_of(name: str) -> dict[str, Any]:
     }
 
 
+def measured(gpu: str) -> dict[str, dict[str, Any]]:
+    """Recipe -> what was measured of it on a GPU."""
+    return json.loads(MEASURED.read_text()).get(gpu, {})
+
+
 def ls(
     runs: Annotated[bool, typer.Option("--runs", help="List runs instead.")] = False,
     out: Annotated[Path | None, typer.Option(help="With --runs: folder of runs.")] = None,
@@ -87,18 +94,22 @@ def ls(
     for row in rows():
         name, _, compute = row["recipe"].rpartition("_")
         pairs.setdefault(name, {})[compute] = row
-    gpu, speeds = _speeds()
+    gpu, speeds, ratios = _speeds()
+    seen = measured(gpu)
     figures = (*(f"{compute} ≥GiB" for compute in COMPUTES), "fp8 tok/s", "/ bf16")
     losing, shown = list[str](), list[dict[str, Any]]()
     for name, pair in pairs.items():
         one = next(iter(pair.values()))  # they differ in precision alone
         memory = (_digits(pair[x]["preview_gib"]) if x in pair else "-" for x in COMPUTES)
-        fp8, bf16 = (speeds.get(f"{name}_{compute}", 0) for compute in COMPUTES)
-        ratio = fp8 / bf16 if fp8 and bf16 else None
+        fp8, ratio = speeds.get(f"{name}_fp8"), ratios.get(f"{name}_fp8")
+        if ran := seen.get(f"{name}_fp8"):
+            fp8, ratio = ran["tokens_per_s"], ran["over_bf16"]
+        star = "*" if ran else " "
         loses = ratio is not None and ratio < LOSES
         losing += [name] * loses
-        ratio = Text("-" if ratio is None else f"{ratio:.2f}x", style="yellow" if loses else "")
-        facts = (*memory, f"{fp8:,}" if fp8 else "-", ratio)
+        shown_ratio = "-" if ratio is None else f"{ratio:.2f}x{star}"
+        ratio = Text(shown_ratio, style="yellow" if loses else "")
+        facts = (*memory, f"{fp8:,}{star}" if fp8 else "-", ratio)
         model = re.sub(r"^builtin:|-Instruct|-\d{4}$", "", one["model"])  # --json has it whole
         row = {"recipe": name, "model": model, "method": one["method"]}
         shown.append(row | dict(zip(figures, facts, strict=True)))
@@ -109,9 +120,10 @@ def ls(
         console.print(Text(line, style="yellow"))
     console.print(
         "\nnames end in _fp8 or _bf16; ≥GiB: predicted least memory of one GPU, with\n"
-        "checkpointing where the forecast decides it; tok/s: predicted on one "
-        f"{gpu},\nbeside compiled BF16; where there is more memory, the faster run takes it\n"
-        "(`estimate` has its figure); `-`: does not fit, no FP8 twin, or not predicted\n"
+        "checkpointing where the forecast decides it; where there is more, the faster run\n"
+        f"takes it (`estimate` has its figure); tok/s: on one {gpu}, and over compiled\n"
+        "BF16 with the same checkpointing: * measured (note 15 has it), others predicted;\n"
+        "`-`: does not fit, no FP8 twin, or not predicted\n"
         "next: python -m finetune estimate llama_8b_lora_fp8 --gpu H100",
         style="dim",
     )
@@ -156,7 +168,7 @@ def _list_families(*, as_json: bool) -> None:
         "FP8: proven share of the matmul FLOPs of a tiny random model, whose head weighs\n"
         "more than in a real one. trained: that model, in full and LoRA; merged, fp8:\n"
         "exported so, reloaded by Transformers alone, logits compared. only estimated:\n"
-        "not trained yet, in any size. On a GPU no family has been measured yet",
+        "not trained yet, in any size. On a GPU only Llama has run: 8B on one H100",
         style="dim",
     )
 
@@ -165,8 +177,8 @@ LOSES = 0.995
 """Speed of FP8 over BF16 below which the table says that FP8 does not pay."""
 
 
-def _speeds() -> tuple[str, dict[str, int]]:
-    """Name of the GPU here, or else the H100, and predicted tokens/s of recipes on it."""
+def _speeds() -> tuple[str, dict[str, int], dict[str, float]]:
+    """Name of the GPU here, or else the H100; predicted tokens/s on it, and FP8 over BF16."""
     from finetune.hardware.device import installed_model
 
     stored = json.loads(ROWS.read_text())
@@ -177,7 +189,9 @@ def _speeds() -> tuple[str, dict[str, int]]:
 
         gpu = find_gpu(Device("cuda", model, None, 0.0))
         name = gpu.name if gpu and any(gpu.name in row for row in speeds.values()) else name
-    return name, {recipe: row[name] for recipe, row in speeds.items() if name in row}
+    ratios = {recipe: known.get("over_bf16", {}) for recipe, known in stored.items()}
+    both = ({x: row[name] for x, row in of.items() if name in row} for of in (speeds, ratios))
+    return name, *both
 
 
 COMPUTES = ("fp8", "bf16")

@@ -51,7 +51,9 @@ def watch(
     folder, console = find_run(run, out), output()
     if tensorboard:
         recipe = None if run == LAST else run
-        sys.exit(serve(lambda: newest_runs(out, recipe) or [folder]))
+        if code := serve(lambda: newest_runs(out, recipe) or [folder]):
+            sys.exit(code)
+        return
     try:
         follow = _in_place if console.is_terminal else _line_by_line
         ended = follow(console, folder)

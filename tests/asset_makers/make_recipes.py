@@ -14,8 +14,8 @@ from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.estimator.predict import predict_fast
-from finetune.estimator.search import cheapest_gpu
-from finetune.hardware.gpus import gpu_table, place_of
+from finetune.estimator.search import Choice, cheapest_gpu
+from finetune.hardware.gpus import Gpu, gpu_table, place_of
 from finetune.units import GIB
 
 GPUS = ("A100-80GB", "RTX 4090", "L40S", "RTX 5090", "H100", "H200", "B200")
@@ -37,14 +37,33 @@ def speeds(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, int]:
     """
     if "tiny" in recipe or "qlora" in recipe:
         return {}
-    gpus = tuple(gpu for gpu in gpu_table() if gpu.name in names)
-    found = cheapest_gpu(_compiled(recipe), gpus=gpus).choices
-    fast = {
-        choice.place.gpu.name: round(choice.tokens_per_s)
-        for choice in found
-        if choice.place.gpu and choice.tokens_per_s and choice.fit != "does not fit"
-    }
+    fast = {name: round(choice.tokens_per_s) for name, choice in _fitting(recipe, names).items()}
     return dict(sorted(fast.items()))
+
+
+def over_bf16(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, float]:
+    """GPU -> predicted speed of FP8 over its compiled twin with the same checkpointing."""
+    if "tiny" in recipe or not recipe.endswith("_fp8"):
+        return {}
+    found, twin = _fitting(recipe, names), _compiled(recipe.removesuffix("fp8") + "bf16")
+    ratios, others = dict[str, float](), dict[bool, dict[str, Choice]]()
+    for name, choice in sorted(found.items()):
+        saving = bool(choice.prediction.config.train["gradient_checkpointing"])
+        if saving not in others:
+            like = cheapest_gpu(with_checkpointing(twin, saving), gpus=_gpus(names)).choices
+            others[saving] = {x.place.gpu.name: x for x in like}
+        if against := others[saving][name].tokens_per_s:
+            ratios[name] = round(choice.tokens_per_s / against, 3)
+    return ratios
+
+
+def _fitting(recipe: str, names: tuple[str, ...]) -> dict[str, Choice]:
+    found = cheapest_gpu(_compiled(recipe), gpus=_gpus(names)).choices
+    return {x.place.gpu.name: x for x in found if x.tokens_per_s and x.fit != "does not fit"}
+
+
+def _gpus(names: tuple[str, ...]) -> tuple[Gpu, ...]:
+    return tuple(gpu for gpu in gpu_table() if gpu.name in names)
 
 
 def _compiled(recipe: str) -> RunConfig:
@@ -57,6 +76,8 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or list_recipes():
         row = row_of(name) | {"preview_gib": preview_gib(name)}
         made = {"crc32": checksum(name), "row": row, "tokens_per_s": speeds(name)}
+        if ratios := over_bf16(name):
+            made["over_bf16"] = ratios
         print(name, row["preview_gib"], made["tokens_per_s"].get("H100"), flush=True)
         table = json.loads(ROWS.read_text()) | {name: made}  # each at once: some take minutes
         ordered = {known: table[known] for known in list_recipes() if known in table}

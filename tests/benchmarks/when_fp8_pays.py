@@ -4,13 +4,14 @@
     python -m tests.benchmarks.when_fp8_pays --tokens   # by tokens of a micro-batch (findings)
     python -m tests.benchmarks.when_fp8_pays --speeds   # tokens/s and memory of each side
 
-No GPU, no weights and no network: a cell is what `python -m finetune estimate` says. Memory is what
-`nvidia-smi` will show; where it does not fit, the least that is needed. Speed is that of the FP8
-recipe over its BF16 twin, whose decoder layers are compiled as well (`precision.compile=on`): with
-torchao FP8 layers are compiled by default, BF16 ones are not, and that gain is not FP8's.
-`--tokens` shows the ratio over plain BF16 too. Recipes that leave gradient checkpointing open have
-it where their own memory needs it; a dagger marks cells where BF16 needs it and FP8 does not.
-Predicted, not measured.
+No GPU, no weights and no network: a cell is what `python -m finetune estimate` says, or what
+`finetune/assets/measured.json` has of a GPU, which the cell then says. Memory is the peak that
+PyTorch allocates; where it does not fit, the least that is needed. Speed is that of the FP8 recipe
+over its BF16 twin, whose decoder layers are compiled as well (`precision.compile=on`): with torchao
+FP8 layers are compiled by default, BF16 ones are not, and that gain is not FP8's. Recipes that
+leave gradient checkpointing open have it where FP8's own memory needs it, and the twin has it where
+FP8 has it: equal pairs. `--tokens` shows the ratio over BF16 as it ships, too, which is not
+compiled and has checkpointing where it needs it.
 """
 
 from __future__ import annotations
@@ -37,21 +38,31 @@ GIB = 2**30
 
 def cell(recipe: str, gpu: str, gpus: int = 1) -> str:
     """GiB of the recipe in FP8 where the GPU and the recipe have it, else in BF16; the speed-up."""
+    from finetune.cli.listing import measured
     from finetune.errors import PrecisionError, RecipeNotFoundError
 
+    seen = measured(gpu)
+    if one := seen.get(f"{recipe}_fp8") or seen.get(f"{recipe}_bf16"):
+        ratio = f"{one['over_bf16']:.2f}x" if "over_bf16" in one else "BF16"
+        return f"**{one['gib']:.0f} GiB, {ratio}, measured**"
     try:
         found, speed = ask(f"{recipe}_fp8", gpu, gpus), True
     except (PrecisionError, RecipeNotFoundError):  # no FP8 on this GPU, or none of this recipe
         found, speed = ask(f"{recipe}_bf16", gpu, gpus), False
     held = found.prediction.footprint
     if found.fit == "does not fit":
-        return f"no ({(held.allocated + held.outside) / GIB:.0f} GiB)"
+        return f"no ({held.allocated / GIB:.0f} GiB)"
     tight = "" if found.fit == "fits" else ", tight"
     if not speed:
-        return f"{held.shown / GIB:.0f} GiB, BF16{tight}"
-    other = ask(f"{recipe}_bf16", gpu, gpus, COMPILED)
-    helped = "†" if checkpoints(other) and not checkpoints(found) else ""
-    return f"{held.shown / GIB:.0f} GiB, {faster(found, other):.2f}x{helped}{tight}"
+        return f"{held.allocated / GIB:.0f} GiB, BF16{tight}"
+    ratio = faster(found, like(found, recipe, gpu, gpus))
+    return f"{held.allocated / GIB:.0f} GiB, {ratio:.2f}x{tight}"
+
+
+def like(found: Any, recipe: str, gpu: str, gpus: int, more: tuple[str, ...] = ()) -> Any:
+    """The estimate of the compiled BF16 twin with the checkpointing of the FP8 side."""
+    saving = f"{CHECKPOINTING}={str(checkpoints(found)).lower()}"
+    return ask(f"{recipe}_bf16", gpu, gpus, (*COMPILED, *more, saving))
 
 
 COMPILED = ("precision.compile=on",)
@@ -108,9 +119,8 @@ def by_tokens(gpu: str) -> str:
                 f"train.per_device_train_batch_size={tokens // length}",
             )
             fp8 = ask(f"{recipe}_fp8", gpu, 1, asked)
-            ways = (COMPILED, ())
-            others = [ask(f"{recipe}_bf16", gpu, 1, (*asked, *more)) for more in ways]
-            fair, plain = (faster(fp8, other) for other in others)
+            plain = faster(fp8, ask(f"{recipe}_bf16", gpu, 1, asked))
+            fair = faster(fp8, like(fp8, recipe, gpu, 1, asked))
             cells.append(f"{fair:.2f} ({plain:.2f})")
         lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
         print(lines[-1], file=sys.stderr, flush=True)
@@ -126,27 +136,18 @@ SIDES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 
 def speeds(gpus: tuple[str, ...]) -> str:
-    """Markdown: tokens/s of all GPUs and GiB of one, FP8 and compiled BF16; equal checkpointing.
-
-    In brackets over BF16 with checkpointing, where without it only FP8 fits.
-    """
+    """Markdown: tokens/s of all GPUs and GiB of one, FP8 and compiled BF16; equal checkpointing."""
     titles = "recipe, GPU | FP8 tokens/s | BF16 tokens/s | FP8 / BF16 | checkpointing | FP8 GiB"
     titles += " | BF16 GiB | FP8 / BF16 memory"
     lines = [f"| {titles} |", "|---" * 8 + "|"]
     for recipe, count, more in SIDES:
         for gpu in gpus:
             fp8 = ask(f"{recipe}_fp8", gpu, count, more)
-            both = (
-                ask(f"{recipe}_bf16", gpu, count, (*COMPILED, *more, f"{CHECKPOINTING}={saving}"))
-                for saving in (str(checkpoints(fp8)).lower(), "true")
-            )
-            other, smaller = both
+            other = like(fp8, recipe, gpu, count, more)
             ratio = f"{faster(fp8, other):.2f}"
-            if "does not fit" == other.fit != smaller.fit:
-                ratio += f" ({faster(fp8, smaller):.2f})"
             cells = [f"{x.tokens_per_s:,.0f}" for x in (fp8, other)]
             cells += [ratio, "on" if checkpoints(fp8) else "off"]
-            held = [x.prediction.footprint.shown / GIB for x in (fp8, other)]
+            held = [x.prediction.footprint.allocated / GIB for x in (fp8, other)]
             fits = ["" if x.fit == "fits" else f", {x.fit}" for x in (fp8, other)]
             cells += [f"{size:.1f}{fit}" for size, fit in zip(held, fits, strict=True)]
             cells.append(f"{held[0] / held[1]:.2f}")

@@ -20,6 +20,7 @@ STARTS = ("python -m ", "python docs/", "python -c ", "pytest ", "torchrun ", "a
 PLACEHOLDERS = {
     "RECIPE": "tiny_lora_fp8",
     "RUN": "runs/x",
+    "last": "tiny_lora_fp8",  # the newest run
     "OUT": "out",
     "RUN/config.yaml": "tiny_lora_fp8",  # a run saves its recipe there
 }

@@ -12,6 +12,7 @@ import yaml
 
 import finetune
 from finetune.config.aliases import DROPPED, SETTINGS
+from finetune.config.methods import METHODS
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
@@ -62,8 +63,18 @@ def test_every_optimizer_is_there() -> None:
         assert facts.refused in made
 
 
+def test_every_key_of_train_that_a_recipe_sets_has_a_meaning_and_its_value() -> None:
+    sections = site_reference._train_sections()
+    assert {key for train in sections.values() for key in train} <= site_reference.KEYS.keys()
+    assert re.findall(r"^\| `(\w+)`", site_reference.train_values(), re.M) == list(sections)
+    assert re.findall(r"^\| `(\w+)`", site_reference.methods(), re.M) == list(METHODS)
+
+
 def test_every_recipe_verb_and_public_name_is_there() -> None:
-    assert re.findall(r"^\| `(\w+)`", site_reference.recipes(), re.M) == list_recipes()
+    made = site_reference.recipes()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", made, re.M)
+    named = [f"{name}{end}" for name, ends in rows for end in re.findall(r"_\w+", ends)]
+    assert sorted(named) == sorted(list_recipes())
     lines = site_reference.command_line()
     for name, verb in site_reference.verbs().items():
         assert f"\n## {name}\n" in f"\n{lines}"
