@@ -226,7 +226,7 @@ def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> No
     from finetune.data.auto_length import uncut
     from finetune.data.ledger import SPLITTING
 
-    lengths, method = found.ledger.lengths, method_of(config.train)
+    lengths, method = found.lengths, method_of(config.train)
     if found.ledger.dropped and not method.is_text:  # TRL kept the rest alone
         lengths = uncut(config, sample=found.ledger.sampled is not None)
     (_, median), *more, (_, longest) = lengths.percentiles().items()

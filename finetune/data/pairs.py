@@ -61,15 +61,22 @@ class AccountedPairs(Accounted):
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         self._tokenizer, self.ledgers = kwargs["processing_class"], {}
-        if not hasattr(super(), "_prepare_dataset"):
+        prepares = hasattr(super(), "_prepare_dataset")
+        if not prepares:
             for name in ("train", "eval"):
                 if isinstance(rows := kwargs[f"{name}_dataset"], Dataset):
                     done = self._prepare_dataset(rows, self._tokenizer, args, name)
                     kept = done.select_columns(rows.column_names)
                     self.given = getattr(self, "given", {}) | {name: kept}
-                    kwargs[f"{name}_dataset"] = _as_texts(kept, self._tokenizer)
+                    if not self.writes:
+                        kept = kept.map(
+                            partial(_as_text, self._tokenizer),
+                            remove_columns=kept.column_names,
+                            features=TEXTS,
+                        )
+                    kwargs[f"{name}_dataset"] = kept
         first, start = next(iter(kwargs["train_dataset"])), self._tokenizer.bos_token
-        if "chosen" in first and not self._begins(first, start):
+        if not prepares and not self.writes and not self._begins(first, start):
             self._tokenizer.bos_token = None  # ORPO puts it before texts that have none
         try:
             super().__init__(model=model, args=args, **kwargs)
@@ -113,7 +120,7 @@ class AccountedPairs(Accounted):
         try:
             if hasattr(above, "_prepare_dataset"):
                 done = above._prepare_dataset(dataset, processing_class, args, name)
-            elif "chosen" in dataset.column_names:  # ORPO would keep rows without an answer
+            elif not self.writes:  # ORPO would keep rows without an answer
                 like: Any = SimpleNamespace(**vars(args), truncation_mode="keep_start")
                 trainer: Any = self
                 done = DPOTrainer._prepare_dataset(trainer, dataset, processing_class, like, name)
@@ -150,23 +157,19 @@ class AccountedPairs(Accounted):
             dropped=dropped,
             answers=answers,
             lengths=found.lengths.of_rows(answers),
-            good=sum(done["label"]) if "label" in done.column_names else None,
+            good=sum(done["label"]) if isinstance(self, BothLabels) else None,
         )
 
 
-def _as_texts(rows: Dataset, tokenizer: Any) -> Dataset:
-    """Pairs as text; other rows as they are.
+TEXTS = Features(dict.fromkeys(("prompt", "chosen", "rejected"), Value("string")))
+
+
+def _as_text(tokenizer: Any, row: dict[str, Any]) -> dict[str, str]:
+    """A pair as text.
 
     ORPO's own maps (TRL 1.16) would write a text into the type of the turns that were there, leave
     out the tools, and add a second end behind white space that the template has behind its own.
     """
-    if "chosen" not in rows.column_names:
-        return rows
-    texts = Features(dict.fromkeys(("prompt", "chosen", "rejected"), Value("string")))
-    return rows.map(partial(_as_text, tokenizer), remove_columns=rows.column_names, features=texts)
-
-
-def _as_text(tokenizer: Any, row: dict[str, Any]) -> dict[str, str]:
     found = maybe_apply_chat_template(row, tokenizer, tools=row.get("tools") or None)
     for key in ("chosen", "rejected"):
         ended = found[key].rstrip()

@@ -34,6 +34,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
+from finetune.data.both_labels import BothLabels
 from finetune.data.masks import MASKED, as_trained
 from finetune.errors import ConfigError, DataError
 from finetune.logging import counting_rows, output
@@ -100,7 +101,7 @@ def check_first_batches(trainer: Any) -> None:
 def _refuse_one_label(trainer: Any) -> None:
     """Refuse labelled rows of which the trainer would read one label alone for long."""
     rows = trainer.train_dataset
-    if not isinstance(rows, Dataset) or "label" not in rows.column_names:
+    if not isinstance(rows, Dataset) or not isinstance(trainer, BothLabels):
         return
     with undisturbed(trainer.model):
         first = list(itertools.islice(trainer._get_train_sampler(), ONE_LABEL))

@@ -117,6 +117,37 @@ def test_what_trl_drops_and_cuts_is_counted(tmp_path):
         counted_rows(load_recipe("tiny_dpo_bf16", given).config)
 
 
+def counted(tmp_path: Path, recipe: str, rows: list[dict[str, Any]], *given: str) -> Any:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return counted_rows(load_recipe(recipe, ["~data.name", f"data.path={file}", *given]).config)
+
+
+def test_rows_that_fill_no_batch_of_prompts_are_counted(tmp_path):
+    """Batches of 32 are four prompts with eight answers each; distillation has one of each."""
+    rows = [{"prompt": f"What is {i} + 1?", "chosen": str(i), "rejected": "no"} for i in range(61)]
+    for method, left in (("grpo", 3), ("distill", 7)):
+        own = ["train.per_device_train_batch_size=8"] * (method == "distill")
+        given = ("data.eval_fraction=0.1", "train.gradient_accumulation_steps=1", *own)
+        ledger = counted(tmp_path, f"tiny_{method}_bf16", rows, *given).ledger
+        assert (ledger.read, ledger.left_out) == (55, left)
+        assert any(f"{left} of 55 rows are left out" in line for _, line in ledger.lines())
+
+
+def test_rows_that_are_evaluated_are_counted_as_those_that_are_trained_on(tmp_path):
+    short = {"prompt": "Hi", "completion": "Aye."}
+    held_out = tmp_path / "eval.jsonl"
+    rows = [{"prompt": "word " * 40, "completion": "Aye."}] * 4 + [short] * 4
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = (f"data.eval_path={held_out}", "train.max_length=48")
+    found = counted(tmp_path, "tiny_full_bf16", [short] * 8, *given)
+    lines = [line for warns, line in found.ledgers["eval"].lines("eval ") if warns]
+    assert any(line.startswith("4 of 8 eval rows (50%) are dropped") for line in lines)
+    found = counted(tmp_path, "tiny_full_bf16", [short] * 8, given[0])
+    needed = found.ledgers["eval"].lengths.needed.max()
+    assert found.lengths.auto(1, None) == needed > found.ledger.longest
+
+
 def test_embeddings_have_a_learning_rate_of_their_own():
     body, ends = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     alone = torch.nn.Parameter(torch.zeros(1))
