@@ -130,8 +130,6 @@ def _of_folder(key: str, name: str, *, weights: bool) -> dict[str, Any]:
     path, found = user_path(name), dict[str, Any]()
     if path.is_file():
         return {f"{key}.{path.name}": fingerprint([path])[:SHOWN]}
-    if not path.is_dir():
-        return found
     if weights and (files := [file for kind in WEIGHTS for file in sorted(path.glob(kind))]):
         found[f"{key}.weights"] = fingerprint(files)[:SHOWN]
     with contextlib.suppress(OSError, ValueError, AttributeError):  # said where it is loaded
