@@ -253,4 +253,4 @@ class SampleWriter(TrainerCallback):
             asked, said = (" ".join(text.split()) for text in (one.prompt, one.answer))
             line.append(shortened(asked, PROMPT), style="italic").append(" | ")
             line.append(shortened(said, ANSWER) or "(empty answer)")
-            self.console.print(line)
+            self.console.print(line, no_wrap=True, overflow="ellipsis")  # metrics.jsonl has all

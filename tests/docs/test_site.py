@@ -134,6 +134,8 @@ def test_every_page_is_in_the_navigation_and_every_generated_part_in_a_page() ->
         for name in re.findall(r"<!-- generated: ([\w ]+) -->", path.read_text(encoding="utf-8"))
     ]
     assert sorted(used) == sorted(site_reference.GENERATED)
+    for file in (*CONFIG["extra_css"], *CONFIG["extra_javascript"]):
+        assert (ROOT / "docs" / "pages" / file).is_file()  # wide tables say that they scroll
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)

@@ -97,7 +97,7 @@ def test_resuming_is_bit_identical(tmp_path) -> None:
         return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
 
     resumed = train(load_recipe("tiny_full_fp8", again), out=tmp_path, console=QUIET)
-    assert losses(resumed) == {k: v for k, v in losses(whole).items() if k > 2}
+    assert losses(resumed) == losses(whole)
     a, b = (load_file(r.folder / "model" / "model.safetensors") for r in (whole, resumed))
     assert all(torch.equal(a[key], b[key]) for key in a)
     (checkpoint / "fp8_scaling.safetensors").unlink()

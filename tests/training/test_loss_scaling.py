@@ -113,9 +113,9 @@ def test_resuming_goes_on_with_scale_and_count(tmp_path) -> None:
     resume = f"train.resume_from_checkpoint={whole.folder}/checkpoints/checkpoint-5"
     resumed = run(tmp_path, *settings, resume)
     keys = ("step", "loss", "learning_rate", "loss_scale", "skipped_steps")
-    expected = [[row[key] for key in keys] for row in logs(whole)[5:]]
+    expected = [[row[key] for key in keys] for row in logs(whole)]
     assert [[row[key] for key in keys] for row in logs(resumed)] == expected
-    assert expected[0][-1] > 0
+    assert expected[5][-1] > 0
     a, b = (load_file(r.folder / "model" / "model.safetensors") for r in (whole, resumed))
     assert all(torch.equal(a[key], b[key]) for key in a)
 

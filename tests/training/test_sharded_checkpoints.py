@@ -117,7 +117,7 @@ def test_a_sharded_checkpoint_goes_on_as_two_one_two_and_four(recipe, within, tm
         made = train(tmp_path, *words, processes=processes)
         assert differing(state(source, step), state(made, step)) == []
         found = losses(made)
-        assert list(found) == list(range(step + 1, 9))
+        assert list(found) == list(range(1, 9))
         assert found == pytest.approx({s: expected[s] for s in found}, rel=within)
         if source is whole and processes == 2:
             assert found == {s: expected[s] for s in found}
@@ -136,7 +136,7 @@ def test_states_in_few_bits_go_on_sharded_and_whole(optim, tmp_path) -> None:
     again = train(tmp_path, "resume", str(whole), "--checkpoint", "2", FREED, SHARDED, processes=2)
     assert differing(state(again, 2), saved) == []
     expected = losses(whole)
-    assert losses(again) == {step: expected[step] for step in range(3, 9)}
+    assert losses(again) == expected
     one = train(
         tmp_path, "resume", str(whole), "--checkpoint", "2", FREED, "~train.fsdp", processes=1
     )

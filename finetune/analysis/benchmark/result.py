@@ -180,7 +180,8 @@ class Row(BaseModel):
         if trained:
             self.tokens = round(statistics.median(step["tokens"] for step in run.steps))
             for ends, name in ((self.losses, "train"), (self.eval_losses, "eval")):
-                ends += [end] if (end := MEASURES[name].end(run.rows)) is not None else []
+                said = {*MEASURES[name].columns} & {*run.method.columns}
+                ends += [end] if said and (end := MEASURES[name].end(run.rows)) is not None else []
         elif tokens:
             self.error = f"a step had {tokens.pop()} tokens, and {self.tokens} were requested"
             return

@@ -172,11 +172,9 @@ class RunSource(Source):
     @property
     def learned(self) -> dict[str, Course]:
         """Losses that say something, and the method's own metrics, by name."""
-        found = dict[str, Course]()
-        if "loss" in self.run.method.columns:
-            loss = self.course("loss")
-            found = {"training loss": loss._replace(least=loss.last)}
-            found["eval loss"] = self.course("eval_loss")
+        loss, evaluated = self.course("loss"), self.course("eval_loss")
+        found = {"training loss": loss._replace(least=loss.last), "eval loss": evaluated}
+        found = found if "loss" in self.run.method.columns else {}
         for key, values in figures(self.run.rows, self.run.method).items():
             name, form = named(key)
             first, last = (self.num(format(value, form), METRICS, key) for value in values)
