@@ -25,21 +25,17 @@ Overrides = Annotated[
 ]
 
 
-def _run_of(name: str) -> str:
+def run_of(name: str | None) -> str | None:
     """`last` is the newest run, whose recipe is meant."""
     from finetune.runs.lookup import LAST, find_run
 
-    return str(find_run(name)) if name == LAST else name
+    return str(find_run(LAST)) if name == LAST else name
 
 
+RECIPE = "Name, or path to a YAML file; of a run its folder, or `last`."
 RecipeName = Annotated[
     str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Name, or path to a YAML file; of a run its folder, or `last`.",
-        autocompletion=list_recipes,
-        callback=_run_of,
-    ),
+    typer.Argument(metavar="RECIPE", help=RECIPE, autocompletion=list_recipes, callback=run_of),
 ]
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Run folder, `last`, or a recipe's name.")

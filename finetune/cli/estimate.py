@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from finetune.cli import AsJson, Overrides, refuse
+from finetune.cli import RECIPE, AsJson, Overrides, refuse, run_of
 from finetune.errors import ConfigError, PrecisionError
 from finetune.logging import busy, output
 from finetune.logging import whole as line
@@ -29,7 +29,7 @@ _ACTS_ON = {"batch": ("--gpu", "--memory", "--gpus"), "gpu": (), "gpus": ("--gpu
 
 def estimate(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="Name, or path to a YAML file.")
+        str | None, typer.Argument(metavar="RECIPE", help=RECIPE, callback=run_of)
     ] = None,
     overrides: Overrides = None,
     gpu: Annotated[

@@ -25,7 +25,7 @@ from finetune.cli import (
     TrustCode,
 )
 from finetune.config.generation import generation
-from finetune.config.paths import refuse_folder
+from finetune.config.paths import find_recipe, refuse_folder
 from finetune.config.recipe import Recipe
 from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError, MissingExtraError
@@ -51,7 +51,8 @@ def run(
     save: Annotated[bool, typer.Option("--save/--no-save", hidden=True)] = True,
 ) -> None:
     """Train a recipe (the verb may be left out)."""
-    refuse_folder(Path(recipe))  # to resume it, or to train it again?
+    if find_recipe(recipe) == Path(recipe) / "config.yaml":
+        refuse_folder(Path(recipe))  # to resume it, or to train it again?
     checked = load_recipe(recipe, overrides or ())
     _train(checked, out, force=force, details=details, as_json=as_json, save=save)
 

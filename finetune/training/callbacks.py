@@ -24,6 +24,7 @@ from transformers.trainer_utils import has_length
 from finetune.config.methods import Method
 from finetune.hardware.device import synchronize
 from finetune.hardware.energy import EnergyCounter
+from finetune.runs.folder import finite
 from finetune.runs.progress import log_line
 from finetune.training.compute_types import refuse_vanished_scale
 from finetune.training.memory_meter import peak_memory_gib
@@ -68,7 +69,7 @@ class MetricsWriter(TrainerCallback):
         self.path, self.precision = path, precision
         self.counter = counter or EnergyCounter("cpu")
         self.rows, self.resumed, self._written = [*earlier], len(earlier), 0
-        self._before = max((row.get("seconds", 0.0) for row in earlier), default=0.0)
+        self._before = max((finite(row.get("seconds")) or 0.0 for row in earlier), default=0.0)
         self.trained = Moment(0.0, 0.0)
         self._last = self._now()
         self._started = self._last.seconds

@@ -144,6 +144,8 @@ def test_a_folder_is_no_recipe_and_that_of_a_run_is_named(cli, name, tmp_path):
     shutil.copy(find_recipe("tiny_lora_fp8"), tmp_path / name / "config.yaml")
     assert f"its recipe: {name}/config.yaml" in cli(name).err  # resume it, or train it again?
     assert cli("cat", name).out == cli("cat", "tiny_lora_fp8").out
+    (tmp_path / "tiny_lora_fp8").mkdir()  # of `--out .`
+    assert "there is no key" in cli("tiny_lora_fp8", "model.nme=x").err
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
