@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +136,24 @@ def test_command_runs(command, cli, tmp_path) -> None:
     undecided = {"compare": 3}.get(words[0], 0)  # four steps of one seed decide nothing
     assert done.code in (0, undecided), done.err[-2000:]
     assert done.out.strip()
+
+
+NOISE = ("Failed to load", "FutureWarning", "Enum subclass", "experimental")
+"""What libraries say about themselves when they are imported."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", re.findall(r"^```python\n(.*?)^```", README, re.S | re.M))
+def test_python_of_readme_runs_as_it_is_written(code, tmp_path) -> None:
+    """In a fresh interpreter, without a GPU or a network; and nothing but the script speaks."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | hidden, text=True,
+        capture_output=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "FP8 verified" in done.stdout
+    assert not [word for word in NOISE if word in done.stderr], done.stderr[:2000]
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.stem)
