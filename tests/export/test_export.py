@@ -110,7 +110,7 @@ def test_export_is_complete_and_says_what_it_is(to, exported, lora_run):
     assert (record["finished"], record["target"]) == (True, to)
     assert record["run"] == str(lora_run.resolve())
     assert record["proof"] == "proven"
-    assert record["rows"] == "8 of 8 eval rows"
+    assert record["rows"] == "16 of 16 eval rows"
     assert record["parity"]["passed"]
     bounds, noise = record["parity"]["bounds"], record["parity"]["noise"]
     assert bounds["layer_error"] == parity.MULTIPLES[to][1]
@@ -123,7 +123,7 @@ def test_export_is_complete_and_says_what_it_is(to, exported, lora_run):
     assert (done.folder / weights).is_file()
     card = (done.folder / "README.md").read_text()
     assert f"| weights | {TARGETS_OF_CARD[to]} |" in card
-    assert "| compared with the trained model | 8 of 8 eval rows: " in card
+    assert "| compared with the trained model | 16 of 16 eval rows: " in card
     for folder in (done.folder, lora_run / "model"):
         text = (folder / "README.md").read_text()
         assert "FP8 verified: " in text
@@ -140,7 +140,7 @@ def test_reference_is_the_run_at_its_end(exported, lora_run):
     batches = evaluation.batches_of(finished.config, model).evaluation
     losses = [(len(b["labels"]), float(model(**b).loss.detach())) for b in batches]
     mean = sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
-    assert len(losses) == 2  # of four rows each; the run's one batch had eight
+    assert len(losses) == 4  # of four rows each; batches of the run had eight
     assert exported["merged"].parity.loss_reference == pytest.approx(finished.eval_loss, rel=0.02)
     assert mean == pytest.approx(finished.eval_loss, rel=0.05)
 
@@ -643,7 +643,7 @@ def test_command_prints_the_parity(lora_run, tmp_path, cli):
     assert said.code == 0
     assert not {"Applying", "Dispatching"} & set(said.err.split()), "bars of compressed-tensors"
     assert "quantized to fp8: 28 linear layers; kept in high precision: lm_head" in said.out
-    assert "parity on 8 of 8 eval rows: loss" in said.out
+    assert "parity on 16 of 16 eval rows: loss" in said.out
     assert f"next: vllm serve {tmp_path / 'out'}" in said.out.splitlines()
     record = cli("export", lora_run, "--to", "adapter", tmp_path / "json", "--json")
     assert json.loads(record.out)["parity"]["kl"] == 0
