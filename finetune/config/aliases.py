@@ -40,7 +40,7 @@ _ELSEWHERE = {
 """Key of a recipe -> its name as an argument of Transformers or PEFT, where it is another one."""
 COMPUTES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
 """Beginning of a type's name in torch -> the same as `precision.compute`."""
-_FALSE = ("false", "no", "off", "0", "none", "null")
+_FALSE = ("false", "no", "off", "0", "0.0", "none", "null")
 
 
 def in_recipe(name: str, value: object = "...") -> str:

@@ -60,10 +60,17 @@ class Translation:
             )
         self.recipe = defaultdict[str, dict[str, Any]](dict, model={}, precision={}, data={})
         self.taken, self.left, self.same = dict[str, str](), dict[str, str](), list[str]()
-        for key in sorted(self.given, key=lambda key: key not in METHOD):
-            self._take(key, self.given[key])
-        (self._axolotl if self.tool == "Axolotl" else self._llama_factory)(source.parent)
-        self._settle()
+        try:
+            for key in sorted(self.given, key=lambda key: key not in METHOD):
+                self._take(key, self.given[key])
+            (self._axolotl if self.tool == "Axolotl" else self._llama_factory)(source.parent)
+            self._settle()
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            what = f"a value is of another kind than {self.tool} has it: {error}"
+            fix = "python -m finetune cp RECIPE copies one of ours"
+            raise ConfigError(what, where=shown(source), fix=fix) from error
         self._check()
 
     def put(self, origin: str, setting: str, value: Any = None) -> None:
@@ -180,13 +187,17 @@ class Translation:
         if str(asked or "lora" * (self.tool == "LLaMA-Factory")) not in ("lora", "qlora"):
             self.left |= {"lora_...": "no adapter is asked for: all weights train"} if lora else {}
             del self.recipe["lora"]
+        idle, why = ["save_strategy", "save_steps"], "early stopping saves at each evaluation"
         if "eval_path" not in data and is_off(data.setdefault("eval_fraction", PlainText("0"))):
             train |= {"eval_strategy": PlainText("no")}
-            for key in {"eval_steps", "load_best_model_at_end", "early_stopping_patience"} & {
-                *train
-            }:
-                del train[key]
-                self.left[key] = "no rows are set aside to evaluate on (data.eval_fraction=0)"
+            idle = ["eval_steps", "load_best_model_at_end", "early_stopping_patience"]
+            why = "no rows are set aside to evaluate on (data.eval_fraction=0)"
+        elif "early_stopping_patience" not in train:
+            return
+        for key in {*idle} & {*train}:
+            del train[key]
+            origin = self.taken.pop(f"train.{key}", key)
+            self.left[origin.partition(" -> ")[0]] = why
 
     def _check(self) -> None:
         """Leave out what a recipe refuses, with the reason."""

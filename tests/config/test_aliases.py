@@ -320,9 +320,27 @@ def test_a_file_of_llama_factory_is_read_with_its_registry_and_its_defaults(thei
     assert (config.data.eval_fraction, config.train["eval_strategy"]) == (0, "no")
 
 
+def test_early_stopping_of_axolotl_is_early_stopping_here(theirs, cli) -> None:
+    Path("axolotl.yaml").write_text(f"{AXOLOTL}early_stopping_patience: 3\n")
+    made = cli("cp", "--from", "axolotl.yaml", "mine.yaml")
+    assert "saves_per_epoch: 1: early stopping saves at each evaluation" in made.out
+    train = load_recipe("mine.yaml").config.train
+    assert (train["early_stopping_patience"], train["load_best_model_at_end"]) == (3, True)
+    assert train["save_steps"] == train["eval_steps"] == 1 / 8
+    assert cli("validate", "mine.yaml").code == 0
+
+
 def test_a_file_of_neither_tool_is_refused(cli) -> None:
     Path("own.yaml").write_text("model: {name: builtin:tiny_llama}\n")
-    for words in (("--from", "own.yaml", "mine.yaml"), ("--from", "gone.yaml", "mine.yaml"), ()):
+    Path("odd.yaml").write_text(
+        f"{AXOLOTL}\nevals_per_epoch: [4]\n".replace("evals_per_epoch: 4", "")
+    )
+    for words in (
+        ("--from", "odd.yaml", "mine.yaml"),
+        ("--from", "own.yaml", "mine.yaml"),
+        ("--from", "gone.yaml", "mine.yaml"),
+        (),
+    ):
         assert cli("cp", *words).code == 2
     assert not Path("mine.yaml").exists()
 
