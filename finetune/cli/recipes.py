@@ -72,7 +72,10 @@ def cp(
         Path, typer.Argument(help="File or folder to copy it to; left out: here.")
     ] = Path(),
     preset: Annotated[
-        str | None, typer.Option(help="fastest, least-memory, no-fp8 or debug: change it for that.")
+        str | None,
+        typer.Option(
+            help="fastest, least-memory, bf16, no-fp8, smoke or debug: change it for that."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
     foreign: Annotated[

@@ -12,8 +12,15 @@ from rich.text import Text
 
 from finetune.cli import AsJson, Push, RunName, RunsFolder, TrustCode, Yes
 from finetune.cli.listing import DEFAULT_OUT, figure
+from finetune.errors import ConfigError
 from finetune.logging import output, print_rows, whole
-from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in, resume_command
+from finetune.runs.checkpoints import (
+    CHECKPOINTS,
+    KEPT,
+    Checkpoint,
+    checkpoints_in,
+    resume_command,
+)
 from finetune.runs.folder import Run
 from finetune.runs.last_model import MODEL
 from finetune.runs.lookup import LAST, find_run
@@ -24,13 +31,21 @@ from finetune.units import size
 
 def checkpoints(
     run: RunName = LAST,
+    keep: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[keep STEP...]", help="Keep these, whatever rotation deletes."),
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Read every file and compare its SHA-256.")] = False,
     out: RunsFolder = DEFAULT_OUT,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints: step, loss, size, complete or damaged."""
+    """List a run's checkpoints: step, loss, size, complete or damaged; or keep some for good."""
+    if run == "keep":  # of the newest run
+        run, keep = LAST, [run, *(keep or ())]
     folder = find_run(run, out)
     found = [Checkpoint(path) for path in checkpoints_in(folder / CHECKPOINTS).values()]
+    if keep:
+        _keep(keep, found)
     rows = [_checkpoint(one, one.problem(contents=verify)) for one in found]
     if as_json:
         print(json.dumps({"run": str(folder), "checkpoints": rows}, indent=1))
@@ -46,7 +61,7 @@ def checkpoints(
             **{key.replace("_", " "): figure(row[key], ".3f") for key in one.columns},
             "precision": row["precision"],
             "size": size(row["bytes"]),
-            "state": Text("complete", style="green")
+            "state": Text("complete, kept" if row["kept"] else "complete", style="green")
             if not row["problem"]
             else Text(row["problem"], style="bold red"),
         }
@@ -61,6 +76,28 @@ def checkpoints(
     console.print(whole(f"next: {command}"), crop=False)
 
 
+def _keep(words: list[str], found: list[Checkpoint]) -> None:
+    """Mark checkpoints, by the words `keep STEP...`, as ones that no rotation deletes.
+
+    Raises:
+        ConfigError: other words, a step that has no checkpoint, or a damaged one.
+    """
+    steps, saved = words[1:], {str(one.step): one for one in found}
+    said = f"checkpoints RUN {' '.join(words)}"
+    if words[0] != "keep" or not steps:
+        raise ConfigError(
+            f"there is no `{said}`", fix="checkpoints RUN keep STEP, or checkpoints RUN"
+        )
+    for step in steps:
+        if step not in saved:
+            have = ", ".join(saved) or "none"
+            raise ConfigError(f"no checkpoint of step {step}", where=said, fix=f"there are: {have}")
+        if problem := saved[step].problem(contents=True):
+            fix = "keep another one"
+            raise ConfigError(f"checkpoint {step} is damaged", where=said, why=problem, fix=fix)
+        (saved[step].folder / KEPT).touch()
+
+
 def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:
     return {
         "folder": str(one.folder),
@@ -68,6 +105,7 @@ def _checkpoint(one: Checkpoint, problem: str) -> dict[str, Any]:
         "precision": str(one.manifest.get("precision", "")),
         **{key: one.logged(key) for key in one.columns},
         "bytes": one.nbytes,
+        "kept": one.is_kept,
         "problem": problem,
     }
 

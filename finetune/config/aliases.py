@@ -21,7 +21,7 @@ _TABLE = tomllib.loads((ASSETS / "other_names.toml").read_text("utf-8"))
 SETTINGS: dict[str, str] = _TABLE["settings"]
 """Name elsewhere -> the setting here, with the value that it then has where that is another one.
 
-What has a space says in words what to do.
+What has a space says in words what to do, with the value that was typed for `{}`.
 """
 DROPPED: dict[str, str] = _TABLE["dropped"]
 """Name elsewhere -> why nothing says it here."""
@@ -60,7 +60,7 @@ def in_recipe(name: str, value: object = "...") -> str:
     if "=" in setting and is_off(value):
         return "leave it out"
     if " " in setting:
-        return setting
+        return setting.replace("{}", _flow(value))
     multiplied = plain_dtype(value).lower()  # not how weights are stored
     if setting == "model.dtype" and multiplied.startswith(("fp8", "float8")):
         return "write precision.compute=fp8"

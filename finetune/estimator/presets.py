@@ -1,8 +1,11 @@
 """Presets of `cp`: settings for one end, chosen for a recipe, each with its reason. No torch.
 
-A preset keeps what is trained: method, data, learning rate, rows of a step. `no-fp8` alone changes
-the precision of matmuls, and `debug` alone how long a run is. What the recipe has already is left
-out.
+A preset keeps what is trained: method, data, learning rate, rows of a step. `bf16`, `no-fp8` and
+`debug` alone change the precision of matmuls, `smoke` and `debug` alone how long a run is. What the
+recipe has already is left out.
+
+`no-fp8` and `debug` are what guides to FP8 training recommend under these names: BF16 with 8-bit
+AdamW for GPUs without FP8, and FP32 with plain AdamW to look for a mistake.
 """
 
 from __future__ import annotations
@@ -12,17 +15,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from finetune.config.methods import method_of
+from finetune.config.optimizers import chosen
 from finetune.config.recipe import apply_overrides, read_recipe
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
 from finetune.errors import ConfigError, did_you_mean
-from finetune.estimator.knobs import BF16, COMPILED, Change, changes, free_of_charge, longest
+from finetune.estimator.knobs import COMPILED, Change, changes, free_of_charge, longest
 from finetune.hardware.device import Device
 
 FP8_GPU = Device("cuda", "H100", (9, 0), 80.0)
 STEPS, LENGTH = 10, 128
-"""Of a `debug` run."""
+"""Of a `smoke` or `debug` run."""
 ANY_PRECISION = ("compute", "map", "compile", "fused_adapters", "health_every")
 """Keys of `precision` that a BF16 run has too."""
 
@@ -61,14 +65,28 @@ def _least_memory(config: RunConfig) -> Iterator[Change]:
     yield from found.values()
 
 
-def _no_fp8(config: RunConfig) -> Iterator[Change]:
-    if config.precision.compute == "fp8":
+def _in(compute: str, config: RunConfig, why: str) -> Iterator[Change]:
+    """The run in another precision, without what only FP8 has."""
+    if config.precision.compute != compute:
         given = [k for k in PrecisionConfig.model_fields if k in config.precision.model_fields_set]
         rest = (f"~precision.{key}" for key in given if key not in ANY_PRECISION)
-        yield Change("precision", (BF16, *rest), "the same run in BF16; what only FP8 has goes")
+        yield Change("precision", (f"precision.compute={compute}", *rest), why)
 
 
-def _debug(config: RunConfig) -> Iterator[Change]:
+def _bf16(config: RunConfig) -> Iterator[Change]:
+    if config.precision.compute == "fp8":
+        yield from _in("bf16", config, "the same run in BF16; what only FP8 has goes")
+
+
+def _no_fp8(config: RunConfig) -> Iterator[Change]:
+    yield from _bf16(config)
+    optimizer = chosen(config.train)
+    if config.lora is None and (optimizer.library, optimizer.kind[:5]) == ("torch", "AdamW"):
+        why = "moments in 8 bits: a quarter of float32's, half of BF16's"
+        yield Change("optimizer", ("train.optim=adamw_torch_8bit",), why)
+
+
+def _smoke(config: RunConfig) -> Iterator[Change]:
     train = config.train
     yield Change("steps", (f"train.max_steps={STEPS}",), "enough for the proof, seconds to wait")
     key, _ = longest(config)
@@ -84,6 +102,16 @@ def _debug(config: RunConfig) -> Iterator[Change]:
         yield Change("emulation", ("precision.emulation=allow",), "runs without an FP8 GPU, slowly")
 
 
+def _debug(config: RunConfig) -> Iterator[Change]:
+    """FP32, so that what is still wrong is not the precision; a base in 4 bits needs BF16."""
+    if config.model.storage is None:
+        yield from _in("fp32", config, "float32 products: what is still wrong is not the precision")
+        yield Change("dtype", ("model.dtype=float32",), "float32 weights")
+    if (moments := chosen(config.train).moments) is None or moments.blockwise:
+        yield Change("optimizer", ("train.optim=adamw_torch",), "float32 moments")
+    yield from (change for change in _smoke(config) if change.kind != "emulation")
+
+
 class Preset(NamedTuple):
     """Other names that people guess, and the changes that a recipe needs."""
 
@@ -94,8 +122,10 @@ class Preset(NamedTuple):
 PRESETS = {
     "fastest": Preset(("fast", "speed", "quick", "performance", "throughput"), _fastest),
     "least-memory": Preset(("memory", "low-memory", "low-vram", "vram", "small"), _least_memory),
-    "no-fp8": Preset(("bf16", "without-fp8", "fp8-off", "baseline"), _no_fp8),
-    "debug": Preset(("test", "smoke", "smoke-test", "dry-run", "try"), _debug),
+    "bf16": Preset(("twin", "baseline"), _bf16),
+    "no-fp8": Preset(("without-fp8", "fp8-off", "compatible"), _no_fp8),
+    "smoke": Preset(("test", "smoke-test", "dry-run", "try"), _smoke),
+    "debug": Preset(("debugging", "fp32"), _debug),
 }
 
 

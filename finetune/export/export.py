@@ -54,6 +54,7 @@ from finetune.runs.checkpoints import resume_command
 from finetune.runs.lookup import read_run, refuse_foreign_code
 from finetune.storage.loading import quantization_of
 from finetune.storage.pretrained import auto_class, loading, locate
+from finetune.training.model import is_published_fp8
 from finetune.training.reload import refuse_scores
 from finetune.training.resume import refuse_other_base
 
@@ -291,13 +292,15 @@ def _outline(source: Path, model: ModelConfig) -> Any:
         shape = AutoConfig.from_pretrained(source, **trust)
         with torch.device("meta"):
             outline = auto_class(shape).from_config(shape, **trust)
-    if found := quantization_of(shape):
+    if is_published_fp8(shape):  # merged into the BF16 weights that the codes stand for
+        del outline.config.quantization_config
+    elif found := quantization_of(shape):
         raise ConfigError(
             f"the weights in {str(source)!r} are quantized ({found.get('quant_method')}), and "
             "nothing is merged into such weights",
             where=f"model.name: {source}",
-            why="a step of FP8 is 6 % of a weight, and what an adapter adds is mostly smaller: "
-            "rounding would drop it",
+            why="a step of such weights is larger than most of what an adapter adds: rounding "
+            "would drop it",
             fix="--to adapter, and load it over these weights; or train on the BF16 weights that "
             "they were made from",
         )

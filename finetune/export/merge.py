@@ -25,7 +25,7 @@ def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -
     """Load original weights, and merge an adapter into them.
 
     Args:
-        weights: folder of plain weights.
+        weights: folder of plain weights, or of FP8 codes as they are published.
         config: the run's.
         adapter: folder of a PEFT adapter; None for a full run, whose `weights` are its own.
         dtype: type to load in, or `auto`, that of the files.
@@ -33,7 +33,7 @@ def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -
     Raises:
         ConfigError: PEFT cannot merge it, or a merged weight is not finite.
     """
-    model = load_stock(weights, config, dtype=dtype)
+    model = load_stock(weights, config, dtype=dtype, to_merge=True)
     if adapter is None:
         keep_generation(model)
         return model

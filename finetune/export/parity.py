@@ -207,6 +207,7 @@ def load_stock(
     *,
     adapter: Path | None = None,
     dtype: torch.dtype | str | None = None,
+    to_merge: bool = False,
 ) -> PreTrainedModel:
     """Load a model with `from_pretrained`, and an adapter with stock PEFT, in evaluation mode.
 
@@ -215,6 +216,7 @@ def load_stock(
         config: the run's.
         adapter: folder of a PEFT adapter.
         dtype: type to load in, or `auto`, that of the files; default: the run's compute type.
+        to_merge: published FP8 codes as the BF16 weights that they stand for.
 
     Raises:
         ModelNotFoundError: weights are missing, which Transformers would draw by chance.
@@ -226,8 +228,10 @@ def load_stock(
     trust = config.model.trust_remote_code
     shape = AutoConfig.from_pretrained(weights, trust_remote_code=trust)
     load: Any = partial(load_whole, auto_class(shape).from_pretrained)
-    if adapter is not None and is_published_fp8(shape):
+    codes = (to_merge or adapter is not None) and is_published_fp8(shape)
+    if codes:
         load = load_in_fp8  # other loaders treat such a base differently by device
+        dtype = torch.bfloat16 if to_merge else dtype
     model: Any = load(
         weights,
         # With FP8, the compute type of the surrounding model is BF16.
@@ -236,6 +240,8 @@ def load_stock(
         trust_remote_code=trust,
         **implementation_arguments(config.model),
     )
+    if codes and to_merge:
+        model = model.dequantize()
     return (model if adapter is None else with_adapter(model, adapter)).eval()
 
 

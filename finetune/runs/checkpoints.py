@@ -8,6 +8,7 @@
             fp8_scaling.safetensors  scaling state of the FP8 layers
             manifest.json            written last: each file with its bytes and SHA-256, and the
                                      recipe, rows and precision that resuming compares
+            kept                     of `checkpoints RUN keep STEP`: no rotation deletes it
 
 A folder with a manifest is whole if every file is as the manifest has it. One without, written by
 another program, is taken if the trainer's state, its optimizer and weights are there.
@@ -34,7 +35,7 @@ from finetune.runs.folder import Run, finite, json_of
 from finetune.runs.lookup import LAST, find_runs, is_run
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
-STATE, MANIFEST = "trainer_state.json", "manifest.json"
+STATE, MANIFEST, KEPT = "trainer_state.json", "manifest.json", "kept"
 LATEST, BEST = (LAST, "latest"), "best"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _NEEDED = (("optimizer.pt",), ("scheduler.pt",), ("*.safetensors", "*.bin"))
@@ -52,6 +53,11 @@ class Checkpoint:
         """The step of its name."""
         found = _NAME.fullmatch(self.folder.name)
         return int(found[1]) if found else int(finite(self.state.get("global_step")) or 0)
+
+    @property
+    def is_kept(self) -> bool:
+        """True if it stays whatever rotation deletes."""
+        return (self.folder / KEPT).exists()
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -224,16 +230,17 @@ def best_of(saved: list[Checkpoint]) -> list[Checkpoint]:
 def superfluous(
     saved: list[Checkpoint], keep_last: int, keep_best: int = 0, *, named: str = ""
 ) -> list[Checkpoint]:
-    """Checkpoints to delete: neither among the newest, nor among the best, nor `named`.
+    """Checkpoints to delete: neither among the newest, nor among the best, nor `named`, nor kept.
 
     Of steps 10, 20, 30, 40 with eval losses 3, 1, 2, 4, `keep_last=1` and `keep_best=1` leave 40
-    and 20. By step, not by the time of a file, since clocks jump.
+    and 20. By step, not by the time of a file, since clocks jump. What a user keeps does not count.
 
     Args:
         saved: oldest first.
         named: folder of one that the trainer calls its best; it counts towards `keep_last`, as in
             `train.save_total_limit`, but the newest stays too.
     """
+    saved = [one for one in saved if not one.is_kept]
     evaluated = [one for one in saved if math.isfinite(one.rank)]
     kept = best_of(evaluated)[:keep_best]
     kept += [one for one in saved[:-1] if named and one.folder.name == Path(named).name]

@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import warnings
+from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,6 +29,7 @@ from transformers.trainer_pt_utils import safe_globals
 from finetune.config.section import CheckpointsConfig
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, first_line
 from finetune.runs.checkpoints import (
+    KEPT,
     MANIFEST,
     SAVING,
     STATE,
@@ -160,7 +162,8 @@ class CheckpointKeeper(TrainerCallback):
     def _delete_older(self, folder: Path, limit: int | None) -> None:
         """Delete what is not kept, renamed before: one half deleted is none that could be taken."""
         saved = [Checkpoint(path) for path in checkpoints_in(folder).values()]
-        doomed = [one for one in saved[:-1] if one.folder.name == self._early]
+        early = (one for one in saved[:-1] if one.folder.name == self._early)
+        doomed = [one for one in early if not one.is_kept]
         self._early = self._early if not doomed else None
         saved = [one for one in saved if one not in doomed]
         if self.kept.keep_last is not None:
@@ -268,7 +271,9 @@ def _to_disk(path: Path) -> None:
 
 
 def _rename(made: Path, final: Path) -> None:
-    if final.exists():  # the same step, saved a second time
+    if (final / KEPT).exists():  # a run that resumed from before it: both stay, the older aside
+        final.rename(next(p for i in count(1) if not (p := Path(f"{final}.kept-{i}")).exists()))
+    elif final.exists():  # the same step, saved a second time
         shutil.rmtree(final)
     made.rename(final)
     _to_disk(final.parent)

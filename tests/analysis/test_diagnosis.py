@@ -205,6 +205,35 @@ def test_a_gpu_step_is_told_by_kernels_ranges_and_numbers_of_autograd(links) -> 
     assert trace.seconds(phase="recompute") == pytest.approx(10e-6)
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_bytes_moved_are_those_of_operands_and_products_once(links) -> None:
+    """A cast of 256 x 64 numbers, an FP8 product of two kernels, a lookup, a compiled kernel."""
+    t = Tracer(links=links)
+    t.host(WINDOW, 0, 1000)
+    started = [
+        ("aten::copy_", [[256, 64], [256, 64], []], ["c10::BFloat16", "float", "Scalar"], 1),
+        ("aten::_scaled_mm", MM, ["c10::Float8_e4m3fn"] * 2, 2),
+        ("aten::embedding", [[9999, 64], [256]], ["c10::BFloat16", "long int"], 1),
+        ("triton_poi_fused_add_0", [[256, 64], [256, 64]], ["c10::BFloat16"] * 2, 1),
+        ("aten::_foreach_mul_", [[], []], ["TensorList", "Scalar"], 1),
+    ]
+    for at, (name, shapes, types, kernels) in enumerate(started):
+        number = t.host(name, 10 * at + 10, 10 * at + 19, input_shapes=shapes)
+        t.events[-1].input_dtypes = types
+        for one in range(kernels):
+            t.kernel("k", 500 + 20 * at + 10 * one, 510 + 20 * at + 10 * one, number)
+    expected = 256 * 64 * (2 + 4) + (256 * 64 + 64 * 128) + 2 * 256 * 128
+    expected += 2 * 2 * 256 * 64 if links else 0  # before torch 2.12 by calls inside operators
+    assert t.read(steps=2).nbytes == expected / 2
+
+
+def test_bandwidth_in_use_is_bytes_over_the_step_beside_the_gpus() -> None:
+    seen = facts(device=H100, parts=dict.fromkeys(PROFILED_PARTS, 0.0) | {HOST: 0.5}, nbytes=1e12)
+    assert seen.bandwidth == (2000.0, named_gpu("H100").gb_s)
+    assert facts(device=CPU, nbytes=1e12).bandwidth is None
+    assert facts(device=H100).bandwidth is None
+
+
 def test_a_gpu_that_is_busier_than_the_clock_says_never_waits() -> None:
     trace = a_step().read(low={"q_proj": True}, step_seconds=1e-6)
     assert trace.parts()[HOST] == 0

@@ -62,7 +62,7 @@ FIRST_VALUES = {
     **dict.fromkeys(("eval_batch_size", "preprocessing_num_workers", "max_samples"), 3),
     **dict.fromkeys(("sequence_len", "cutoff_len", "block_size"), 64),
     **dict.fromkeys(("max_train_tokens", "total_tokens", "token_budget"), "1B"),
-    **dict.fromkeys(("max_iters", "warmup_iters"), 3),
+    **dict.fromkeys(("max_iters", "warmup_iters", "log_freq", "log_interval"), 3),
     "grad_clip": 0.5,
     **dict.fromkeys(("warmup_ratio", "val_set_size", "val_size", "clip_grad_norm"), 0.1),
     "max_lr": 1e-4,
@@ -102,7 +102,7 @@ def test_what_is_said_in_words_names_settings_that_there_are(name) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe("tiny_full_fp8", [f"train.{name}=1"])
     said = caught.value.fix
-    assert said == aliases.SETTINGS[name]
+    assert said == aliases.SETTINGS[name].replace("{}", "1")
     meant = set(re.findall(r"\w+", said.partition("train.method=")[2])) & {*METHODS} or {"sft"}
     for section, key in re.findall(r"\b(model|precision|lora|data|train)\.(\w+)", said):
         for method in meant:
@@ -130,6 +130,9 @@ def test_what_is_said_in_words_names_settings_that_there_are(name) -> None:
         ("tiny_full_fp8 --list_checkpoints", "python -m finetune checkpoints"),
         ("tiny_full_fp8 --checkpoint_dir out", "--out FOLDER"),
         ("tiny_full_fp8 --use_tensorboard", "write train.report_to=tensorboard"),
+        ("tiny_full_fp8 --eval_freq 25", "train.eval_strategy=steps train.eval_steps=25"),
+        ("tiny_full_fp8 --checkpoint_freq=25", "train.save_steps=25, and checkpoints.keep_last"),
+        ("tiny_full_fp8 train.log_freq=5", "write train.logging_steps=5"),
         ("tiny_full_fp8 --max_lr 1e-4", "write train.learning_rate=1e-4"),
         ("tiny_full_fp8 --max_steps 30", "write train.max_steps=30"),
         ("tiny_full_fp8 model.max_steps=30", "write train.max_steps=30"),

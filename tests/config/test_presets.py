@@ -20,6 +20,13 @@ def rows(config) -> int:
     return each * times
 
 
+def computes(preset: str, before) -> str:
+    """What a recipe multiplies in under a preset."""
+    if preset == "debug" and before.model.storage is None:
+        return "fp32"
+    return "bf16" if preset in ("bf16", "no-fp8") else before.precision.compute
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_recipe_with_a_preset_is_a_recipe_that_trains_the_same_batch(cli, preset):
     for name in list_recipes():
@@ -31,9 +38,7 @@ def test_every_recipe_with_a_preset_is_a_recipe_that_trains_the_same_batch(cli, 
         assert (found.model.name, found.lora, found.data.label) == (
             *(before.model.name, before.lora, before.data.label),
         )
-        assert (found.precision.compute == before.precision.compute) == (
-            preset != "no-fp8" or before.precision.compute != "fp8"
-        )
+        assert found.precision.compute == computes(preset, before)
         text = Path("mine.yaml").read_text("utf-8")
         assert text.startswith(f"# Preset {preset} of {name}:\n")
         assert "# yaml-language-server" in text  # comments of the recipe survive
@@ -48,6 +53,19 @@ def test_without_fp8_a_recipe_is_its_bf16_twin(cli):
         twin = load_recipe(name.removesuffix("fp8") + "bf16").config
         assert load_recipe("mine.yaml").config == twin
     assert len(pairs) > 10
+
+
+def test_the_guides_presets_are_bf16_with_8_bit_adamw_and_fp32(cli):
+    """`USE_FP8=False, USE_4BIT_OPTIMIZER=True`, and float32 with plain AdamW."""
+    for recipe in ("gpt2_350m_full_fp8", "gpt2_350m_full_bf16"):
+        assert cli("cp", recipe, "mine", "--force", "--preset", "no-fp8").code == 0
+        found = load_recipe("mine.yaml").config
+        assert (found.precision.compute, found.train["optim"]) == ("bf16", "adamw_torch_8bit")
+    assert cli("cp", "llama_8b_full_fp8", "mine", "--force", "--preset", "debug").code == 0
+    found = load_recipe("mine.yaml").config
+    assert (found.precision.compute, found.model.dtype) == ("fp32", "float32")
+    assert found.train["optim"] == "adamw_torch"
+    assert found.train["max_steps"] == 10
 
 
 def test_a_preset_is_found_by_what_people_guess_and_needs_no_destination(cli):

@@ -21,6 +21,7 @@ from transformers import TrainerState
 from finetune import load_recipe
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import (
+    KEPT,
     MANIFEST,
     SAVING,
     STATE,
@@ -35,7 +36,7 @@ from finetune.runs.checkpoints import (
 from finetune.runs.folder import Run
 from finetune.runs.last_model import save_last_model
 from finetune.training import faults
-from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
+from finetune.training.checkpoints import CheckpointKeeper, _rename, refuse_unreadable
 from finetune.training.resume import (
     FIXED,
     FREE,
@@ -166,6 +167,54 @@ def test_the_newest_and_the_best_are_kept(last, best, named, left, tmp_path) -> 
     os.utime(saved[-1].folder, (0, 0))
     gone = superfluous(saved, last, best, named=named)
     assert [one.step for one in saved if one not in gone] == left
+
+
+def test_what_a_user_keeps_outlives_every_limit_and_is_resumed_from(cli, tmp_path) -> None:
+    run = make_run(tmp_path / "runs" / "run")
+    at = run / "checkpoints"
+    for step, loss in {10: 3.0, 20: 4.0, 30: 2.0, 40: 1.0}.items():
+        make(at, step, eval_loss=loss)
+    words = ("checkpoints", str(run))
+    assert cli(*words, "keep", "10", "20").code == 0
+    rows = json.loads(cli(*words, "--json").out)["checkpoints"]
+    assert [row["step"] for row in rows if row["kept"]] == [10, 20]
+    assert cli(*words).out.count("complete, kept") == 2
+    saved = [Checkpoint(path) for path in checkpoints_in(at).values()]
+    for last, best, named in ((1, 0, ""), (1, 1, ""), (2, 0, "checkpoint-20"), (9, 0, "")):
+        left = {one.step for one in saved} - {
+            s.step for s in superfluous(saved, last, best, named=named)
+        }
+        assert {10, 20, 40} <= left
+        assert (30 in left) == (last > 1)
+    assert find_checkpoint(str(at / "checkpoint-10"))[0].step == 10
+
+
+def test_a_run_that_saves_a_kept_step_again_leaves_the_kept_one(tmp_path) -> None:
+    kept = make(tmp_path, 10, eval_loss=7.0)
+    (kept / KEPT).touch()
+    for loss in (1.0, 2.0):
+        _rename(make(tmp_path / SAVING, 10, eval_loss=loss), kept)
+    assert Checkpoint(tmp_path / "checkpoint-10").eval_loss == 2.0
+    assert find_checkpoint(f"{tmp_path}/checkpoint-10.kept-1")[0].eval_loss == 7.0
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["keep", "11"], "there are: 10, 20"),
+        (["keep"], "checkpoints RUN keep STEP"),
+        (["drop", "10"], "checkpoints RUN keep STEP"),
+        (["keep", "20"], "checkpoint 20 is damaged"),
+    ],
+)
+def test_what_cannot_be_kept_is_said(typed, said, cli, tmp_path) -> None:
+    run = make_run(tmp_path / "runs" / "run")
+    make(run / "checkpoints", 10)
+    truncate(make(run / "checkpoints", 20) / "optimizer.pt")
+    found = cli("checkpoints", str(run), *typed)
+    assert found.code == 2
+    assert said in found.err
+    assert not Checkpoint(run / "checkpoints" / "checkpoint-20").is_kept
 
 
 def test_an_eval_loss_without_a_number_is_not_the_best(tmp_path) -> None:

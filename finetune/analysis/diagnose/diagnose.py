@@ -194,6 +194,7 @@ def _conclude(
         adapters=receipt.precision["adapters"],
         masked=padding_free(config.train) and attention in ("sdpa", "eager"),
         trainable=receipt.trainable.get("after", 0),
+        nbytes=timeline.nbytes,
     )
     # Compiled layers have no recomputation ranges inside: there the GEMMs alone count.
     inside = sum(group.recomputed * group.seconds for group in groups if facts.is_compiled)

@@ -128,6 +128,7 @@ class Facts:
         compiled, adapters: the receipt's lines on `torch.compile` and on fusing adapters.
         masked: attention runs under an explicit mask over packed rows.
         trainable: number of trainable parameters.
+        nbytes: bytes that the kernels of a step move at least; 0 where they were not seen.
     """
 
     config: RunConfig
@@ -141,6 +142,13 @@ class Facts:
     adapters: str = ""
     masked: bool = False
     trainable: int = 0
+    nbytes: float = 0.0
+
+    @property
+    def bandwidth(self) -> tuple[float, float] | None:
+        """GB/s of memory in use over the step, at least, and this GPU's; None on a CPU."""
+        gpu = find_gpu(self.device)
+        return (self.nbytes / self.seconds / 1e9, gpu.gb_s) if gpu and self.nbytes else None
 
     @property
     def rows(self) -> int:

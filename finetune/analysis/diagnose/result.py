@@ -103,6 +103,8 @@ class Diagnosis(JupyterMixin):
                 "recompute_share": facts.share(facts.recompute_seconds),
                 "adapter_share": facts.share(facts.adapter_seconds),
             },
+            "memory_bandwidth": facts.bandwidth
+            and dict(zip(("gb_s", "of_gb_s"), facts.bandwidth, strict=True)),
             "speed": {"now": facts.speed_now, "best": facts.speed_best},
             "verdict": self.verdict,
             "causes": [
@@ -153,6 +155,10 @@ class Diagnosis(JupyterMixin):
             under = short_time(facts.profiled_seconds)
             note = f"host: what kernels leave of a step; under the profiler a step takes {under}"
             yield Text(note, style="dim")
+        if facts.bandwidth:
+            used, peak = facts.bandwidth
+            note = f"memory bandwidth in use: {percent(used / peak)} of {peak:,.0f} GB/s"
+            yield Text(f"{note} or more, by the operands of kernels", style="dim")
         yield Text()
         yield _kernel_table(facts)
         yield Text(f"\n{self.verdict}", style="bold")

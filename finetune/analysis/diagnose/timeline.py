@@ -20,11 +20,17 @@ difference is then among the host's.
 list the fused operations: one that only casts is a cast; one that norms and casts is a norm with a
 free cast. Where a library was called past PyTorch (Transformer Engine, NCCL) a kernel's name says
 whether it communicates or multiplies, and the receipt whether that layer multiplies in FP8.
+
+*Bytes moved.* A profile counts none, but has shapes and types of what each operator takes. An
+operator that launches kernels reads its operands once (those of a kernel of `torch.compile` are its
+outputs, too), and a GEMM writes m x n numbers of two bytes. Results of other operators, lists of
+tensors and rows looked up in a table are not counted, so a step moves at least as many.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +63,13 @@ _ATTENTION = re.compile(
 )
 _OPTIMIZER = re.compile(r"adam|lamb\b|foreach|optimizer.*8bit|linalg_vector_norm", re.I)
 _GEMM_NAME = re.compile(r"gemm|nvjet", re.I)
+_LOOKUP = re.compile(r"embedding|index|gather|scatter|select")
+_ITEM_BYTES = {"float": 4, "double": 8, "int": 4, "long": 8, "long int": 8, "short int": 2} | {
+    **dict.fromkeys(("c10::BFloat16", "c10::Half"), 2),
+    **dict.fromkeys(("bool", "signed char", "unsigned char"), 1),
+    **dict.fromkeys(("c10::Float8_e4m3fn", "c10::Float8_e5m2", "c10::Float8_e8m0fnu"), 1),
+}
+"""Bytes of a number by the profiler's name of its type; of others (lists) nothing is counted."""
 _CUDA_CALL = re.compile(r"(?:cu|cuda|hip)[A-Z]")
 _TRITON = re.compile(r"^triton_(?:poi|red|per|for)")
 _FUSED_CAST = re.compile(r"amax|_scaled_mm|float8|_to_copy.*clamp|clamp.*_to_copy|aminmax")
@@ -74,6 +87,7 @@ class Slice:
         owner: the layer, "" if unknown.
         phase: forward, recompute, backward, optimizer, or "".
         sizes: (m, n, k) of a GEMM, sorted; empty if unknown.
+        nbytes: bytes that its operator moves, if it is the operator's first kernel; else 0.
     """
 
     name: str
@@ -82,6 +96,7 @@ class Slice:
     owner: str = ""
     phase: str = ""
     sizes: tuple[int, ...] = ()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,11 @@ class Timeline:
         if self.on_gpu:
             found[StepPart.HOST] += max(0.0, self.step_seconds - sum(found.values()))
         return found
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that the kernels of one step move at least; 0 on a CPU."""
+        return sum(piece.nbytes for piece in self.slices) / self.steps
 
     def seconds(self, *, phase: str) -> float:
         """Seconds of one step in a phase, without waiting."""
@@ -166,6 +186,9 @@ def read_profile(
     if kernels:
         launchers = _launchers(kernels, host)
         slices = [slice_of(o, 0.0, k.name) for k, o in zip(kernels, launchers, strict=True)]
+        first = {id(o): index for index, o in reversed([*enumerate(launchers)]) if o is not None}
+        for index in first.values():
+            slices[index] = replace(slices[index], nbytes=_moved(launchers[index]))
         spans = [(event.time_range.start, event.time_range.end) for event in kernels]
         charged = _alone(spans, [_RANK.get(piece.part, 0) for piece in slices])
         timed = zip(slices, charged, strict=True)
@@ -211,22 +234,37 @@ def _descend(event: Any, above: _Context, forward: Mapping[tuple[int, int], _Con
         made = forward.get((event.fwd_thread, event.sequence_nr), _Context())
         return _Context(made.owner, "backward")
     if _operator(name) in _FP8_OPS:
-        return replace(above, part=StepPart.FP8_GEMM, sizes=_sizes(event))
+        return replace(above, part=StepPart.FP8_GEMM, sizes=tuple(sorted(_sizes(event))))
     if _operator(name) in _GEMM_OPS | _BATCHED_OPS:
-        return above if above.sizes else replace(above, sizes=_sizes(event))
+        return above if above.sizes else replace(above, sizes=tuple(sorted(_sizes(event))))
     if above.part is None and part_of(name) == StepPart.ATTENTION:
         return replace(above, part=StepPart.ATTENTION)
     return above
 
 
 def _sizes(event: Any) -> tuple[int, ...]:
-    """Sizes (m, n, k) of a GEMM, sorted, from the two inputs that fit together."""
+    """Sizes (m, n, k) of a GEMM, from the two inputs that fit together; empty if unknown."""
     shapes = [tuple(s) for s in event.input_shapes or () if len(s) in (2, 3) and all(s)]
     for a, b in itertools.pairwise(shapes):
         if a[-1] == b[-2]:  # [M, K] @ [K, N]
             rows = a[0] * a[1] if len(a) == 3 and len(b) == 2 else a[-2]
-            return tuple(sorted((rows, b[-1], a[-1])))
+            return rows, b[-1], a[-1]
     return ()
+
+
+def _moved(event: Any) -> int:
+    """Bytes of an operator's operands, and of what a GEMM writes."""
+    name, shapes = _operator(event.name), event.input_shapes or ()
+    if _LOOKUP.search(name):
+        return 0
+    types = getattr(event, "input_dtypes", None) or ()
+    read = sum(
+        math.prod(shape) * _ITEM_BYTES.get(kind, 0)
+        for shape, kind in zip(shapes, types, strict=False)
+        if shape
+    )
+    multiplies = name in _FP8_OPS | _GEMM_OPS
+    return read + (2 * math.prod(_sizes(event)[:2] or (0,)) if multiplies else 0)
 
 
 # ------------------------------------------------------------------------------------------- slices
