@@ -48,12 +48,10 @@ class Choice(NamedTuple):
     Attributes:
         compute: requested precision.
         reason: setting that requested it.
-        asked: True if requested for this very part or name: honored or refused.
     """
 
     compute: Compute
     reason: str
-    asked: bool
 
 
 def part_of(name: str) -> Part:
@@ -101,10 +99,10 @@ class Choices:
         key = self._key_of(name)
         if key:
             shown = repr(key) if key in self._patterns.values() else key
-            return Choice(self.precision.map[key], f"precision.map: {shown}", asked=True)
+            return Choice(self.precision.map[key], f"precision.map: {shown}")
         reason, compute = self._why_not_fp8(name), self.precision.compute
         high: Compute = "bf16" if compute == "fp8" else compute
-        return Choice(high, reason, asked=False) if reason else None
+        return Choice(high, reason) if reason else None
 
     def _key_of(self, name: str) -> str:
         """The key of `precision.map` that decides over this module, if one does."""

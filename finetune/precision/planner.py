@@ -380,7 +380,7 @@ def _plan_layer(of: Record, cannot: str, choices: Choices) -> LayerPlan:
         usual = "bf16" if precision.compute == "fp8" else precision.compute
         reason = choice.reason if choice is not None else AS_CONFIGURED
         return LayerPlan(name, shape, role, frozen, wanted, reason, override=wanted != usual)
-    reason = choice.reason if choice is not None and choice.asked else ""  # for this very layer
+    reason = choice.reason if choice is not None else ""  # `keep` and the like never choose FP8
     if reason and cannot:
         raise PlanError(
             f"FP8 was chosen for {name!r}, which cannot take it",

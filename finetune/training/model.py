@@ -266,7 +266,8 @@ def _build_random(
     if model.storage == "nf4":
         return nf4.build_random(shape, **kwargs)
     names = [plain_name(row.name) for row in stored]
-    if not stored and model.storage == "fp8":
+    if not stored and (model.storage == "fp8" or is_published_fp8(shape)):
+        shape.__dict__.pop("quantization_config", None)  # `build_stored` writes its own
         with torch.device("meta"):
             names = storable(auto_class(shape).from_config(shape))
     if names:

@@ -168,6 +168,14 @@ def test_ratios_of_speed_leave_warm_up_and_stalls_out():
     assert (ratio.value, *ratio.interval) == pytest.approx((2.0, 2.0, 2.0))
 
 
+def test_steps_without_tokens_or_time_have_no_ratio_of_speed():
+    """A clock that stood still, or a step of padding alone, ended `compare`."""
+    a = [step(1, 0.1, 100), step(2, 0.0, 100), step(3, 0.1, 0), step(4, 0.1, 100)]
+    b = [step(1, 0.2, 100), step(2, 0.2, 100), step(3, 0.2, 100), step(4, 0.2, 100)]
+    assert step_ratios(a, b, 0) == pytest.approx([math.log(2)] * 2)
+    assert step_ratios(b, a, 0) == pytest.approx([-math.log(2)] * 2)
+
+
 def test_the_band_is_what_seeds_alone_do():
     assert band([1.0, 1.1, 0.9]) == pytest.approx(0.2)
 

@@ -144,6 +144,8 @@ def test_small_and_odd_tensors_keep_plain_moments() -> None:
     bnb, ao = OPTIMIZERS["adamw_8bit"], OPTIMIZERS["adamw_torch_8bit"]
     assert state_bytes(bnb, (4095,), 2) == 2 * 4 * 4095, "bitsandbytes: float32"
     assert state_bytes(ao, (4095,), 2) == 2 * 2 * 4095, "torchao: the parameter's type"
+    assert state_bytes(bnb, (4096,), 2) == state_bytes(ao, (4096,), 2) == 2 * (4096 + 4 * 16)
+    assert state_bytes(OPTIMIZERS["rmsprop_bnb_8bit"], (4096,), 2) == 4096 + 4 * 16
     assert state_bytes(bnb, (4097,), 2) == 2 * (4097 + 4 * 17)
     assert state_bytes(ao, (4097,), 2) == 2 * 2 * 4097, "256 does not divide it"
     assert state_bytes(bnb, (4096, 8), 2, embedding=True) == 2 * 4 * 4096 * 8

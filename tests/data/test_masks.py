@@ -119,6 +119,14 @@ def test_calls_behind_the_first_of_a_turn_are_not_left_out_in_silence(count) -> 
         count("gptoss", {"messages": both, "tools": [TOOL]})
 
 
+def test_padding_that_is_the_end_of_text_is_said_and_no_other(cli, tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": TURNS}) + "\n") * 4)
+    words = ("data", "tiny_full_bf16", "data.path=rows.jsonl")
+    said = "padding is the end-of-text token"
+    assert said not in cli(*words).out
+    assert said in cli(*words, "model.pad_token=<|im_end|>").out
+
+
 def test_a_template_that_nobody_marked_is_masked_in_a_run_of_its_own(cli, tmp_path) -> None:
     """Llama 3.1's, of which TRL has no marked copy; every token is trained on where it is asked."""
     model = shutil.copytree(TINY_LLAMA, tmp_path / "llama")

@@ -253,6 +253,7 @@ def test_layers_that_differ_in_turn_are_not_alike():
     assert are_alike(LlamaConfig(num_hidden_layers=9))
     assert are_alike(MixtralConfig(num_hidden_layers=9))
     assert are_alike(Qwen3MoeConfig(num_hidden_layers=9))
+    assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=2))
     assert not are_alike(Qwen3MoeConfig(num_hidden_layers=9, decoder_sparse_step=3))
 
 

@@ -503,6 +503,14 @@ def test_words_for_adapters_without_modules_in_backward():
     assert classes_of(ops) == ["linears", adapters, adapters, adapters, adapters, "linears"]
 
 
+@pytest.mark.parametrize("split", [1, 2, 4, 8, 16])
+def test_a_product_of_one_tile_is_split_over_as_many_units_as_there_are(split):
+    """A GEMM of 64 x 64 has one tile, which alone would leave all other units idle."""
+    k, pipeline = 4096, 100.0
+    share = shape_share(Product(1, 64, 64, k, "bf16"), units=split, pipeline_k=pipeline)
+    assert share == pytest.approx(0.60 * k / split / (k / split + pipeline))
+
+
 def test_products_of_the_engine_and_their_casts():
     x, w = operand(1, 64, 32), operand(2, 48, 32)
     codes = [operand(i, size, dtype=FP8) for i, size in ((3, 2048), (4, 2048), (5, 1536))]

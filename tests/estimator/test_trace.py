@@ -16,6 +16,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from finetune.estimator.trace import fake_cuda, stand_ins
 from finetune.estimator.trace.fake_cuda import FLOAT32, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.trace import KINDS, Recorder, Trace, around_decoder
 from finetune.training.memory_meter import LiveTensors
@@ -118,6 +119,40 @@ def test_what_is_saved_and_what_belongs_to_the_logits() -> None:
     assert {b.kind for b in around} == {"logits", "saved"}
     assert sum(b.nbytes for b in around) == 4 * B * K + 4  # embedded ids, the loss; logits are gone
     assert around_decoder(Net()) == {"", "head"}
+
+
+def test_the_decoder_is_the_longest_list_of_layers() -> None:
+    """A tower for images has layers too, and stands beside the decoder's roots."""
+    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    parts = {
+        "language": nn.ModuleDict({"model": nn.ModuleDict({"layers": layers})}),
+        "vision": nn.ModuleDict({"tower": nn.ModuleDict({"blocks": layers[:1]})}),
+    }
+    assert around_decoder(nn.ModuleDict(parts)) == {"", "language"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "masked", "kernel"),
+    [((8, 0), False, "flash"), ((8, 0), True, "efficient"), ((7, 5), False, "efficient")],
+)
+def test_a_mask_decides_over_the_kernel_of_attention(
+    capability, masked, kernel, monkeypatch
+) -> None:
+    taken = []
+    monkeypatch.setattr(fake_cuda, "fused", lambda *call: taken.append(call[-1]))
+    x = torch.zeros(1, 2, 4, 64, dtype=torch.bfloat16)
+    mask = torch.zeros(4, 4) if masked else None
+    fake_cuda.attention_on(capability)(x, x, x, attn_mask=mask)
+    assert taken == [kernel]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "each", "codes"), [(64, 1.0, 64), (64, 2.0, 128), (10, 1.0625, 11)]
+)
+def test_a_cast_of_the_engine_holds_its_bytes_of_each_number(numbers, each, codes) -> None:
+    """MXFP8 has a byte of scale for 32 numbers, and both orientations are twice as much."""
+    made = stand_ins.OPS.fp8_cast(torch.zeros(numbers, device="meta"), each)
+    assert (made.numel(), made.element_size()) == (codes, 1)
 
 
 def test_what_backward_makes_belongs_to_the_layer_that_it_is_for() -> None:

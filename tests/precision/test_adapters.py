@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from finetune import get_receipt, revert
 from finetune.config.schema import PrecisionConfig
+from finetune.errors import StorageNotComputeError
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.convert import apply, disabled
 from finetune.precision.lora import AdaptedMixin, FusedMixin, fused_adapters
@@ -244,6 +245,15 @@ def test_what_cannot_be_fused_runs_as_peft_has_it(make_llama, setup_backend, nam
     assert receipt.precision["adapters"].endswith(f"{count} as PEFT has them: {why}")
     base = [row for row in receipt.layers if row.role == "base" and "q_proj" in row.name]
     assert {row.fprop for row in base} == {"fp8"}
+
+
+def test_an_adapter_that_begins_from_the_weight_is_refused_once_it_is_codes(make_llama):
+    """PiSSA splits the weight itself; what PEFT made before the base was stored is guarded too."""
+    model = adapted(make_llama)
+    convert(model, **FP8)
+    late = LoraConfig(**LORA | {"init_lora_weights": "pissa"})
+    with pytest.raises(StorageNotComputeError, match="init_lora_weights='pissa' cannot adapt"):
+        model.add_adapter("late", late)
 
 
 def test_two_adapters_one_at_a_time(make_llama):

@@ -20,6 +20,7 @@ from finetune.precision.experts import (
     ExpertsMixin,
     FrozenExperts,
     Routing,
+    SplitMixin,
     quantize_stack,
     split_adapters,
     store_experts,
@@ -210,6 +211,24 @@ def test_a_converted_model_is_near_the_float32_one() -> None:
     assert model(**tokens()).loss.item() == evaluated, "reverting leaves storage and adapters"
     with pytest.raises(StorageNotComputeError, match="merged into weights stored in FP8"):
         model.merge_adapter()
+
+
+@pytest.mark.parametrize(
+    ("precision", "apart"),
+    [
+        (PrecisionConfig(compute="bf16", fused_adapters=True), True),
+        (PrecisionConfig(compute="bf16", fused_adapters=False), False),
+        (FROZEN.model_copy(update={"fused_adapters": False}), True),  # nothing is added to codes
+    ],
+)
+def test_adapters_on_experts_are_apart_where_they_are_fused_or_the_base_is_codes(
+    precision, apart
+) -> None:
+    model = adapted("qwen3_moe")
+    convert.apply(model, plan(model, precision))
+    wrappers = [m for m in model.modules() if hasattr(m, "parameter_name")]
+    assert len(wrappers) == 2
+    assert [isinstance(wrapper, SplitMixin) for wrapper in wrappers] == [apart] * 2
 
 
 def test_adapters_train_over_stored_experts(setup_backend) -> None:

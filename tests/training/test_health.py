@@ -20,6 +20,7 @@ from finetune.training.health.moments import (
     Ratio,
     gradient_snr,
     moments_of,
+    ratio_row,
     sample,
     spread,
     update_ratio,
@@ -498,6 +499,14 @@ def test_optimizers_without_both_moments(name) -> None:
     optimizer = getattr(torch.optim, name)([p], lr=1e-3)
     stepped(optimizer, p)
     assert gradient_snr({"p": p}, optimizer, {"p": "mlp"}) == {}
+
+
+def test_the_logged_update_ratio_is_one_of_norms_not_of_their_squares() -> None:
+    found = Ratio(above=0.02**2 * 4.0, below=4.0)
+    assert ratio_row({}, {"mlp": found}) == {"health/mlp/update_ratio": pytest.approx(0.02)}
+    assert ratio_row({"mlp": found}, {"mlp": Ratio(1.0, 0.0)}) == {
+        "health/mlp/grad_snr": pytest.approx(0.02**2)
+    }
 
 
 def test_update_ratio_by_hand() -> None:

@@ -9,7 +9,13 @@ import pytest
 from rich.console import Console
 
 from finetune import load_recipe, train
-from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
+from finetune.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MemoryShortError,
+    RunFailedError,
+)
 from finetune.runs.last_model import saved_whole
 from finetune.training import faults, run_folder
 from finetune.training.preflight import preflight
@@ -142,6 +148,16 @@ def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> 
     own = ValueError("its own")
     with pytest.raises(ValueError, match="its own"), faults.explained(tmp_path, lambda: ""):
         raise own
+
+
+def test_only_an_error_that_says_so_is_one_of_memory(tmp_path) -> None:
+    own = RuntimeError("shape mismatch in a row")
+    with pytest.raises(RuntimeError) as caught, faults.explained(tmp_path, lambda: "less"):
+        raise own
+    assert caught.value is own
+    full = RuntimeError("CUDA error: out of memory")
+    with pytest.raises(MemoryShortError), faults.explained(tmp_path, lambda: "less"):
+        raise full
 
 
 def test_a_hub_out_of_reach_is_a_refusal_with_a_fix(tmp_path, monkeypatch) -> None:

@@ -83,7 +83,13 @@ from finetune.precision.planner import plan as make_plan
 from finetune.storage.pretrained import load_shape
 from finetune.training import low_bit, session
 from finetune.training.compute_types import AUTOCAST
-from finetune.training.model import VARLEN, resolve_attention, sketch, teacher_of
+from finetune.training.model import (
+    VARLEN,
+    is_published_fp8,
+    resolve_attention,
+    sketch,
+    teacher_of,
+)
 from finetune.training.preflight import check_settings
 from finetune.training.references import References, layers_of
 
@@ -175,7 +181,8 @@ def rehearse(
         masked = name == VARLEN and not padding_free(config.train)  # as padded rows run
         choose_attention(model, "sdpa" if masked else name)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        store_base(model, config.model.storage)
+        published = is_published_fp8(cast(Any, model).config)  # left there if codes are held
+        store_base(model, "fp8" if published else config.model.storage)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         documents = 1 if name in KERNELS else DOCUMENTS
         with replaced([(nn.Module, "to", lambda module, *_, **__: module)]):  # they cannot move
