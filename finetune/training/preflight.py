@@ -19,7 +19,12 @@ from finetune.config.methods import method_of
 from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import fsdp_settings
-from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
+from finetune.config.train_section import (
+    CHECKPOINTING,
+    check_batch,
+    decides_checkpointing,
+    with_checkpointing,
+)
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
@@ -213,6 +218,7 @@ def check_settings(
     check_early_stopping(config.train)
     _check_metric(config)
     check_storage(config, model)
+    _check_routers(config, model)
     made = plan(model, precision or config.precision)
     _check_head(made)
     _check_stored_layers(config.model.storage, made)
@@ -279,6 +285,29 @@ def _check_head(made: PrecisionPlan) -> None:
             "precision.frozen=fp8 leave it unless its weight is the embedding's too "
             "(tie_word_embeddings)",
             fix=fix,
+        )
+
+
+def _check_routers(config: RunConfig, model: Any) -> None:
+    """Reject reentrant checkpointing of a mixture of experts whose routers have a loss.
+
+    Its forward runs under `no_grad`, and what Transformers collects there (the routers' logits) has
+    no graph: the auxiliary loss is added to the loss, and gives no gradient.
+    """
+    train = config.train
+    settings = train.get("gradient_checkpointing_kwargs") or {}
+    if not (train.get(CHECKPOINTING, True) and settings.get("use_reentrant")):
+        return
+    text, weight = model.config.get_text_config(), train.get("router_aux_loss_coef")
+    weight = getattr(text, "router_aux_loss_coef", 0.0) if weight is None else weight
+    if hasattr(text, "output_router_logits") and weight:
+        raise ConfigError(
+            "the auxiliary loss of the routers would have no gradient",
+            where=f"train.gradient_checkpointing_kwargs={settings}",
+            why="reentrant checkpointing runs the layers without a graph, and the routers' logits "
+            "are read there",
+            fix="~train.gradient_checkpointing_kwargs: checkpointing that is not reentrant; or "
+            "train.router_aux_loss_coef=0",
         )
 
 

@@ -33,6 +33,7 @@ from finetune.export.folder import writing_to
 from finetune.runs.card import TARGETS as TARGETS_OF_CARD
 from finetune.runs.card import without_paths
 from tests.conftest import slow_but
+from tests.published import FINE_GRAINED, publish
 
 QUIET = Console(quiet=True)
 TARGETS = ("adapter", "merged", "fp8", "nvfp4")
@@ -721,19 +722,43 @@ def test_full_run_from_random_weights_is_exported(full_run, tmp_path):
     assert export_run(run, "merged", tmp_path / "out", console=QUIET).parity.kl == 0
 
 
-def test_merging_into_fp8_weights_is_refused(lora_run, tmp_path):
-    base = lora_run.parents[1] / "base"
-    fp8 = shutil.copytree(base, tmp_path / "base")
-    config = json.loads((fp8 / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (fp8 / "config.json").write_text(json.dumps(config))
+def test_an_adapter_is_merged_into_what_published_fp8_codes_stand_for(lora_run, tmp_path):
+    """In BF16: into the codes themselves rounding would drop it."""
+    base, fp8 = lora_run.parents[1] / "base", tmp_path / "base"
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    codes = publish(plain, fp8, FINE_GRAINED, "block", scale="weight_scale_inv")
+    AutoTokenizer.from_pretrained(base).save_pretrained(fp8)
     run = edited(lora_run, tmp_path / "run", f"name: {base}", f"name: {fp8}")
+    receipt = json.loads((run / "receipt.json").read_text())
+    del receipt["run"]["model_files"]  # as of a run over this base
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    assert export_run(run, "merged", tmp_path / "out", console=QUIET).parity.kl < 1e-3
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    adapter = load_file(run / "model" / "adapter_model.safetensors")
+    for name, (bits, inverse) in codes.items():
+        blocks = inverse.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        weight = bits.view(torch.float8_e4m3fn).float() * blocks[: len(bits), : bits.shape[1]]
+        a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"].float() for x in "AB")
+        expected = weight.bfloat16().float() + 16 / 8 * b @ a
+        torch.testing.assert_close(
+            stock.get_submodule(name).weight.float(), expected, rtol=2**-7, atol=2e-4
+        )
+
+
+def test_merging_into_other_quantized_weights_is_refused(lora_run, tmp_path):
+    base = lora_run.parents[1] / "base"
+    other = shutil.copytree(base, tmp_path / "base")
+    config = json.loads((other / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (other / "config.json").write_text(json.dumps(config))
+    run = edited(lora_run, tmp_path / "run", f"name: {base}", f"name: {other}")
     receipt = json.loads((run / "receipt.json").read_text())
     del receipt["run"]["model_files"]  # as of a run over this base
     (run / "receipt.json").write_text(json.dumps(receipt))
     for to in ("merged", "fp8", "nvfp4"):
         with pytest.raises(
-            ConfigError, match=r"\(fp8\)(.|\n)*step of FP8 is 6 %(.|\n)*--to adapter"
+            ConfigError, match=r"\(awq\)(.|\n)*rounding would drop it(.|\n)*--to adapter"
         ):
             export_run(run, to, tmp_path / "out", console=QUIET)
     assert not (tmp_path / "out").exists()

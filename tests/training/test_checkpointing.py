@@ -13,6 +13,7 @@ from finetune.estimator.search import cheapest_gpu
 from finetune.hardware.gpus import named_gpu, place_of
 from finetune.training.preflight import preflight
 from tests.conftest import CPU
+from tests.families import folder_of
 
 OPEN = f"train.{CHECKPOINTING}=auto"
 
@@ -96,3 +97,17 @@ def test_a_run_says_what_was_decided(cli) -> None:
     )  # fmt: skip
     assert done.code == 0
     assert "gradient checkpointing: off, memory is enough without" in done.out
+
+
+def test_a_loss_of_routers_that_reentrant_checkpointing_cuts_off_is_refused(cli, tmp_path) -> None:
+    """Their norms were 0.001 for 0.062 without checkpointing, and nothing said so."""
+    base = folder_of("qwen3_moe", tmp_path)
+    words = ("validate", "tiny_full_bf16", f"model.name={base}", "model.weights=random")
+    words += ("train.gradient_checkpointing=true",)
+    reentrant = "train.gradient_checkpointing_kwargs={use_reentrant: true}"
+    refused = cli(*words, reentrant)
+    assert refused.code == 2
+    assert "the auxiliary loss of the routers would have no gradient" in refused.err
+    assert cli(*words, reentrant.replace("true", "false")).code == 0
+    assert cli(*words, reentrant, "train.router_aux_loss_coef=0").code == 0
+    assert cli("validate", "tiny_full_bf16", words[4], reentrant).code == 0
