@@ -39,7 +39,10 @@ def checkpoints(
     out: RunsFolder = DEFAULT_OUT,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints: step, loss, size, complete or damaged; or keep some for good."""
+    """List a run's checkpoints: step, loss, size, complete or damaged.
+
+    `checkpoints RUN keep STEP` keeps one for good, whatever rotation deletes.
+    """
     if run == "keep":  # of the newest run
         run, keep = LAST, [run, *(keep or ())]
     folder = find_run(run, out)
