@@ -93,8 +93,9 @@ def check_finetune(words: list[str]) -> None:
     verb, *rest = words
     context = command_of(verb).make_context(verb, rest)
     recipe = context.params.get("recipe")
-    assert recipe is None or recipe in list_recipes()
-    if recipe is not None and (overrides := context.params.get("overrides")):
+    own = str(recipe).endswith(".yaml")  # a file that the reader has
+    assert recipe is None or own or recipe in list_recipes()
+    if recipe is not None and not own and (overrides := context.params.get("overrides")):
         load_recipe(recipe, overrides)
 
 
