@@ -99,7 +99,9 @@ def open_run(folder: Path | str) -> FinishedRun:
             f"the run {str(folder)!r} has no trained weights",
             where=str(model.absolute()),
             why=run.unfinished,
-            fix=f"let it end: {resume_command(folder)}, if it saved a checkpoint",
+            fix=run.watch_command
+            if run.state == "running"
+            else f"let it end: {resume_command(folder)}, if it saved a checkpoint",
         )
     if not run.receipt:
         raise ConfigError(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import socket
 import sys
 import time
@@ -201,9 +202,14 @@ class Run:
     @property
     def unfinished(self) -> str:
         """Why it has no trained weights."""
-        why = {"finished": "its model/ was removed", "running": f"it still trains: {self.progress}"}
+        trains = self.progress.replace("running", "it still trains", 1)
+        why = {"finished": "its model/ was removed", "running": trains}
         stopped = self.receipt.get("run", {}).get("stopped")
         return why.get(self.state, stopped or f"before its end it was {self.progress}")
+
+    @property
+    def watch_command(self) -> str:
+        return f"python -m finetune watch {shlex.quote(str(self.folder))}"
 
     def _lives(self) -> bool:
         if not self._is_of_this_machine:
