@@ -8,7 +8,7 @@
     ├── DataNotFoundError      (FileNotFoundError)  no data file or hub data set there
     ├── ModelNotFoundError     (FileNotFoundError)  no model folder or hub model there
     ├── MissingExtraError      (ImportError)        an optional library is not installed
-    ├── PrecisionError         (RuntimeError)       the precision asked for cannot be had here
+    ├── PrecisionError         (RuntimeError)       the precision asked for is not available here
     │   └── StorageNotComputeError                  FP8 compute asked of a quantized model
     ├── PlanError              (ValueError)         the precision plan cannot be honored
     ├── ConversionError        (RuntimeError)       the model does not equal its plan
@@ -115,7 +115,7 @@ class MissingExtraError(FinetuneError, ImportError):
 
 
 class PrecisionError(FinetuneError, RuntimeError):
-    """The precision asked for cannot be had on this device with this backend."""
+    """The precision asked for is not available on this device with this backend."""
 
 
 class StorageNotComputeError(PrecisionError):

@@ -66,7 +66,7 @@ class Findings(JupyterMixin):
 
     def __rich__(self) -> RenderableType:
         d = self.device
-        shown = ".".join(map(str, d.capability)) if d.capability else "none"
+        shown = ".".join(map(str, d.capability)) if d.capability else ""
         gemm = {} if self.gemm is None else {"FP8 GEMM, real": self.gemm}
         gemm |= {} if self.triton is None else {"compiled layers": self.triton}
         hardware = {"FP8 hardware": self.fp8, "MXFP8 / NVFP4 hardware": self.block_fp8}
@@ -79,7 +79,10 @@ class Findings(JupyterMixin):
             table.add_row(name, mark, again if repeated else verdict.reason)
             shown_before.add(verdict.reason)
         return Group(
-            Text(f"{d.name} ({d.kind}), compute capability {shown}, x{d.count}", style="bold"),
+            Text(
+                f"{d.name} ({d.kind})" + f", compute capability {shown}, x{d.count}" * bool(shown),
+                style="bold",
+            ),
             Text(f"memory {size_of_gib(d.memory_gib)}, {size_of_gib(self.free_gib)} free"),
             Text("  ".join(f"{k} {v}" for k, v in self.versions.items()), style="dim"),
             *(Text(), table, Text(), Text(f"auto: {self.auto}")),

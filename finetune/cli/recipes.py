@@ -279,7 +279,7 @@ def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
 
 
 def _rows(config: RunConfig) -> tuple[CountedRows | None, str]:
-    """Rows of a recipe, counted; or the reason why they cannot be had here.
+    """Rows of a recipe, counted; or the reason why they are not available here.
 
     What lies on the hub may be out of reach, and says nothing against a recipe.
 

@@ -61,7 +61,7 @@ def resume(
     run: RunName,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        str, typer.Option(help="A step, `last` (the newest whole one) or `best`.")
+        str, typer.Option(help="A step, `last` (the newest complete one) or `best`.")
     ] = "last",
     out: RunsFolder = Path("runs"),
     force: Annotated[bool, typer.Option(help="Train although memory seems too small.")] = False,

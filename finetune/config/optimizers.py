@@ -73,7 +73,7 @@ class Optimizer:
         arguments: keys that `train.optim_args` may hold.
         paged: True if state moves to host memory when the GPU is full.
         not_on_cpu, refused: reason why it cannot step on a CPU, or anywhere; empty when it does.
-        instead: what to use where it cannot be had.
+        instead: what to use where it is not available.
         capability: compute capability that an NVIDIA GPU needs.
     """
 
@@ -253,7 +253,7 @@ def check_name(name: str, where: str = "train.optim") -> None:
 
 
 def check_optimizer(train: dict[str, Any]) -> None:
-    """Refuse an optimizer that cannot be had anywhere, or of shards; and arguments without effect.
+    """Refuse an optimizer that no device has, or of shards; and arguments without effect.
 
     Raises:
         ConfigError: names what to use instead.
@@ -279,7 +279,7 @@ def check_optimizer(train: dict[str, Any]) -> None:
 
 def cannot_have(facts: Optimizer, place: str, why: str, instead: str) -> ConfigError:
     return ConfigError(
-        f"{facts.name} cannot be had {place}",
+        f"{facts.name} is not available {place}",
         where=f"train.optim={facts.name}",
         why=why,
         fix=f"train.optim={instead}",

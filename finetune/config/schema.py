@@ -216,7 +216,7 @@ class PrecisionConfig(Section):
     )
     on_unsupported: Literal["error", "bf16"] = Field(
         default="error",
-        description="where FP8 cannot be had: stop, or train in BF16 and say so loudly",
+        description="where FP8 is not available: stop, or train in BF16 and say so loudly",
     )
     loss_scale_init: float = Field(
         default=65536.0,

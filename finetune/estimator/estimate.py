@@ -212,12 +212,13 @@ class Estimate(JupyterMixin):
     def _time(self, pace: Pace) -> Iterator[Text]:
         _, low, high = pace.interval
         speed = pace.tokens_per_s * self.place.count
+        steps = float(f"{1 / pace.seconds:.2g}")
         yield Text.assemble(
             f"step of {count(pace.tokens * self.place.count)} tokens: ",
             (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}), ",
             (f"{count(speed)} tokens/s", "bold"),
             f" ({_rough(speed * pace.seconds / high)} to {_rough(speed * pace.seconds / low)}), "
-            f"{1 / pace.seconds:.2g} steps/s",
+            f"{steps:,g} steps/s",
         )  # fmt: skip
         waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
         parts = [

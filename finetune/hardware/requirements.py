@@ -1,7 +1,7 @@
 """Requirements of a run on a device: a backend for its precision, optional libraries, an optimizer.
 
-All are checked before anything is loaded. Nothing is replaced in silence: what cannot be had is an
-error that names what to use instead, also an optimizer that a library would quietly replace by
+All are checked before anything is loaded. Nothing is replaced in silence: what is not available is
+an error that names what to use instead, also an optimizer that a library would quietly replace by
 another (a paged one on a CPU).
 """
 
@@ -191,7 +191,7 @@ def resolve(
 
     Raises:
         MissingExtraError: the backend asked for by name is not installed.
-        PrecisionError: FP8 cannot be had and `on_unsupported` is `error`.
+        PrecisionError: FP8 is not available and `on_unsupported` is `error`.
     """
     if precision.compute != "fp8":
         return Resolution(precision, precision, f"{precision.compute} was asked")
@@ -224,7 +224,7 @@ def resolve(
             fix=", or ".join([install, *_ways(precision, device)]),
         )
     raise PrecisionError(
-        f"FP8 ({precision.scaling}, {precision.fp8_format}) cannot be had on {device.name}",
+        f"FP8 ({precision.scaling}, {precision.fp8_format}) is not available on {device.name}",
         where=f"precision.backend={precision.backend}",
         why=why,
         fix=", or ".join(_ways(precision, device)),
@@ -243,7 +243,7 @@ def _check_kernels(precision: PrecisionConfig, device: Device, backend: str) -> 
         can = Verdict(False, "an emulated GEMM takes its codes as BF16 numbers")
     if precision.kernels == "triton" and not can:
         raise PrecisionError(
-            f"Triton kernels cannot be had on {device.name}",
+            f"Triton kernels are not available on {device.name}",
             where="precision.kernels=triton",
             why=can.reason,
             fix="~precision.kernels",

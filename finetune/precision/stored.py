@@ -176,7 +176,7 @@ class StoredMixin(CodesMixin):
     def extra_repr(self) -> str:
         rows, columns = self.stored_tile
         plain = super().extra_repr()
-        return f"{plain}, held in {E4M3.name}, scale of {rows}x{columns}"
+        return f"{plain}, stored in {E4M3.name}, scale of {rows}x{columns}"
 
 
 def put(module: nn.Module, bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype) -> None:

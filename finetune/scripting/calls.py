@@ -92,7 +92,7 @@ def load(
         A model of Transformers, on the host until it trains, and its tokenizer.
 
     Raises:
-        PrecisionError: the precision cannot be had on this machine.
+        PrecisionError: the precision is not available on this machine.
         ModelNotFoundError: no such model.
         ConfigError: settings that do not go together.
         UnknownArgumentError: a setting that does not exist.

@@ -74,7 +74,7 @@ def setup_fp8_mixed_precision_training(
         eval_precision: `high`, or `fp8` to evaluate and generate in FP8 too.
         compile: `torch.compile` of each decoder layer; `auto` with torchao on a GPU.
         emulation: `allow` emulates FP8 where the device has none, `exact` in float32 products.
-        on_unsupported: where FP8 cannot be had, stop or train in BF16 with a loud warning.
+        on_unsupported: where FP8 is not available, stop or train in BF16 with a loud warning.
         health_every: optimizer steps between logs of training health, of `Trainer`s (a loop
             written by hand has no log); 0 for none. See `finetune.HealthMonitor`.
         **more: any other setting of a recipe's `precision` section by its name (`frozen`, `map`,
@@ -87,7 +87,7 @@ def setup_fp8_mixed_precision_training(
         ConfigError: a value that does not exist or does not go with the scaling; or `accelerate
             launch` was to start several processes, and started one.
         UnknownArgumentError: a setting that does not exist.
-        PrecisionError: FP8 cannot be had on this device, and why.
+        PrecisionError: FP8 is not available on this device, and why.
         MissingExtraError: the backend's library is not installed.
     """
     from accelerate import Accelerator

@@ -134,7 +134,7 @@ def resolve_attention(config: RunConfig, model: nn.Module, device: Device) -> At
     if asked == VARLEN:
         if obstacle:
             raise ConfigError(
-                "varlen attention cannot be had here",
+                "varlen attention is not available here",
                 where=f"model.attention: {VARLEN}",
                 why=obstacle,
                 fix="~model.attention takes what the model and this device can",

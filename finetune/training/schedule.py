@@ -84,9 +84,11 @@ class Schedule:
         """Steps, rows of a step, and the learning rate that is reached."""
         args = self.args
         each = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
+        rows, rate = math.prod(each), f"{self.peak * args.learning_rate:.3g}"
+        rate += f" of {args.learning_rate:.3g}" if rate != f"{args.learning_rate:.3g}" else ""
         return (
-            f"steps: {self.steps:,} of {math.prod(each)} rows ({' x '.join(map(str, each))}), "
-            f"learning rate up to {self.peak * args.learning_rate:.3g} of {args.learning_rate:.3g}"
+            f"{self.steps:,} steps of {rows} row{'s' * (rows != 1)} "
+            f"({' x '.join(map(str, each))}), highest learning rate {rate}"
         )
 
     def check(self) -> None:

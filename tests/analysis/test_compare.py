@@ -687,7 +687,7 @@ def test_ctrl_c_stops_the_runs_and_keeps_what_they_saved(pretend, tmp_path):
         (["tiny_full_fp8", "--margin", "0"], "margin"),
         (["tiny_full_fp8", "--confidence", "95"], "confidence"),
         (["tiny_full_fp8", "data.path=no.jsonl"], "no.jsonl"),
-        (["tiny_full_fp8", "precision.emulation=forbid"], "cannot be had"),
+        (["tiny_full_fp8", "precision.emulation=forbid"], "is not available"),
         (["tiny_full_fp8", "tiny_lora_bf16"], "differ"),
     ],
 )

@@ -237,7 +237,7 @@ def test_the_prediction_of_a_known_gpu_is_in_the_same_parts() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tiny_lora_fp8", "precision.emulation=forbid"], ["cannot be had on", "no FP8 matrix"]),
+        (["tiny_lora_fp8", "precision.emulation=forbid"], ["is not available on", "no FP8 matrix"]),
         (["tiny_lora_fp8", "--steps", "0"], ["0 steps to look at"]),
         (["tiny_lora_fp8", "--weights", "zero"], ["'random'"]),
         (["tiny_lora_fp8", "--out", "file"], ["the folder 'file' cannot be made"]),

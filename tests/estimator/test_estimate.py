@@ -513,7 +513,7 @@ def test_what_is_not_there_is_refused(config, tmp_path):
         estimate(changed(config, model={"name": str(tmp_path / "nowhere")}), gpu="H100")
     with pytest.raises(ConfigError, match="no layer's name ends in nowhere"):
         estimate(changed(config, lora={"target_modules": ["nowhere"]}), gpu="H100")
-    with pytest.raises(PrecisionError, match="cannot be had on NVIDIA A100"):
+    with pytest.raises(PrecisionError, match="is not available on NVIDIA A100"):
         estimate(config, gpu="A100-80GB")
     for wrong in (
         *({"gpus": 0}, {"memory_gib": 0}, {"memory_gib": -1}, {"tokens": 0}),

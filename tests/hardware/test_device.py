@@ -123,7 +123,7 @@ def test_an_older_gpu_is_refused_with_its_capability(device, backend):
     with pytest.raises(PrecisionError) as caught:
         resolve(fp8(backend=backend), device)
     shown = ".".join(map(str, device.capability))
-    assert caught.value.what == f"FP8 (tensorwise, hybrid) cannot be had on {device.name}"
+    assert caught.value.what == f"FP8 (tensorwise, hybrid) is not available on {device.name}"
     assert caught.value.where == f"precision.backend={backend}"
     assert f"compute capability {shown}; FP8 needs 8.9" in caught.value.why
     for advice in ("precision.backend=emulated", "precision.compute=", "H100"):

@@ -366,7 +366,7 @@ def test_auto_takes_varlen_for_packed_rows(
     assert reason in found.reason
     if implementation is None and "not packed" not in found.reason:
         wanted = load_recipe(recipe, [*overrides, "model.attention=varlen"]).config
-        with pytest.raises(ConfigError, match=r"cannot be had here[\s\S]*~model.attention"):
+        with pytest.raises(ConfigError, match=r"is not available here[\s\S]*~model.attention"):
             resolve_attention(wanted, sketch(config), device)
 
 

@@ -104,16 +104,16 @@ def test_a_resumed_run_keeps_the_smaller_steps_of_its_checkpoint(chat, tmp_path,
 
 def test_few_rows_are_accumulated_less_and_what_is_typed_stays(cli, chat) -> None:
     words = ("data", *OF_8B, f"data.path={chat(200)}", "--show", "0")
-    few = "steps: 62 of 1 rows (1 x 1 x 1), learning rate up to 0.0002 of 0.0002"
+    few = "62 steps of 1 row (1 x 1 x 1), highest learning rate 0.0002\n"
     assert few in cli(*words).out
     typed = cli(*words, "train.gradient_accumulation_steps=4")
-    assert "steps: 4 of 16 rows" in typed.out
+    assert "4 steps of 16 rows" in typed.out
     hint = "To make more: data.min_steps=50 (smaller steps), or train.num_train_epochs="
     assert hint in " ".join(typed.out.split())
     assert few in cli(*words, "train.gradient_accumulation_steps=4", "data.min_steps=50").out
     assert "of 32 rows (8 x 4 x 1)" in cli(*words, "train.per_device_train_batch_size=8").out
     many = cli(*words, "train.num_train_epochs=13")
-    assert "steps: 52 of 16 rows" in many.out, "nothing to lower where steps are enough"
+    assert "52 steps of 16 rows" in many.out, "nothing to lower where steps are enough"
 
 
 def test_a_rate_that_stays_near_zero_is_refused_before_a_model_is_loaded(cli, tmp_path) -> None:

@@ -150,7 +150,7 @@ class FrozenBackend(Backend):
             "engine": "finetune emulation" if self.how.emulate else "torch._scaled_mm",
             "scaling": self.precision.scaling,
             "x": E4M3.name,
-            "w": f"{E4M3.name}, held",
+            "w": f"{E4M3.name}, stored",
             "g": E4M3.name,
             "power_of_two_scales": self.how.pow2,
             "high_gemms": sorted(self.how.high),

@@ -1,6 +1,6 @@
 """The operators of a training step from a handful of sizes: no model, no torch.
 
-A trace of the installed code is exact about it; it cannot be had for a stack of last
+A trace of the installed code is exact about it; it is not available for a stack of last
 year, for a program that is not PyTorch, nor in a blink. Here the same kind of list is written from
 the shape of a decoder and a setting, by the parts in writer.py, and read by the same roofline. It
 serves comparisons in an instant and the scoreboard over published speeds.
