@@ -194,8 +194,8 @@ def test_a_run_that_saves_a_kept_step_again_leaves_the_kept_one(tmp_path) -> Non
     (kept / KEPT).touch()
     for loss in (1.0, 2.0):
         _rename(make(tmp_path / SAVING, 10, eval_loss=loss), kept)
-    assert Checkpoint(tmp_path / "checkpoint-10").eval_loss == 2.0
-    assert find_checkpoint(f"{tmp_path}/checkpoint-10.kept-1")[0].eval_loss == 7.0
+    assert Checkpoint(tmp_path / "checkpoint-10").rank == 2.0
+    assert find_checkpoint(f"{tmp_path}/checkpoint-10.kept-1")[0].rank == 7.0
 
 
 @pytest.mark.parametrize(
