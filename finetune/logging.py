@@ -80,12 +80,12 @@ class _Dropping:
 
 
 @contextlib.contextmanager
-def keeps_going(console: Console) -> Iterator[_Dropping]:
-    """Let a run train on where its output's disk is full, also that of what rewards print."""
+def keeps_going(console: Console, *, prints: bool) -> Iterator[_Dropping]:
+    """Let a run train on where its output's disk is full; `prints`: also where rewards print."""
     stream, kept = console.file, _Dropping(console.file)
     console.file = kept  # pyright: ignore
     try:
-        with contextlib.redirect_stdout(kept) if stream is sys.stdout else nullcontext():  # pyright: ignore
+        with contextlib.redirect_stdout(kept) if prints and stream is sys.stdout else nullcontext():  # pyright: ignore
             yield kept
     finally:
         console.file = stream

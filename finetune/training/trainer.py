@@ -110,7 +110,7 @@ def begun(
         FinetuneError: any error that the user can fix, see `finetune.errors`.
     """
     console = console or output(quiet=rank() > 0)
-    with keeps_going(console) as shown:
+    with keeps_going(console, prints=given is None) as shown:  # a script's output is its own
         with busy(console, f"checking {recipe.name}"):
             ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
         less = partial(advice, forecast, ahead)
