@@ -177,7 +177,8 @@ def import_(
         console.print(f"! {note}", style="yellow")
     short = model.rpartition("/")[2]
     fitting = [r["recipe"] for r in rows() if (r["model"], r["method"]) == (short, "full")]
-    supervised = [name for name in fitting if name.endswith("_full_fp8")]  # others need own rows
+    # Those of other methods need rows of their own.
+    supervised = [name for name in fitting if name.split("_")[-2:] == ["full", "fp8"]]
     recipe, place = min(supervised, key=len, default="RECIPE"), shlex.quote(str(folder))
     line = f"next: python -m finetune {recipe} model.name={place} model.weights=pretrained"
     console.print(whole(line), crop=False)

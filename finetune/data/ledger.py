@@ -330,7 +330,7 @@ class Accounted(Trainer):
         raise NotImplementedError
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
-        self.given = getattr(self, "given", {"train": kwargs["train_dataset"]})
+        self.given = vars(self).get("given", {"train": kwargs["train_dataset"]})
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = getattr(args, "assistant_only_loss", False)
         # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the

@@ -104,8 +104,8 @@ class FastLanguageModel:
 
 
 def _with_effect(kwargs: dict[str, Any]) -> dict[str, Any]:
-    for word in WITHOUT_EFFECT:
-        if kwargs.get(word):
+    for word in sorted({*WITHOUT_EFFECT} & {*kwargs}):
+        if kwargs[word]:
             say(f"{word} has no effect here" + "; `hf auth login`" * (word == "token"))
     given = {key: value for key, value in kwargs.items() if key not in WITHOUT_EFFECT}
     return {key: value for key, value in given.items() if value is not None and value is not False}

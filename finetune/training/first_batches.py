@@ -72,7 +72,7 @@ def check_first_batches(trainer: Any) -> None:
         DataError: other tokens reach the loss, or others are trained on, than the rows say.
         ConfigError: a prompt is scored otherwise behind padding than alone.
     """
-    given = getattr(trainer, "given", {}).get("train")
+    given = vars(trainer).get("given", {}).get("train")
     if not isinstance(given, Dataset) or "input_ids" in given.column_names:
         return
     _refuse_one_label(trainer)
