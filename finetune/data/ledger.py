@@ -318,7 +318,7 @@ class Accounted(Trainer):
     """
 
     ledgers: dict[str, Ledger]
-    given: dict[str, Any]
+    given: dict[str, Any] | None = None
     vocabulary: int = UNKNOWN
     only_answers: bool = False
     embedding_learning_rate: float | None = None
@@ -330,7 +330,7 @@ class Accounted(Trainer):
         raise NotImplementedError
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
-        self.given = vars(self).get("given", {"train": kwargs["train_dataset"]})
+        self.given = self.given or {"train": kwargs["train_dataset"]}
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = getattr(args, "assistant_only_loss", False)
         # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the

@@ -67,7 +67,7 @@ class AccountedPairs(Accounted):
                 if isinstance(rows := kwargs[f"{name}_dataset"], Dataset):
                     done = self._prepare_dataset(rows, self._tokenizer, args, name)
                     kept = done.select_columns(rows.column_names)
-                    self.given = vars(self).get("given", {}) | {name: kept}
+                    self.given = (self.given or {}) | {name: kept}
                     if not self.writes:
                         kept = kept.map(
                             partial(_as_text, self._tokenizer),

@@ -141,7 +141,7 @@ def rows_of(file: Path, sample_by: str = "line") -> Iterator[tuple[int, dict[str
     with fsspec.open(str(file), "rb", compression="infer") as given:
         opened, kind = cast("IO[bytes]", given), kind_of(file)
         # Also by a carriage return alone, as Excel for the Mac saves CSV.
-        lines = (part for line in opened for part in bytes.splitlines(line, keepends=True))
+        lines = (part for line in opened for part in line.splitlines(True))
         if kind in (".csv", ".tsv"):
             yield from _cells_of(lines, file, "\t" if kind == ".tsv" else ",")
         elif kind == ".txt":

@@ -103,9 +103,9 @@ class FastLanguageModel:
         return model.train()
 
 
-def _with_effect(kwargs: dict[str, Any]) -> dict[str, Any]:
-    for word in sorted({*WITHOUT_EFFECT} & {*kwargs}):
-        if kwargs[word]:
+def _with_effect(asked: dict[str, Any]) -> dict[str, Any]:
+    for word, value in asked.items():
+        if value and word in WITHOUT_EFFECT:
             say(f"{word} has no effect here" + "; `hf auth login`" * (word == "token"))
-    given = {key: value for key, value in kwargs.items() if key not in WITHOUT_EFFECT}
+    given = {key: value for key, value in asked.items() if key not in WITHOUT_EFFECT}
     return {key: value for key, value in given.items() if value is not None and value is not False}

@@ -35,6 +35,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from finetune.data.both_labels import BothLabels
+from finetune.data.ledger import Accounted
 from finetune.data.masks import MASKED, as_trained
 from finetune.errors import ConfigError, DataError
 from finetune.logging import counting_rows, output
@@ -72,7 +73,7 @@ def check_first_batches(trainer: Any) -> None:
         DataError: other tokens reach the loss, or others are trained on, than the rows say.
         ConfigError: a prompt is scored otherwise behind padding than alone.
     """
-    given = vars(trainer).get("given", {}).get("train")
+    given = trainer.given["train"] if isinstance(trainer, Accounted) and trainer.given else None
     if not isinstance(given, Dataset) or "input_ids" in given.column_names:
         return
     _refuse_one_label(trainer)
