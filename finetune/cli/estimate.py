@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -103,7 +103,7 @@ def estimate(
                     raise
                 result = days  # of the precisions that it has there
     if as_json:
-        found = {} if result is days else result.facts()
+        found: Any = {} if result is days else result.facts()
         print(json.dumps(found | ({"days": days.facts()} if days else {}), indent=1))
         return
     console = output()

@@ -190,8 +190,10 @@ def _speeds() -> tuple[str, dict[str, int], dict[str, float]]:
         gpu = find_gpu(Device("cuda", model, None, 0.0))
         name = gpu.name if gpu and any(gpu.name in row for row in speeds.values()) else name
     ratios = {recipe: known.get("over_bf16", {}) for recipe, known in stored.items()}
-    both = ({x: row[name] for x, row in of.items() if name in row} for of in (speeds, ratios))
-    return name, *both
+    tokens, times = (
+        {x: row[name] for x, row in of.items() if name in row} for of in (speeds, ratios)
+    )
+    return name, tokens, times
 
 
 COMPUTES = ("fp8", "bf16")

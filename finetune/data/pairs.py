@@ -102,7 +102,8 @@ class AccountedPairs(Accounted):
     def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
         above: Any = super()
         if not hasattr(above, "_prepare_dataset"):  # ORPO's are those of its rows
-            return list(self.train_dataset.select(picked))
+            mapped: Any = self.train_dataset
+            return list(mapped.select(picked))
         tokenizer = self._tokenizer
         return list(above._prepare_dataset(rows.select(picked), tokenizer, self.args, "look"))
 

@@ -230,7 +230,7 @@ def test_a_matrix_measures_every_precision_and_one_that_fails_is_a_row(runs) -> 
     assert figures[0][5] == "81.9 MiB (-20.0 %)"
     assert figures[-1][-1] == "out of memory"
     verdicts = {(label, what): verdict for label, _, what, _, _, verdict in claims}
-    assert verdicts["BF16", "optimizer"] == "confirmed"  # 4000 of 8000 bytes
+    assert verdicts["BF16", "optimizer"] == "refuted"  # 4000 of 8000 bytes; 100 % is said
     assert verdicts["BF16", "memory"] == "refuted"  # 125 % of FP32's
     assert {v for (_, what), v in verdicts.items() if what == "speed"} == {matrix.NOT_HERE}
     assert any(
@@ -259,7 +259,7 @@ def test_a_predicted_matrix_runs_nothing_and_judges_what_is_said(
     found = matrix_runs.matrix("tiny_full_fp8", gpu="H100", grid="batch=1,8")
     assert not runs.jobs
     claims = found.claims()
-    assert len(claims) == 2 * (3 + 3 + 2 + 3)
+    assert len(claims) == 2 * 4 * 3  # optimizer, memory and speed of four settings
     assert {row[-1] for row in claims} == {verdict}
     assert found.headline.startswith("predicted for H100: ")
     failed = {row.label: row.error for row in found.rows if row.error}

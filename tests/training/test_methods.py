@@ -125,10 +125,11 @@ def counted(tmp_path: Path, recipe: str, rows: list[dict[str, Any]], *given: str
 
 def test_rows_that_fill_no_batch_of_prompts_are_counted(tmp_path):
     """Batches of 32 are four prompts with eight answers each; distillation has one of each."""
-    rows = [{"prompt": f"What is {i} + 1?", "chosen": str(i), "rejected": "no"} for i in range(61)]
+    rows = [{"prompt": f"What is {i} + 1?", "chosen": str(i), "rejected": "no"} for i in range(55)]
     for method, left in (("grpo", 3), ("distill", 7)):
         own = ["train.per_device_train_batch_size=8"] * (method == "distill")
-        given = ("data.eval_fraction=0.1", "train.gradient_accumulation_steps=1", *own)
+        given = ("data.eval_fraction=0", "train.gradient_accumulation_steps=1", *own)
+        given += ("train.eval_strategy=no",)
         ledger = counted(tmp_path, f"tiny_{method}_bf16", rows, *given).ledger
         assert (ledger.read, ledger.left_out) == (55, left)
         assert any(f"{left} of 55 rows are left out" in line for _, line in ledger.lines())

@@ -103,6 +103,8 @@ class Sentinel:
         """Begin to count, after the witnessed micro-step."""
         modules = dict(self.model.named_modules())
         self._held = list(self._iter_held(modules))
+        for held in self._held:  # calls before that micro-step were of no step
+            held.tally.high = held.tally.high_rows = 0
         self._forwards = {name: (m, _forward_of(m)) for name, m in modules.items()}
         # Not at preparation, after which FSDP2 has its own way with types.
         named = self.model.named_parameters()
