@@ -342,10 +342,9 @@ def _score_alike(trainer: Any, prompts: list[tuple[int, ...]]) -> None:
     if changed() <= (limit := ROUNDED if low else EXACT):
         return
     if "position_ids" in inspect.signature(model.forward).parameters:
-        hook = model.register_forward_pre_hook(place_by_mask, with_kwargs=True)
+        model.register_forward_pre_hook(place_by_mask, with_kwargs=True)
         if changed() <= limit:
             return
-        hook.remove()
     raise ConfigError(
         f"{type(model).__name__} scores a prompt otherwise behind padding than alone",
         where=trainer.named,
