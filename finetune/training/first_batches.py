@@ -284,29 +284,18 @@ def _as_noise(backbone: nn.Module, calls: list[tuple[dict[str, Any], Tensor]]) -
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         torch.set_grad_enabled(False)
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         torch.set_grad_enabled(True)  # put back by the `no_grad` around the call
         noise = 0.1 * torch.randn(output[0].shape, generator=torch.Generator().manual_seed(0))
         states = noise.to(output[0]).requires_grad_()
         calls.append((signature.bind_partial(*args, **kwargs).arguments, states))
-        if isinstance(output, tuple):
-            return (states, *output[1:])
         output.last_hidden_state = states
-        return output
 
     with (
-        _removed(backbone.register_forward_pre_hook(before, with_kwargs=True)),
-        _removed(backbone.register_forward_hook(after, with_kwargs=True)),
+        backbone.register_forward_pre_hook(before, with_kwargs=True),
+        backbone.register_forward_hook(after, with_kwargs=True),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _removed(hook: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Seen]:

@@ -144,6 +144,10 @@ def test_rows_that_are_evaluated_are_counted_as_those_that_are_trained_on(tmp_pa
     found = counted(tmp_path, "tiny_full_bf16", [short] * 8, *given)
     lines = [line for warns, line in found.ledgers["eval"].lines("eval ") if warns]
     assert any(line.startswith("4 of 8 eval rows (50%) are dropped") for line in lines)
+    packed = ("train.packing=true", "train.eval_packing=false")
+    found = counted(tmp_path, "tiny_full_bf16", [short] * 8, *given, *packed)
+    assert found.ledger.bins == 4
+    assert found.ledgers["eval"].bins is None, "packed, or not, as its own key says"
     found = counted(tmp_path, "tiny_full_bf16", [short] * 8, given[0])
     needed = found.ledgers["eval"].lengths.needed.max()
     assert found.lengths.auto(1, None) == needed > found.ledger.longest
