@@ -19,6 +19,7 @@ import finetune
 from finetune.config.paths import TINY_LLAMA
 from finetune.errors import FinetuneError, OrderError, PrecisionError
 from finetune.hardware.device import this_device
+from finetune.scripting.keywords import recipe_of
 from finetune.training import session
 
 EMULATED: dict[str, Any] = {"precision": "fp8", "emulation": "allow"}
@@ -262,3 +263,12 @@ def test_the_body_of_an_unsloth_notebook(tmp_path, capsys):
     record = json.loads((tmp_path / "model" / "export.json").read_text())
     assert (record["proof"], record["target"]) == ("proven", "merged")
     assert "max_length=2048" in said
+
+
+def test_adapters_over_fp8_are_scaled_by_row_unless_said_otherwise():
+    said = {"model": {"name": "builtin:tiny_llama"}, "precision": {"compute": "fp8"}}
+    whole = recipe_of("trainer", said, {"train": {"max_steps": 1}}).config
+    adapted = recipe_of("trainer", said, {"lora": {"r": 8}}).config
+    chosen = {"precision": {"scaling": "tensorwise"}, "lora": {"r": 8}}
+    assert adapted.precision.scaling == "rowwise" != whole.precision.scaling
+    assert recipe_of("trainer", said, chosen).config.precision.scaling == "tensorwise"
