@@ -13,7 +13,8 @@ import pytest
 from finetune import load_recipe
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError
 from finetune.hardware import requirements
-from finetune.hardware.requirements import FP8_GPUS, check_here, resolve
+from finetune.hardware.device import Verdict
+from finetune.hardware.requirements import FP8_GPUS, backend_verdict, check_here, resolve
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
 from tests.hardware.test_gemm_engine import RTX5090
 
@@ -62,6 +63,18 @@ def test_a_refusal_of_te_on_a_cpu_does_not_name_what_gives_it_again() -> None:
     (emulated, bf16) = ways(CPU, ["precision.backend=te", "precision.scaling=delayed"])
     assert emulated == "precision.backend=emulated (exact FP8 rounding, slow)"
     assert bf16 == "precision.compute=bf16"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "high", "taken"),
+    [("delayed", ("dgrad", "wgrad"), False), ("delayed", (), True),
+     ("tensorwise", ("dgrad", "wgrad"), True), ("tensorwise", ("wgrad",), False)],
+)  # fmt: skip
+def test_te_keeps_two_gemms_high_together_and_none_under_delayed_scaling(scaling, high, taken):
+    asked = [f"precision.scaling={scaling}", f"precision.high_gemms=[{','.join(high)}]"]
+    precision = load_recipe("tiny_full_fp8", asked, check_train=False).config.precision
+    verdict = backend_verdict("te", precision, H100, Verdict(True, "it is there"))
+    assert bool(verdict) is taken, verdict.reason
 
 
 def test_a_backend_named_emulated_is_permission_enough() -> None:

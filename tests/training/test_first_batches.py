@@ -72,6 +72,13 @@ def test_what_rows_say_is_what_each_loss_sees(method, look):
     assert not any(any(one.values()) for one in left), "the look leaves no metric behind"
 
 
+def test_a_reference_is_the_model_that_training_began_with(look):
+    """Random weights lie in no file that TRL could read them from again."""
+    trainer = look("dpo", [PAIR] * 8, "model.weights=random")
+    own, reference = (dict(m.named_parameters()) for m in (trainer.model, trainer.ref_model))
+    assert all(torch.equal(own[name].cpu(), reference[name].cpu()) for name in reference)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "sft"])
 def test_tools_and_thoughts_reach_the_loss(method, look, tmp_path):
