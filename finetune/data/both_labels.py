@@ -26,6 +26,11 @@ from trl import unpair_preference_dataset
 from finetune.errors import DataError
 
 
+def order_seed(args: Any) -> int:
+    """Seed of the order of rows, as Transformers has it: `data_seed`, else `seed`."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
 def spread(rows: Dataset, seed: int) -> Dataset:
     """The rows with both labels evenly among each other, those of each shuffled by `seed`.
 
@@ -81,7 +86,7 @@ class BothLabels:
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
         """The trainer's, of rows that are spread; its batches are those of one process."""
         if isinstance(dataset, Dataset):
-            dataset = spread(dataset, args.seed if args.data_seed is None else args.data_seed)
+            dataset = spread(dataset, order_seed(args))
         above: Any = super()
         return above._prepare_dataset(dataset, processing_class, args, name)
 
@@ -91,5 +96,4 @@ class BothLabels:
         found, args = above._get_train_sampler(*given, **more), self.args
         if not isinstance(found, SequentialSampler):
             return found
-        seed = args.seed if args.data_seed is None else args.data_seed
-        return InBlocks(len(found), args.per_device_train_batch_size, seed)
+        return InBlocks(len(found), args.per_device_train_batch_size, order_seed(args))

@@ -32,6 +32,7 @@ from trl import SFTTrainer
 from trl.data_utils import is_conversational
 
 from finetune.config.sft import REFUSALS, refused
+from finetune.data.both_labels import order_seed
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.doubled_tokens import each_once
 from finetune.data.lengths import Lengths
@@ -354,9 +355,9 @@ class Accounted(Trainer):
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers'; rows by length in an order that a resumed run makes again."""
-        found, seed = super()._get_train_sampler(*args, **kwargs), self.args.data_seed
-        seed = self.args.seed if seed is None else seed
-        return ByLength(found, seed) if isinstance(found, LengthGroupedSampler) else found
+        found = super()._get_train_sampler(*args, **kwargs)
+        by_length = isinstance(found, LengthGroupedSampler)
+        return ByLength(found, order_seed(self.args)) if by_length else found
 
     def get_train_dataloader(self) -> Any:
         """TRL's; settings of workers that torch refuses are a `ConfigError`."""

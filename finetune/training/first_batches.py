@@ -53,7 +53,7 @@ EXACT, ROUNDED = 1e-3, 0.05
 
 
 @dataclass(frozen=True)
-class Seen:
+class LossTokens:
     """One sequence: its token ids, and for each whether it has a part in the loss."""
 
     ids: tuple[int, ...]
@@ -85,7 +85,9 @@ def check_first_batches(trainer: Any) -> None:
         prompts = [row["prompt"] for row in rows]
         read = [tuple(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
         for row, ids in zip(rows, read, strict=True):
-            _compare(trainer, [row], [_prompt(row, trainer)], [Seen(ids, (False,) * len(ids))])
+            _compare(
+                trainer, [row], [_prompt(row, trainer)], [LossTokens(ids, (False,) * len(ids))]
+            )
         with _evaluating(trainer):
             _score_alike(trainer, sorted({*read}, key=len))
         return
@@ -141,7 +143,7 @@ def different(rows: Dataset) -> list[int]:
 # ------------------------------------------------------------------------------ what the rows say
 
 
-def _expected(row: dict[str, Any], trainer: Any) -> Iterator[Seen]:
+def _expected(row: dict[str, Any], trainer: Any) -> Iterator[LossTokens]:
     """Sequences of a row as the template prints them, an answer each."""
     tokenizer = trainer._tokenizer
     asked = {key: row[key] for key in ("prompt", "tools", "chat_template_kwargs") if key in row}
@@ -160,21 +162,23 @@ def _expected(row: dict[str, Any], trainer: Any) -> Iterator[Seen]:
             mask = [False] * len(ids)
         elif trainer.prompts_train and number == 0:
             mask = [True] * len(ids)
-        yield Seen(tuple(ids), (False, *mask[1:]))  # nothing foresees a first token
+        yield LossTokens(tuple(ids), (False, *mask[1:]))  # nothing foresees a first token
 
 
-def _prompt(row: dict[str, Any], trainer: Any) -> Seen:
+def _prompt(row: dict[str, Any], trainer: Any) -> LossTokens:
     from finetune.data.pairs import asked
 
     ids = asked(trainer._tokenizer, row, trainer.args)["prompt_ids"]
-    return Seen(tuple(ids), (False,) * len(ids))
+    return LossTokens(tuple(ids), (False,) * len(ids))
 
 
-def _compare(trainer: Any, rows: list[dict[str, Any]], said: list[Seen], seen: list[Seen]) -> None:
+def _compare(
+    trainer: Any, rows: list[dict[str, Any]], said: list[LossTokens], seen: list[LossTokens]
+) -> None:
     """Raise `DataError` for a sequence that no row's is, ends apart, which the ledger counts."""
     limit = getattr(trainer.args, "max_length", None) or 1 << 60
     known = [
-        _unended(Seen(one.ids[part], one.trained[part]), trainer._tokenizer)
+        _unended(LossTokens(one.ids[part], one.trained[part]), trainer._tokenizer)
         for one in said
         for part in (slice(limit), slice(max(0, len(one.ids) - limit), None))
     ]
@@ -209,7 +213,7 @@ def _compare(trainer: Any, rows: list[dict[str, Any]], said: list[Seen], seen: l
         )
 
 
-def _unended(one: Seen, tokenizer: Any) -> Seen:
+def _unended(one: LossTokens, tokenizer: Any) -> LossTokens:
     """Without the end token, and white space, at its end."""
     size = len(one.ids)
     while size and (
@@ -217,7 +221,7 @@ def _unended(one: Seen, tokenizer: Any) -> Seen:
         or not tokenizer.decode([one.ids[size - 1]]).strip()
     ):
         size -= 1
-    return Seen(one.ids[:size], one.trained[:size])
+    return LossTokens(one.ids[:size], one.trained[:size])
 
 
 def _has(key: str) -> Any:
@@ -250,7 +254,7 @@ def _evaluating(trainer: Any) -> Iterator[None]:
     vars(trainer).update(kept)
 
 
-def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[Seen]:
+def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[LossTokens]:
     """Sequences that reach the loss, of rows that the trainer has prepared."""
     from accelerate.utils import send_to_device
 
@@ -298,7 +302,7 @@ def _as_noise(backbone: nn.Module, calls: list[tuple[dict[str, Any], Tensor]]) -
         yield
 
 
-def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Seen]:
+def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[LossTokens]:
     """Sequences of one call: rows without padding, and documents of a row that has several."""
     ids, counts = inputs["input_ids"].cpu(), gradient.abs().amax(-1).gt(0).cpu()
     mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -315,7 +319,7 @@ def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Seen]:
                 counts[row, begin:end][whole[begin:end]],
             )
             if own.numel():
-                yield Seen(tuple(own.tolist()), (False, *on[:-1].tolist()))
+                yield LossTokens(tuple(own.tolist()), (False, *on[:-1].tolist()))
 
 
 # --------------------------------------------------------------------------- behind padding
