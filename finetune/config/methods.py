@@ -68,6 +68,11 @@ class Method:
     prompts_train: bool = False
 
     @property
+    def key(self) -> str:
+        """What chooses it, as typed."""
+        return f"train.method={self.name}"
+
+    @property
     def rewarded(self) -> bool:
         """True if `train.reward_funcs` judges what the model writes."""
         return self.judged == REWARD

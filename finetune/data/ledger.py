@@ -13,6 +13,7 @@ stream, and of large files before a run, a sample is counted.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import shlex
 from collections import Counter
@@ -31,6 +32,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 from trl.data_utils import is_conversational
 
+from finetune.config.methods import METHODS, Method
 from finetune.config.sft import REFUSALS, refused
 from finetune.data.both_labels import order_seed
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
@@ -229,7 +231,7 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
         DataError: an id that the embedding does not have.
     """
     mode = getattr(args, "truncation_mode", "keep_start")
-    limit, at_start = args.max_length, mode == "keep_start" or packing
+    limit, at_start = getattr(args, "max_length", None), mode == "keep_start" or packing
     splits = packing and args.packing_strategy in SPLITTING
     # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
     stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -313,25 +315,28 @@ class Accounted(Trainer):
 
     Attributes:
         vocabulary: tokens of the model; without one, more than there can be.
-        given: rows as they were given, before the trainer's own preparation.
+        method: that of `train.method`.
+        given: training rows as they were given, before the trainer's own preparation.
         only_answers: of messages, only the assistant's turns are trained on.
         embedding_learning_rate: that of embeddings and output head, where it is another one.
     """
 
-    ledgers: dict[str, Ledger]
-    given: dict[str, Any] | None = None
+    method: Method = METHODS["sft"]
+    given: Any = None
     vocabulary: int = UNKNOWN
     only_answers: bool = False
     embedding_learning_rate: float | None = None
-    writes = scores = prompts_train = is_text = False
-    named = "train.method"
+
+    @functools.cached_property
+    def ledgers(self) -> dict[str, Ledger]:
+        return {}
 
     def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
         """Some of the given rows, prepared as those that are trained on, none of them packed."""
         raise NotImplementedError
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
-        self.given = self.given or {"train": kwargs["train_dataset"]}
+        self.given = kwargs["train_dataset"] if self.given is None else self.given
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = getattr(args, "assistant_only_loss", False)
         # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the
@@ -480,7 +485,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         formatting_func: Any, dataset_name: str,
     ) -> Any:  # fmt: skip
         """TRL's preparation, with rows that begin and end once, counted half-way."""
-        prepare, ledgers = super()._prepare_dataset, self.__dict__.setdefault("ledgers", {})
+        prepare = super()._prepare_dataset
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         held, row = isinstance(dataset, Dataset), next(iter(dataset))
@@ -531,7 +536,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
             args = copy.copy(args)
             args.max_length = length
             done = prepare(tokenized, processing_class, args, packing, None, dataset_name)
-        ledgers[dataset_name] = replace(
+        self.ledgers[dataset_name] = replace(
             found,
             bins=len(done) if packing else None,
             max_length=args.max_length,

@@ -87,9 +87,9 @@ def _begin(turns: list[Any], place: int, whole: str, render: Render) -> int:
         return len(asked)
     other = render([*turns[:place], {"role": "assistant", "content": "."}])
     if not place:  # nothing asks for it
-        return _shared(whole, other)
-    begin = _shared(asked, whole, other)
-    if begin < _shared(asked, render(turns[:place])):
+        return shared(whole, other)
+    begin = shared(asked, whole, other)
+    if begin < shared(asked, render(turns[:place])):
         raise BadRowError(
             "the chat template prints what stands before an answer in two ways: "
             f"{asked[begin:][:40]!r} when it asks for it, {whole[begin:][:40]!r} when it is there"
@@ -97,7 +97,7 @@ def _begin(turns: list[Any], place: int, whole: str, render: Render) -> int:
     return begin
 
 
-def _shared(*texts: Any) -> int:
+def shared(*texts: Any) -> int:
     """Number of characters, or of tokens, that all begin with."""
     columns = enumerate(zip(*texts, strict=False))
     return next((i for i, column in columns if len({*column}) > 1), min(map(len, texts)))
@@ -170,7 +170,7 @@ def as_trained(
     ids = tokenizer(text if text.endswith(end) else text + end)["input_ids"]
     begin = 0
     if "prompt" in row and completion_only:
-        begin = _shared(tokenizer(row["prompt"])["input_ids"], ids)
+        begin = shared(tokenizer(row["prompt"])["input_ids"], ids)
     cut = once(
         {"input_ids": ids, "labels": [*(MASKED for _ in ids[:begin]), *ids[begin:]]}, tokenizer
     )

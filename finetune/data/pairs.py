@@ -43,53 +43,39 @@ ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 def trainer_of(method: Method) -> type[Accounted]:
     """TRL's trainer of a method, with ledgers."""
     kind = method.trainer_class
-    own = {
-        "named": f"train.method={method.name}",
-        "writes": method.writes,
-        "is_text": method.is_text,
-        "scores": method.head == "score",
-        "prompts_train": method.prompts_train,
-    }
     if issubclass(kind, SFTTrainer):
-        return type(AccountedTrainer.__name__, (AccountedTrainer,), own)
+        return type(AccountedTrainer.__name__, (AccountedTrainer,), {"method": method})
     ordered = (BothLabels,) if "unpaired" in method.rows else ()
-    return type(f"Accounted{kind.__name__}", (*ordered, AccountedPairs, kind), own)
+    return type(f"Accounted{kind.__name__}", (*ordered, AccountedPairs, kind), {"method": method})
 
 
 class AccountedPairs(Accounted):
     """Mixin of a trainer that prepares its rows itself, or reads them as they are."""
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
-        self._tokenizer, self.ledgers = kwargs["processing_class"], {}
-        prepares = hasattr(super(), "_prepare_dataset")
-        if not prepares:
+        self._tokenizer = kwargs["processing_class"]
+        start = self._tokenizer.bos_token
+        if not hasattr(super(), "_prepare_dataset"):
             for name in ("train", "eval"):
                 if isinstance(rows := kwargs[f"{name}_dataset"], Dataset):
                     done = self._prepare_dataset(rows, self._tokenizer, args, name)
                     kept = done.select_columns(rows.column_names)
-                    self.given = (self.given or {}) | {name: kept}
-                    if not self.writes:
+                    if name == "train":
+                        self.given = kept
+                    if not self.method.writes:
                         kept = kept.map(
                             partial(_as_text, self._tokenizer),
                             remove_columns=kept.column_names,
                             features=TEXTS,
                         )
                     kwargs[f"{name}_dataset"] = kept
-        first, start = next(iter(kwargs["train_dataset"])), self._tokenizer.bos_token
-        if not prepares and not self.writes and not self._begins(first, start):
-            self._tokenizer.bos_token = None  # ORPO puts it before texts that have none
+            begins = self._tokenizer("")["input_ids"][:1] == [self._tokenizer.bos_token_id]
+            if not self.method.writes and not begins:
+                self._tokenizer.bos_token = None  # ORPO puts it before texts that have none
         try:
             super().__init__(model=model, args=args, **kwargs)
         finally:
             self._tokenizer.bos_token = start
-
-    def _begins(self, row: dict[str, Any], start: str | None) -> bool:
-        """True if a row of text begins with the tokenizer's start token, or is given it."""
-        prompt = row["prompt"]
-        if start is None or not isinstance(prompt, str) or prompt.startswith(start):
-            return True
-        ids = self._tokenizer(prompt)["input_ids"]
-        return ids[:1] == [self._tokenizer.bos_token_id]
 
     def compute_loss_context_manager(self) -> Any:
         """Autocast around the loss as around the model's forward.
@@ -110,7 +96,6 @@ class AccountedPairs(Accounted):
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """A row for each answer."""
         state: Any = self
-        state.__dict__.setdefault("ledgers", {})
         state.calculate_KL = False  # of KTO: no rows for its estimate
         state.desirable_weight = state.undesirable_weight = 1.0
         return _sequences(self._prepare_dataset(rows, self._tokenizer, args, name))
@@ -121,7 +106,7 @@ class AccountedPairs(Accounted):
         try:
             if hasattr(above, "_prepare_dataset"):
                 done = above._prepare_dataset(dataset, processing_class, args, name)
-            elif not self.writes:  # ORPO would keep rows without an answer
+            elif not self.method.writes:  # ORPO would keep rows without an answer
                 like: Any = SimpleNamespace(**vars(args), truncation_mode="keep_start")
                 trainer: Any = self
                 done = DPOTrainer._prepare_dataset(trainer, dataset, processing_class, like, name)
@@ -143,13 +128,10 @@ class AccountedPairs(Accounted):
                 why="rows of which no answer lies within it are left out",
                 fix=f"train.max_length={4 * int(limit or 256)}; or null: nothing is cut",
             )
-        like = SimpleNamespace(
-            max_length=limit, truncation_mode=getattr(args, "truncation_mode", "keep_start")
-        )
         found = account(
-            _sequences(done), like, self._tokenizer, packing=False, vocabulary=self.vocabulary
+            _sequences(done), args, self._tokenizer, packing=False, vocabulary=self.vocabulary
         )
-        if found.never_ends and found.trained and name == "train" and not self.scores:
+        if found.never_ends and found.trained and name == "train" and self.method.head != "score":
             raise endless(self._tokenizer, done[0])
         dropped, answers = given - len(done), found.rows // len(done)
         return replace(
@@ -182,11 +164,14 @@ def asked(tokenizer: Any, row: dict[str, Any], args: Any) -> dict[str, Any]:
     """Token ids of a prompt alone, under the template's arguments of all rows and of this one."""
     if isinstance(row["prompt"], str):
         return {"prompt_ids": tokenizer(row["prompt"])["input_ids"]}
-    own = (getattr(args, "chat_template_kwargs", None) or {}) | (
-        row.get("chat_template_kwargs") or {}
+    found = tokenizer.apply_chat_template(
+        row["prompt"],
+        add_generation_prompt=True,
+        return_dict=True,
+        tools=row.get("tools") or None,
+        **(getattr(args, "chat_template_kwargs", None) or {})
+        | (row.get("chat_template_kwargs") or {}),
     )
-    turns = {"add_generation_prompt": True, "return_dict": True, "tools": row.get("tools") or None}
-    found = tokenizer.apply_chat_template(row["prompt"], **turns, **own)
     return {"prompt_ids": found["input_ids"]}
 
 

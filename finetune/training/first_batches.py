@@ -23,25 +23,26 @@ alone and in one batch. Where that differs, positions are made of the mask, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from finetune.data.both_labels import BothLabels
 from finetune.data.ledger import Accounted
-from finetune.data.masks import MASKED, as_trained
+from finetune.data.masks import MASKED, as_trained, shared
 from finetune.errors import ConfigError, DataError
 from finetune.logging import counting_rows, output
-from finetune.precision.convert import conversion_of
 from finetune.precision.layers import without_adapters
 from finetune.training import session
+from finetune.training.isolation import in_high_precision
+from finetune.training.replacing import replaced
 from finetune.training.samples import undisturbed
 
 LOOKED_AT, SHAPES = 256, 8
@@ -52,12 +53,8 @@ EXACT, ROUNDED = 1e-3, 0.05
 """Scores of a prompt may differ by this part of the largest one: in float32, in 16 bits."""
 
 
-@dataclass(frozen=True)
-class LossTokens:
-    """One sequence: its token ids, and for each whether it has a part in the loss."""
-
-    ids: tuple[int, ...]
-    trained: tuple[bool, ...]
+Tokens = tuple[tuple[int, bool], ...]
+"""One sequence: its token ids, and for each whether it has a part in the loss."""
 
 
 def check_first_batches(trainer: Any) -> None:
@@ -73,38 +70,38 @@ def check_first_batches(trainer: Any) -> None:
         DataError: other tokens reach the loss, or others are trained on, than the rows say.
         ConfigError: a prompt is scored otherwise behind padding than alone.
     """
-    given = trainer.given["train"] if isinstance(trainer, Accounted) and trainer.given else None
+    given = trainer.given if isinstance(trainer, Accounted) else None
     if not isinstance(given, Dataset) or "input_ids" in given.column_names:
         return
     _refuse_one_label(trainer)
     picked = different(given)
     rows = [dict(given[index]) for index in picked]
-    if trainer.writes:
+    if trainer.method.writes:
+        from finetune.data.pairs import asked
+
         first = map(dict, itertools.islice(given, LOOKED_AT))
         rows.append(max(first, key=lambda row: len(str(row["prompt"]))))
-        prompts = [row["prompt"] for row in rows]
-        read = [tuple(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+        read = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
         for row, ids in zip(rows, read, strict=True):
-            _compare(
-                trainer, [row], [_prompt(row, trainer)], [LossTokens(ids, (False,) * len(ids))]
-            )
+            said = asked(trainer._tokenizer, row, trainer.args)["prompt_ids"]
+            _compare(trainer, [row], [_untrained(said)], [_untrained(ids)])
         with _evaluating(trainer):
-            _score_alike(trainer, sorted({*read}, key=len))
+            _score_alike(trainer, sorted(read, key=len))
         return
     if getattr(trainer.args, "precompute_ref_log_probs", False):
         return  # its loss takes scores of a reference, which noise has none of
-    expected = [list(_expected(row, trainer)) for row in rows]
+    expected = [one for row in rows for one in _expected(row, trainer)]
     with counting_rows(output(quiet=True), "looking at the first rows"):
         prepared = trainer.prepared(given, picked)
     with _evaluating(trainer):
         seen = list(_seen(trainer, prepared))
-    _compare(trainer, rows, [one for each in expected for one in each], seen)
+    _compare(trainer, rows, expected, seen)
 
 
 def _refuse_one_label(trainer: Any) -> None:
     """Refuse labelled rows of which the trainer would read one label alone for long."""
     rows = trainer.train_dataset
-    if not isinstance(rows, Dataset) or not isinstance(trainer, BothLabels):
+    if not isinstance(rows, Dataset) or "unpaired" not in trainer.method.rows:
         return
     with undisturbed(trainer.model):
         first = list(itertools.islice(trainer._get_train_sampler(), ONE_LABEL))
@@ -112,7 +109,7 @@ def _refuse_one_label(trainer: Any) -> None:
     if len(labels) < 2 and len(first) == ONE_LABEL:
         raise DataError(
             f"the first {ONE_LABEL} rows that are read have the label {str(*labels).lower()}",
-            where=trainer.named,
+            where=trainer.method.key,
             why="labelled rows are read in order, and those of the other label come behind them",
             fix="~train.train_sampling_strategy",
         )
@@ -123,19 +120,13 @@ def different(rows: Dataset) -> list[int]:
 
     The shortest of the first ones stands for each, so that few tokens are computed.
     """
-    first = [dict(row) for row in itertools.islice(rows, LOOKED_AT)]
     found: dict[Any, tuple[int, int]] = {}
-    for index, row in enumerate(first):
+    for index, row in enumerate(map(dict, itertools.islice(rows, LOOKED_AT))):
         turns = [turn for value in row.values() if isinstance(value, list) for turn in value]
-        keys = {
-            (turn.get("role"), key)
-            for turn in turns
-            if isinstance(turn, dict)
-            for key in turn
-            if turn[key]
-        }
-        there = (key for key in row if row[key] not in (None, [], {}, ""))
-        shape = (*sorted(there), *sorted(map(str, keys)))
+        turns = [turn for turn in turns if isinstance(turn, dict)]
+        keys = {str((turn.get("role"), key)) for turn in turns for key in turn if turn[key]}
+        there = {key for key in row if row[key] not in (None, [], {}, "")}
+        shape = (*sorted(there), *sorted(keys))
         found[shape] = min(found.get(shape, (1 << 60, 0)), (len(str(row)), index))
     return sorted(index for _, index in list(found.values())[:SHAPES])
 
@@ -143,94 +134,78 @@ def different(rows: Dataset) -> list[int]:
 # ------------------------------------------------------------------------------ what the rows say
 
 
-def _expected(row: dict[str, Any], trainer: Any) -> Iterator[LossTokens]:
+def _expected(row: dict[str, Any], trainer: Any) -> Iterator[Tokens]:
     """Sequences of a row as the template prints them, an answer each."""
-    tokenizer = trainer._tokenizer
     asked = {key: row[key] for key in ("prompt", "tools", "chat_template_kwargs") if key in row}
     answers = [key for key in ("chosen", "rejected") if key in row]
     parts = [{**asked, "completion": row[key]} for key in answers] or [row]
-    only = trainer.only_answers or getattr(trainer, "completion_only_loss", True)
-    found = [
-        one for part in parts for one in as_trained(part, tokenizer, completion_only=bool(only))
-    ]
-    masks = [[label != MASKED for label in labels] for _, labels in found]
-    if not trainer.is_text:  # what both answers begin with is their prompt's; all behind it counts
-        begin = min(mask.index(True) for mask in masks)
-        masks = [[place >= begin for place in range(len(mask))] for mask in masks]
-    for number, ((ids, _), mask) in enumerate(zip(found, masks, strict=True)):
-        if trainer.scores:
-            mask = [False] * len(ids)
-        elif trainer.prompts_train and number == 0:
-            mask = [True] * len(ids)
-        yield LossTokens(tuple(ids), (False, *mask[1:]))  # nothing foresees a first token
+    only = bool(trainer.only_answers or getattr(trainer, "completion_only_loss", True))
+    each = partial(as_trained, tokenizer=trainer._tokenizer, completion_only=only)
+    found = [(ids, np.asarray(labels) != MASKED) for part in parts for ids, labels in each(part)]
+    if not trainer.method.is_text:  # what both answers begin with is their prompt's; all behind
+        begin = min(mask.argmax() for _, mask in found)  # it counts
+        for _, mask in found:
+            mask[begin:] = True
+    if trainer.method.prompts_train:
+        found[0][1][:] = True
+    yield from (tuple(zip(ids, mask.tolist(), strict=True)) for ids, mask in found)
 
 
-def _prompt(row: dict[str, Any], trainer: Any) -> LossTokens:
-    from finetune.data.pairs import asked
-
-    ids = asked(trainer._tokenizer, row, trainer.args)["prompt_ids"]
-    return LossTokens(tuple(ids), (False,) * len(ids))
+def _untrained(ids: Sequence[int]) -> Tokens:
+    return tuple((token, False) for token in ids)
 
 
 def _compare(
-    trainer: Any, rows: list[dict[str, Any]], said: list[LossTokens], seen: list[LossTokens]
+    trainer: Any, rows: list[dict[str, Any]], said: list[Tokens], seen: list[Tokens]
 ) -> None:
     """Raise `DataError` for a sequence that no row's is, ends apart, which the ledger counts."""
-    limit = getattr(trainer.args, "max_length", None) or 1 << 60
-    known = [
-        _unended(LossTokens(one.ids[part], one.trained[part]), trainer._tokenizer)
-        for one in said
-        for part in (slice(limit), slice(max(0, len(one.ids) - limit), None))
-    ]
+    method, decode = trainer.method, trainer._tokenizer.decode
+    limit = getattr(trainer.args, "max_length", None)
+    cuts = (slice(limit), slice(limit and -limit, None))
+    parts = [one[cut] for one in said for cut in cuts]
+    # Nothing foresees a first token.
+    known = [_unended(_untrained(x[0][:1]) + x[1:], trainer._tokenizer) for x in parts]
     if not seen:
         raise DataError(
             "nothing of the first rows has a gradient",
-            where=trainer.named,
+            where=method.key,
             fix="look at the rows: python -m finetune data RECIPE --show 5",
         )
     for one in (_unended(one, trainer._tokenizer) for one in seen):
-        if any(one.ids == x.ids and (trainer.scores or one == x) for x in known):
+        ids = _ids(one)
+        if any(one == x or (method.head == "score" and ids == _ids(x)) for x in known):
             continue
-        near = max(known, key=lambda other: _shared(one.ids, other.ids))
-        decode, at = trainer._tokenizer.decode, _shared(one.ids, near.ids)
-        beside = [key for key in ("tools", "chat_template_kwargs") if any(map(_has(key), rows))]
-        if near.ids != one.ids:
+        near = max(known, key=lambda other: shared(ids, _ids(other)))
+        if _ids(near) != ids:
+            at = shared(ids, _ids(near))
             what = "the trainer reads other tokens than the rows have under the chat template"
-            parts = [decode(list(ids[at : at + 12])) or "nothing" for ids in (near.ids, one.ids)]
+            shown = [_ids(x)[at : at + 12] for x in (near, one)]
         else:
             what = "the loss is on other tokens than those that are to be trained on"
-            parts = [
-                decode([i for i, on in zip(x.ids, x.trained, strict=True) if on]) or "nothing"
-                for x in (near, one)
-            ]
+            shown = [[token for token, on in x if on] for x in (near, one)]
+        beside = [key for key in ("tools", "chat_template_kwargs") if any(r.get(key) for r in rows)]
         said_of = f" (the rows have {' and '.join(map(repr, beside))})" if beside else ""
+        due, found = (decode(tokens) or "nothing" for tokens in shown)
         raise DataError(
             what,
-            where=f"{trainer.named} and the first rows{said_of}",
-            why=f"it should be {parts[0]!r:.200}, and is {parts[1]!r:.200}",
+            where=f"{method.key} and the first rows{said_of}",
+            why=f"it should be {due!r:.200}, and is {found!r:.200}",
             fix="leave out a column that this method does not read, take another chat template "
             "(train.chat_template_path), or train.method=sft",
         )
 
 
-def _unended(one: LossTokens, tokenizer: Any) -> LossTokens:
+def _ids(tokens: Tokens) -> list[int]:
+    return [token for token, _ in tokens]
+
+
+def _unended(tokens: Tokens, tokenizer: Any) -> Tokens:
     """Without the end token, and white space, at its end."""
-    size = len(one.ids)
-    while size and (
-        one.ids[size - 1] == tokenizer.eos_token_id
-        or not tokenizer.decode([one.ids[size - 1]]).strip()
+    while tokens and (
+        tokens[-1][0] == tokenizer.eos_token_id or not tokenizer.decode([tokens[-1][0]]).strip()
     ):
-        size -= 1
-    return LossTokens(one.ids[:size], one.trained[:size])
-
-
-def _has(key: str) -> Any:
-    return lambda row: bool(row.get(key))
-
-
-def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+        tokens = tokens[:-1]
+    return tokens
 
 
 # ------------------------------------------------------------------------- what the trainer sees
@@ -241,20 +216,17 @@ def _evaluating(trainer: Any) -> Iterator[None]:
     """High precision, no dropout; the trainer's own metrics are as they were."""
     import copy
 
-    kept = {key: copy.deepcopy(vars(trainer)[key]) for key in vars(trainer) if "metrics" in key}
-    conversion = conversion_of(trainer.model)
+    kept = {key: copy.deepcopy(value) for key, value in vars(trainer).items() if "metrics" in key}
     running = session.in_force()
     with contextlib.ExitStack() as stack:
         if running is not None and running.proof is not None:
             stack.enter_context(running.proof.aside())
-        for engine in conversion.engines if conversion is not None else ():
-            stack.enter_context(engine.computing(low=False))
-        stack.enter_context(undisturbed(trainer.model))
+        stack.enter_context(in_high_precision(trainer.model))
         yield
     vars(trainer).update(kept)
 
 
-def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[LossTokens]:
+def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[Tokens]:
     """Sequences that reach the loss, of rows that the trainer has prepared."""
     from accelerate.utils import send_to_device
 
@@ -269,7 +241,6 @@ def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[LossTokens]:
             for one in filter(None, (model, getattr(trainer, "ref_model", None))):
                 backbone = without_adapters(trainer.accelerator.unwrap_model(one)).base_model
                 stack.enter_context(_as_noise(backbone, calls if one is model else []))
-            stack.enter_context(torch.no_grad())  # up to the states
             stack.enter_context(trainer.compute_loss_context_manager())
             loss = trainer.compute_loss(model, batch)
             states = [states for _, states in calls]
@@ -277,55 +248,47 @@ def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[LossTokens]:
         for (inputs, _), gradient in zip(calls, gradients, strict=True):
             if gradient is not None:  # none of it: what an estimate reads beside
                 found = _sequences(inputs, gradient)
-                yield from (one for one in found if {*one.ids} != {pad})  # fills up a packed row
+                yield from (one for one in found if {*_ids(one)} - {pad})  # fill up a packed row
 
 
 @contextlib.contextmanager
 def _as_noise(backbone: nn.Module, calls: list[tuple[dict[str, Any], Tensor]]) -> Iterator[None]:
     """Layers without gradients, whose states are noise that has one; calls are noted."""
-    signature = inspect.signature(backbone.forward)
+    forward = backbone.forward
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        torch.set_grad_enabled(False)
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        torch.set_grad_enabled(True)  # put back by the `no_grad` around the call
+    @functools.wraps(forward)
+    def noisy(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
         noise = 0.1 * torch.randn(output[0].shape, generator=torch.Generator().manual_seed(0))
-        states = noise.to(output[0]).requires_grad_()
-        calls.append((signature.bind_partial(*args, **kwargs).arguments, states))
-        output.last_hidden_state = states
+        output.last_hidden_state = noise.to(output[0]).requires_grad_()
+        inputs = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+        calls.append((inputs, output.last_hidden_state))
+        return output
 
-    with (
-        backbone.register_forward_pre_hook(before, with_kwargs=True),
-        backbone.register_forward_hook(after, with_kwargs=True),
-    ):
+    with replaced(backbone, "forward", noisy):
         yield
 
 
-def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[LossTokens]:
+def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Tokens]:
     """Sequences of one call: rows without padding, and documents of a row that has several."""
-    ids, counts = inputs["input_ids"].cpu(), gradient.abs().amax(-1).gt(0).cpu()
-    mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
-    for row in range(len(ids)):
-        whole = torch.ones_like(ids[row], dtype=torch.bool)
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:
-            whole = mask[row].cpu().bool()
-        starts = [0]
-        if isinstance(places, Tensor) and places.dim() == 2 and len(ids) == 1:
-            starts = places[0].cpu().eq(0).nonzero().flatten().tolist()
-        for begin, end in itertools.pairwise([*starts, ids.shape[1]]):
-            own, on = (
-                ids[row, begin:end][whole[begin:end]],
-                counts[row, begin:end][whole[begin:end]],
-            )
-            if own.numel():
-                yield LossTokens(tuple(own.tolist()), (False, *on[:-1].tolist()))
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    places = inputs.get("position_ids")
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        mask = torch.ones_like(ids)
+    starts = list[int]()
+    if isinstance(places, Tensor) and places.dim() == 2 and len(ids) == 1:
+        starts = places[0].eq(0).nonzero().flatten().tolist()
+    for row in zip(ids, mask.bool(), gradient.abs().amax(-1).gt(0), strict=True):
+        for own, whole, on in zip(*(x.cpu().tensor_split(starts) for x in row), strict=True):
+            counts = (False, *on[whole][:-1].tolist())
+            yield tuple(zip(own[whole].tolist(), counts, strict=False))
 
 
 # --------------------------------------------------------------------------- behind padding
 
 
-def _score_alike(trainer: Any, prompts: list[tuple[int, ...]]) -> None:
+def _score_alike(trainer: Any, prompts: list[list[int]]) -> None:
     """Make positions of the mask where a prompt is scored otherwise behind padding than alone."""
     if len(prompts) < 2 or len(prompts[0]) == len(prompts[-1]):
         return
@@ -340,7 +303,7 @@ def _score_alike(trainer: Any, prompts: list[tuple[int, ...]]) -> None:
             return
     raise ConfigError(
         f"{type(model).__name__} scores a prompt otherwise behind padding than alone",
-        where=trainer.named,
+        where=trainer.method.key,
         why="prompts stand on the right of a batch, and its layers read what stands before them: "
         f"the scores of a prompt changed by {changed():.0%} of the largest",
         fix="train.per_device_train_batch_size=1 train.num_generations=1 pads nothing where the "
@@ -357,19 +320,20 @@ def place_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
     return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 
 
-def _change(trainer: Any, short: tuple[int, ...], long: tuple[int, ...]) -> float:
+def _change(trainer: Any, short: list[int], long: list[int]) -> float:
     """Change of a short prompt's scores behind padding: the largest, as a part of all."""
     from accelerate.utils import send_to_device
+    from trl.trainer.utils import pad
 
-    pad, gap = trainer._tokenizer.pad_token_id, len(long) - len(short)
-    ids = torch.tensor([[pad] * gap + list(short), long])
-    mask = torch.ones_like(ids)
-    mask[0, :gap] = 0
-    one = {"input_ids": ids[:1, gap:], "attention_mask": mask[:1, gap:]}
-    both = {"input_ids": ids, "attention_mask": mask}
+    rows = [torch.tensor(row) for row in (short, long)]
+    both = {
+        "input_ids": pad(rows, trainer._tokenizer.pad_token_id, "left"),
+        "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left"),
+    }
+    gap = len(long) - len(short)
     with torch.no_grad():
         alone, beside = (
             trainer.model(**send_to_device(batch, trainer.accelerator.device)).logits[0]
-            for batch in (one, both)
+            for batch in ({key: value[:1, gap:] for key, value in both.items()}, both)
         )
     return float((alone - beside[gap:]).float().abs().max() / alone.float().abs().max())

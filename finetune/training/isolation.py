@@ -21,10 +21,11 @@ CPU do not differ at all.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.precision.convert import conversion_of
@@ -51,13 +52,10 @@ def refuse_leaks(trainer: Any) -> None:
     """
     if not getattr(trainer, "padding_free", False):
         return
-    conversion = conversion_of(trainer.model)
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     name = type(model).__name__
     with contextlib.ExitStack() as stack:
-        for engine in conversion.engines if conversion is not None else ():
-            stack.enter_context(engine.computing(low=False))
-        stack.enter_context(undisturbed(trainer.model))
+        stack.enter_context(in_high_precision(trainer.model))
         stack.enter_context(torch.no_grad())
         try:
             change = _change(trainer, packed=True)
@@ -70,6 +68,17 @@ def refuse_leaks(trainer: Any) -> None:
         why = "its masks or states know no boundaries: other tokens in the first of two documents "
         why += f"changed the logits of the second by {change:.2g}"
         raise _refusal(f"{name} lets the documents of a packed row see each other", why)
+
+
+@contextlib.contextmanager
+def in_high_precision(model: nn.Module) -> Iterator[None]:
+    """An evaluation in high precision, whatever `precision.eval` says."""
+    conversion = conversion_of(model)
+    with contextlib.ExitStack() as stack:
+        for engine in conversion.engines if conversion is not None else ():
+            stack.enter_context(engine.computing(low=False))
+        stack.enter_context(undisturbed(model))
+        yield
 
 
 def _refusal(what: str, why: str) -> ConfigError:

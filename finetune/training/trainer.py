@@ -339,7 +339,7 @@ class _Run:
         self.timer.trainer = self.trainer
         self.ledgers = dict(self.trainer.ledgers)
         if self.rows.sample is not None:
-            self.trainer.given["train"] = self.rows.sample
+            self.trainer.given = self.rows.sample
         if self.rows.sample is None:
             found = self.ledgers["train"]
             ours = {"refused": self.rows.refused, "in_eval": self.rows.shared}

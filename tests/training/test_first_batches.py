@@ -86,7 +86,7 @@ def test_tools_and_thoughts_reach_the_loss(method, look, tmp_path):
     shapes = [shape for name, shape in shapes_of("qwen3").items() if name != "plain"]
     rows = [row_of(shapes[i % len(shapes)], method, good=i % 8 < 4) for i in range(24)]
     trainer = look(method, rows, f"model.name={model}", "train.max_length=2048")
-    assert len(different(trainer.given["train"])) == len(shapes), "each is looked at"
+    assert len(different(trainer.given)) == len(shapes), "each is looked at"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_prompts_behind_padding_are_scored_as_alone(look, tmp_path):
     trainer = look("distill", rows, *name)
     trainer.model.eval()
     short, long = (trainer._tokenize_prompts([row["prompt"]])[0][0] for row in rows[:2])
-    assert first_batches._change(trainer, tuple(short), tuple(long)) < first_batches.ROUNDED
+    assert first_batches._change(trainer, list(short), list(long)) < first_batches.ROUNDED
     with unrepaired(), pytest.raises(ConfigError, match="otherwise behind padding"):
         look("distill", rows, *name)
 
