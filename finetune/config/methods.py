@@ -218,6 +218,11 @@ def method_of(train: Mapping[str, Any], where: str = "train.method") -> Method:
     )
 
 
+def method_in(config: Mapping[str, Any]) -> Method:
+    """The method of a recipe as plain data, of whatever version; `sft` where none is known."""
+    return METHODS.get(str((config.get("train") or {}).get("method")), METHODS["sft"])
+
+
 def arguments(method: Method) -> tuple[str, ...]:
     """Keys that the `train` section takes: those of TRL's configuration, and ours."""
     import dataclasses

@@ -71,11 +71,22 @@ def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
     prepared = trainer.counts(held, args, "train")
     if rows.eval is not None:
         trainer.counts(rows.eval, args, "eval")
-    ledgers, sampled = trainer.ledgers, rows.sampled
+    own = whole_ledger(trainer.ledgers["train"], rows, args, method)
+    return CountedRows(rows, prepared, trainer.ledgers | {"train": own}, tokenizer, args)
+
+
+def whole_ledger(found: Ledger, rows: Rows, args: Any, method: Method) -> Ledger:
+    """A ledger of training rows with those that the trainer has not seen, or leaves out.
+
+    A trainer whose batches are of whole groups of answers leaves out what fills none.
+    """
+    sampled, left_out = rows.sampled, 0
     if rows.sample is not None:
-        sampled = len(held) + rows.refused
-    more = {"refused": rows.refused, "sampled": sampled, "in_eval": rows.shared}
-    ledgers["train"] = replace(ledgers["train"], **more)
+        sampled = len(rows.sample) + rows.refused
     if method.writes:
-        ledgers["train"] = ledgers["train"].of_prompts(args)
-    return CountedRows(rows, prepared, ledgers, tokenizer, args)
+        batch = getattr(args, "generation_batch_size", None)
+        if batch is None:  # of distillation, that of a step
+            batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        left_out = (found.rows - found.dropped) % (batch // getattr(args, "num_generations", 1))
+    facts = {"refused": rows.refused, "in_eval": rows.shared}
+    return replace(found, **facts, sampled=sampled, left_out=left_out)

@@ -205,14 +205,6 @@ class Ledger:
         if self.pad_is_stop and not what:
             yield False, "padding is the end-of-text token; only padding is masked, not ends"
 
-    def of_prompts(self, args: Any) -> Ledger:
-        """With the rows that a trainer leaves out whose batches are of whole groups of answers."""
-        batch = getattr(args, "generation_batch_size", None)
-        if batch is None:  # of distillation, that of a step
-            batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        prompts = batch // getattr(args, "num_generations", 1)
-        return replace(self, left_out=(self.rows - self.dropped) % prompts)
-
     def as_json(self) -> dict[str, Any]:
         """For the receipt."""
         facts = {"trained_share": self.share, "packing_efficiency": self.efficiency}

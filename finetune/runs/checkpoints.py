@@ -28,7 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from finetune.config.methods import METHODS, Method
+from finetune.config.methods import Method, method_in
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError
 from finetune.runs.folder import Run, finite, json_of
@@ -88,8 +88,7 @@ class Checkpoint:
     @property
     def method(self) -> Method:
         """The method of its run; SFT where nothing says so."""
-        train = (self.manifest.get("config") or {}).get("train") or {}
-        return METHODS.get(str(train.get("method")), METHODS["sft"])
+        return method_in(self.manifest.get("config") or {})
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -100,7 +99,8 @@ class Checkpoint:
     @property
     def rank(self) -> float:
         """Lower is better: the eval loss of its own step, or minus the reward; infinite of none."""
-        key, sign = self.columns[1], -1 if self.method.evaluated.rises else 1
+        measure = self.method.evaluated
+        key, sign = measure.columns[0], -1 if measure.rises else 1
         own = (finite(row.get(key)) for row in self.log if row.get("step") == self.step)
         return next((sign * value for value in own if value is not None), math.inf)
 

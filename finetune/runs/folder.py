@@ -34,7 +34,7 @@ from types import UnionType
 from typing import Any
 
 from finetune.config.measures import MEASURES
-from finetune.config.methods import METHODS, Method
+from finetune.config.methods import Method, method_in
 from finetune.config.paths import recipe_of
 from finetune.config.secrets import redacted
 from finetune.config.yaml import parse_yaml, plain_data, read_text
@@ -269,7 +269,7 @@ class Run:
     @property
     def method(self) -> Method:
         """Its training method; SFT where that is of another version."""
-        return METHODS.get(str(self.config.get("train", {}).get("method")), METHODS["sft"])
+        return method_in(self.config)
 
     @property
     def scores(self) -> dict[str, float]:

@@ -113,7 +113,7 @@ class OneRun:
             OrderError: it has trained, or another trainer or set-up took its place.
             FinetuneError: what ended the run.
         """
-        if self.began and self.run.output is None and session.in_force() is self.run.session:
+        if self.began and session.in_force() is self.run.session:
             inner: Any = super()
             return inner.train(resume_from_checkpoint=resume_from_checkpoint)
         with speaks():

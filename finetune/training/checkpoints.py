@@ -162,9 +162,7 @@ class CheckpointKeeper(TrainerCallback):
     def _delete_older(self, folder: Path, limit: int | None) -> None:
         """Delete what is not kept, renamed before: one half deleted is none that could be taken."""
         saved = [Checkpoint(path) for path in checkpoints_in(folder).values()]
-        early = (one for one in saved[:-1] if one.folder.name == self._early)
-        doomed = [one for one in early if not one.is_kept]
-        self._early = self._early if not doomed else None
+        doomed = [one for one in saved[:-1] if one.folder.name == self._early and not one.is_kept]
         saved = [one for one in saved if one not in doomed]
         if self.kept.keep_last is not None:
             doomed += superfluous(saved, self.kept.keep_last, self.kept.keep_best)
@@ -206,6 +204,10 @@ class CheckpointKeeper(TrainerCallback):
             _to_disk(inside)
 
 
+DAMAGED = (OSError, ValueError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
+"""What reading a damaged file raises."""
+
+
 def unreadable(folder: Path) -> str:
     """Why the files of a checkpoint could not be read; empty if they can.
 
@@ -221,14 +223,7 @@ def unreadable(folder: Path) -> str:
             elif file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
                     pass
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            EOFError,
-            SafetensorError,
-            UnpicklingError,
-        ) as error:
+        except DAMAGED as error:
             return f"{file.name} cannot be read, it is damaged: {first_line(error)}"
         if found:
             return f"{file.name} holds more than tensors and numbers: {', '.join(found)}"

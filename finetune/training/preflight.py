@@ -296,7 +296,8 @@ def _check_routers(config: RunConfig, model: Any) -> None:
     """
     train = config.train
     settings = train.get("gradient_checkpointing_kwargs") or {}
-    if not (train.get(CHECKPOINTING, True) and settings.get("use_reentrant")):
+    on = train.get(CHECKPOINTING, getattr(method_of(train).config_class, CHECKPOINTING))
+    if not (on and settings.get("use_reentrant")):
         return
     text, weight = model.config.get_text_config(), train.get("router_aux_loss_coef")
     weight = getattr(text, "router_aux_loss_coef", 0.0) if weight is None else weight

@@ -26,6 +26,7 @@ from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.fingerprint import fingerprint
 from finetune.runs.folder import finite, json_of
 from finetune.training.rewards import code_of, reward_names
+from finetune.training.schedule import BATCH
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -112,13 +113,11 @@ def model_files(config: RunConfig) -> dict[str, Any]:
     train, method = config.train, method_of(config.train)
     again = config.lora is not None or method.reference or method.rewarded
     found = _of_folder("model", config.model.name, weights=again)
-    if method.rewarded:
-        names = reward_names(train.get(REWARDS) or ())
-        for name in names:
-            found |= _of_folder(f"train.{REWARDS}", name, weights=True)
-        for file in code_of(names):
-            key = f"train.{REWARDS}.{file.name}"  # of two files of a name: both
-            found[key] = found.get(key, "") + fingerprint([file])[:SHOWN]
+    for name in reward_names(train):
+        found |= _of_folder(f"train.{REWARDS}", name, weights=True)
+    for file in code_of(reward_names(train)):
+        key = f"train.{REWARDS}.{file.name}"  # of two files of a name: both
+        found[key] = found.get(key, "") + fingerprint([file])[:SHOWN]
     for key in (TEACHER, TEMPLATE):
         if name := train.get(key):
             found |= _of_folder(f"train.{key}", name, weights=key == TEACHER)
@@ -126,7 +125,7 @@ def model_files(config: RunConfig) -> dict[str, Any]:
 
 
 def _of_folder(key: str, name: str, *, weights: bool) -> dict[str, Any]:
-    """`model_files` of one model, in a folder or in the hub's cache; or of a file alone."""
+    """`model_files` of one model in a folder, or of a file alone."""
     path, found = user_path(name), dict[str, Any]()
     if path.is_file():
         return {f"{key}.{path.name}": fingerprint([path])[:SHOWN]}
@@ -154,22 +153,18 @@ def refuse_other_base(config: RunConfig, weights: Path) -> None:
     held = Checkpoint(weights).manifest or json_of(weights.parent / "receipt.json").get("run") or {}
     began, now = held.get("model_files") or {}, model_files(config)
     parts = ("model.weights", "model.config.json.")
-    changed = [key for key in _differing(began, now) if key.startswith(parts)]
+    changed = {key: pair for key, pair in _changed_keys(began, now) if key.startswith(parts)}
     if config.lora is not None and began and now and changed:  # a folder that is gone is said later
         raise ConfigError(
             "the base of this adapter is not the one that it was trained on",
             where=f"{weights}: model.name={config.model.name}",
             why="; ".join(
-                f"{key}: {_shown(began.get(key))} then, {_shown(now.get(key))} now"
-                for key in changed
+                f"{key}: {_shown(was)} then, {_shown(has)} now"
+                for key, (was, has) in changed.items()
             ),
             fix="put its files back, or write where they are into the run's config.yaml "
             "(model.name); or train again on the new ones",
         )
-
-
-def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return sorted(key for key in before | now if before.get(key) != now.get(key))
 
 
 def facts_of(config: RunConfig, rows: str, processes: int) -> dict[str, Any]:
@@ -200,9 +195,7 @@ def check_resume(
     differing = dict(_changed_keys(began["config"], facts["config"]))
     if began.get("rows") != facts["rows"]:
         differing["data.rows"] = ("the rows it was trained on", "other rows, or another order")
-    before, now = began.get("model_files") or {}, facts["model_files"]
-    for key in _differing(before, now):
-        differing[key] = (before.get(key), now.get(key))
+    differing |= _changed_keys(began.get("model_files") or {}, facts["model_files"])
     if began.get("processes") != facts["processes"]:
         differing["processes"] = (began.get("processes"), facts["processes"])
     if _is_wide(began) and not _is_wide(facts):
@@ -265,11 +258,11 @@ def moved_rows(checkpoint: Checkpoint, facts: dict[str, Any]) -> list[str]:
 
 
 def _rows_of_step(facts: dict[str, Any]) -> int:
-    train = facts["config"]["train"]
-    size = train.get("per_device_train_batch_size") or 8  # as Transformers
-    batch = (facts.get("fitted") or {}).get("batch")  # where rows were few
-    batch = batch or (size, train.get("gradient_accumulation_steps") or 1)
-    return math.prod(batch) * (facts.get("processes") or 1)
+    from transformers import TrainingArguments
+
+    train, fitted = facts["config"]["train"], facts.get("fitted") or {}  # where rows were few
+    asked = [train.get(key) or getattr(TrainingArguments, key) for key in BATCH]
+    return math.prod(fitted.get("batch") or asked) * (facts.get("processes") or 1)
 
 
 def _is_wide(facts: dict[str, Any]) -> bool:

@@ -28,7 +28,7 @@ import reprlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from modulefinder import ModuleFinder
 from pathlib import Path
 from textwrap import shorten
@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerState
 
+from finetune.config.methods import REWARDS
 from finetune.config.paths import user_path
 from finetune.config.section import BUILTIN
 from finetune.data.answers import Answers
@@ -94,13 +95,13 @@ def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
     """The functions of `train.reward_funcs`, checked at each call; reward models by their name.
 
     Args:
-        names: a list, or as typed, `a` or `a,b`.
+        names: as of `reward_names`.
         tokenizer: reads completions as turns where TRL's decoding loses the template's marks.
 
     Raises:
         ConfigError: there is none, or no such function, or its file cannot be run.
     """
-    if not (names := reward_names(names)):
+    if not names:
         raise ConfigError(
             "answers need a reward to be compared by, and none is named",
             where=WHERE,
@@ -111,8 +112,9 @@ def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
     return [_found(name, answers) for name in names]
 
 
-def reward_names(given: Sequence[str]) -> Sequence[str]:
+def reward_names(train: Mapping[str, Any]) -> Sequence[str]:
     """The names in `train.reward_funcs`: a list, or as typed, `a` or `a,b`."""
+    given = train.get(REWARDS) or ()
     return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
 
 
@@ -131,9 +133,8 @@ def code_of(names: Sequence[str]) -> list[Path]:
         folders = [one for root in here for one in Path(root).glob("*") if one.is_dir()]
         plain = [one.name for one in folders if not (one / "__init__.py").exists()]
         finder = ModuleFinder(here, excludes=["finetune", *plain])
-        with contextlib.suppress(
-            OSError, ImportError, SyntaxError, ValueError
-        ):  # said when it runs
+        # What is wrong with it is said when it runs.
+        with contextlib.suppress(OSError, ImportError, SyntaxError, ValueError):
             if beside:
                 finder.run_script(str(place))
             elif module and not name.startswith(BUILTIN):
@@ -206,12 +207,13 @@ def checked(
     def read(prompts: Sequence[Any], completions: Sequence[Any], columns: Any) -> Sequence[Any]:
         if answers is None or not answers.hides or any(isinstance(c, str) for c in completions):
             return completions
-        asked = (rendered(turns, [], answers.tokenizer, **BEGUN) for turns in prompts)
+        begun = {"add_generation_prompt": True}
+        asked = (rendered(turns, [], answers.tokenizer, **begun) for turns in prompts)
         written = zip(completions, asked, columns["completion_ids"], strict=True)
         cut = {"role": "assistant", "content": ""}  # in its thinking: as TRL's own parser has it
         return [[cut | answers.parsed(ids, at)] if len(c) == 1 else c for c, at, ids in written]
 
-    def check(given: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
+    def check(prompts: Sequence[Any], completions: Sequence[Any], given: Any) -> list[float | None]:
         if not hasattr(given, "__len__") or len(given) != len(completions):
             count = len(given) if hasattr(given, "__len__") else f"{given!r}, not a list"
             what = f"the reward {name!r} gave {count} for {len(completions)} completions"
@@ -231,12 +233,12 @@ def checked(
         return found
 
     @contextlib.contextmanager
-    def telling(prompts: Any, completions: Any, columns: Any) -> Iterator[None]:
+    def checking(prompts: Any, completions: Any, columns: Any) -> Iterator[Callable[..., Any]]:
         records = torch.is_grad_enabled()
         if log := columns.get("log_metric"):
             columns["log_metric"] = functools.partial(_logged, log)
         try:
-            yield
+            yield functools.partial(check, prompts, completions)
         except FinetuneError:
             raise
         except (Exception, SystemExit) as error:
@@ -255,23 +257,18 @@ def checked(
     @functools.wraps(function)
     async def later(prompts: Any, completions: Any, **columns: Any) -> Any:
         completions = read(prompts, completions, columns)
-        with telling(prompts, completions, columns):
-            given = await function(prompts=prompts, completions=completions, **columns)
-            found = check(given, prompts, completions)
-        return found
+        with checking(prompts, completions, columns) as rewards:
+            return rewards(await function(prompts=prompts, completions=completions, **columns))
 
     @functools.wraps(function)
     def now(prompts: Any, completions: Any, **columns: Any) -> Any:
         completions = read(prompts, completions, columns)
-        with telling(prompts, completions, columns):
-            given = function(prompts=prompts, completions=completions, **columns)
-            found = check(given, prompts, completions)
-        return found
+        with checking(prompts, completions, columns) as rewards:
+            return rewards(function(prompts=prompts, completions=completions, **columns))
 
     return later if inspect.iscoroutinefunction(function) else now
 
 
-BEGUN = {"add_generation_prompt": True}
 OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """What TRL (1.16) hands to a reward beside the columns of the rows."""
 

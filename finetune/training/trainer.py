@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import sft
-from finetune.config.methods import REWARDS, TEACHER, arguments, method_of
+from finetune.config.methods import TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -64,7 +64,7 @@ from finetune.training.model import (
     teacher_of,
 )
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
-from finetune.training.rewards import code_of, reward_names
+from finetune.training.rewards import RewardWatch, code_of, reward_names, rewards_of
 from finetune.training.run_folder import (
     check_disk,
     discarded_unless_begun,
@@ -242,7 +242,7 @@ class _Run:
             on = config.train[CHECKPOINTING]
             why = "on, memory is too small without" if on else "off, memory is enough without"
             self.console.print(f"gradient checkpointing: {why}")
-        if code := code_of(reward_names(config.train.get(REWARDS) or ())):
+        if code := code_of(reward_names(config.train)):
             self.console.print(whole(f"rewards run the code of {', '.join(map(shown, code))}"))
         for note in filter(None, (*self.notes, stopping(config.train))):
             self.console.print(whole(note), crop=False)
@@ -285,23 +285,22 @@ class _Run:
         from transformers import set_seed
         from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-        from finetune.data.counting import count
+        from finetune.data.counting import count, whole_ledger
         from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar, StepTimer
         from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
         from finetune.training.health.finiteness import refuse_broken_weights
         from finetune.training.health.monitor import HealthMonitor
         from finetune.training.interrupt import GracefulStop
         from finetune.training.memory_meter import MemoryMeter
-        from finetune.training.rewards import RewardWatch
         from finetune.training.samples import SampleWriter
 
         config, console, folder = self.config, self.console, self.folder
-        self.session = session
+        self.session, method = session, method_of(config.train)
         counter = EnergyCounter(session.device.kind)
         label = session.resolution.label
         earlier = history(Checkpoint(self.resume)) if self.resume else ()
         self.metrics = MetricsWriter(folder / "metrics.jsonl", label, counter, earlier)
-        self.bar = ProgressBar(console, self.metrics, method_of(config.train))
+        self.bar = ProgressBar(console, self.metrics, method)
         self.stop = GracefulStop(console)
         self.meter = MemoryMeter(session)
         self.keeper = CheckpointKeeper(
@@ -338,22 +337,18 @@ class _Run:
         self.keeper.take_over(self.trainer)
         self.timer.trainer = self.trainer
         self.ledgers = dict(self.trainer.ledgers)
-        if self.rows.sample is not None:
-            self.trainer.given = self.rows.sample
         if self.rows.sample is None:
-            found = self.ledgers["train"]
-            ours = {"refused": self.rows.refused, "in_eval": self.rows.shared}
-            self.ledgers["train"] = replace(found, **ours)
+            self.ledgers["train"] = whole_ledger(
+                self.ledgers["train"], self.rows, self.trainer.args, method
+            )
         else:
-            self.ledgers["train"] = count(
-                *(self.rows, self.args, self.tokenizer, method_of(config.train))
-            ).ledger
+            self.trainer.given = self.rows.sample
+            counted = count(self.rows, self.trainer.args, self.tokenizer, method)
+            self.ledgers["train"] = counted.ledger
         if new := stop_at(self.trainer.model, self.ledgers["train"].ends):
             names = ", ".join(repr(self.tokenizer.decode([token])) for token in new)
             console.print(f"      answers end with {names}: added to generation_config.json")
         keep_generation(without_adapters(self.trainer.model))
-        if method_of(config.train).writes:
-            self.ledgers["train"] = self.ledgers["train"].of_prompts(self.trainer.args)
         for name, ledger in self.ledgers.items():
             for warns, line in ledger.lines("eval " * (name == "eval")):
                 self._warn(line) if warns else console.print(f"      {line}")
@@ -543,9 +538,7 @@ def make_trainer(
 
     method, beside = method_of(config.train), dict[str, Any]()
     if method.rewarded:
-        from finetune.training.rewards import rewards_of
-
-        beside["reward_funcs"] = rewards_of(config.train.get(REWARDS) or (), tokenizer)
+        beside["reward_funcs"] = rewards_of(reward_names(config.train), tokenizer)
     if TEACHER in arguments(method):
         refuse_other_words(tokenizer, teacher_of(config), f"train.{TEACHER}")
         beside["teacher_model"] = load_model(teacher_of(config), ())

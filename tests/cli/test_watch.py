@@ -93,6 +93,20 @@ def test_at_80_columns_a_row_is_one_line_with_what_its_method_is_judged_by(metho
     assert line.startswith(f"{step} | eval {judged}")
 
 
+def test_a_narrower_line_leaves_out_what_matters_least_first():
+    row = {"loss": 0.5, "kl": 0.1, "grad_norm": 1.5, "learning_rate": 1e-4, "step_seconds": 1.25}
+    row |= {"epoch": 0.07, "tokens_per_s": 12345, "precision": "BF16"}
+    parts = log_line(row, "step 7/12", METHODS["sft"], 40, 1000).split(" | ")
+    left, gone = parts, list[str]()
+    for width in range(120, 0, -1):
+        found = log_line(row, "step 7/12", METHODS["sft"], 40, width).split(" | ")
+        gone += [part for part in left if part not in found]
+        left = found
+    order = ("s/step", "epoch", "lr", "grad_norm", "BF16", "tok/s", "KL", "left", "loss")
+    assert [next(word for word in order if word in part) for part in gone] == [*order]
+    assert left == ["step 7/12"]
+
+
 def test_the_worst_of_a_health_row_is_named(writing, cli):
     folder, rows = writing
     found = cli("watch", folder)

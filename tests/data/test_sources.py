@@ -84,6 +84,12 @@ def test_folders_globs_and_lists_in_the_order_of_their_names(load) -> None:
         load("empty")
 
 
+def test_a_blank_json_file_has_no_rows_and_is_not_called_broken(load) -> None:
+    Path("a.json").write_text(" \n")
+    with pytest.raises(DataError, match=r"a\.json has no rows"):
+        load("a.json")
+
+
 def test_text_tables_and_saved_data_sets(load) -> None:
     Path("a.txt").write_text("One.\n\nTwo.\n")
     assert [row["text"] for row in load("a.txt").train] == ["One.", "Two."]

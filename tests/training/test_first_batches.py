@@ -104,6 +104,11 @@ def test_a_fault_that_is_not_repaired_ends_the_run(method, broken, said, look, t
         look(method, rows, name, "train.max_length=2048")
 
 
+def test_answers_of_which_the_end_is_kept_are_as_the_rows_say(look):
+    """Their first token is one of the answer, and nothing foresees it."""
+    look("dpo", [PAIR] * 8, "train.max_length=3", "train.truncation_mode=keep_end")
+
+
 def test_a_column_that_the_trainer_does_not_read_is_refused(look, tmp_path):
     rows = [{"prompt": ASKED, "tools": shapes_of("qwen3")["tools"]["tools"]}] * 8
     model = model_with("qwen3", tmp_path / "model")

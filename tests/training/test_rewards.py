@@ -15,7 +15,7 @@ from finetune import load_recipe
 from finetune.config.paths import ASSETS
 from finetune.errors import ConfigError, DataError, ProofError
 from finetune.training.hints import hints
-from finetune.training.rewards import EARLY, FLAT, RewardWatch, rewards_of
+from finetune.training.rewards import EARLY, FLAT, RewardWatch, reward_names, rewards_of
 from tests.asset_makers.make_sums import sums
 from tests.data.shapes import tokenizer_of
 from tests.run_folders import trained
@@ -92,7 +92,9 @@ def test_a_reward_reads_content_where_decoding_joins_it_with_thinking(folder):
 
 
 def test_rewards_of_trl_and_reward_models_are_trls(folder):
-    assert rewards_of("think_format_reward, me/model")[1] == "me/model"  # as it is typed
+    assert (
+        rewards_of(reward_names({"reward_funcs": "think_format_reward, me/model"}))[1] == "me/model"
+    )  # as it is typed
 
 
 @pytest.mark.parametrize(
