@@ -107,7 +107,8 @@ class PrecisionConfig(Section):
     )
     backend: Literal["auto", BackendName] = Field(
         default="auto",
-        description="engine; `auto` takes Transformer Engine or torchao on an FP8 GPU",
+        description="engine; `auto` takes the fastest that has the scaling on an FP8 GPU: torchao, "
+        "else Transformer Engine",
     )
     scaling: Scaling = Field(
         default="tensorwise",
@@ -205,7 +206,7 @@ class PrecisionConfig(Section):
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="`torch.compile` of each decoder layer; `auto`: with torchao on a GPU, where "
-        "casts are slow unless fused",
+        "casts are slow unless fused, in a run that is long enough for it to save time",
     )
     kernels: Literal["auto", "triton", "inductor", "eager"] = Field(
         default="auto",

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings, padding_free
-from finetune.estimator.knobs import EXPANDABLE, answer_of, attends_by_mask, setting
+from finetune.estimator.knobs import answer_of, attends_by_mask, setting
 from finetune.estimator.predict import Prediction
 from finetune.hardware.device import shown_capability
-from finetune.hardware.requirements import TAKEN
+from finetune.hardware.requirements import TAKEN, pays_to_compile
+from finetune.storage.pretrained import load_shape
 
 ONE_MACHINE = (
     "all GPUs are taken to be in one machine: over a network communication takes longer than "
@@ -59,6 +60,7 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
         )
     if on_gpu and prediction.compiled:
         yield "torch.compile is modelled by its own rules of fusion and partition, and not run"
+        yield from _too_short(prediction)
     if prediction.resolution.precision.compile_requested == "on" and not prediction.compiled:
         yield (
             "precision.compile=on is predicted to change nothing: it leaves out layers that "
@@ -97,9 +99,22 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
         )
     elif not train.get("packing") and on_gpu:
         yield (
-            "rows are taken to have train.max_length tokens: shorter ones take less memory and "
-            f"time, and reserve more where lengths change, without {EXPANDABLE}"
+            "rows are taken to have train.max_length tokens: shorter ones take less memory and time"
         )
+
+
+def _too_short(prediction: Prediction) -> Iterator[str]:
+    """The caveat of a run that is over before compiling its layers would pay."""
+    config, pace, gpu = prediction.config, prediction.pace, prediction.place.gpu
+    steps = int(config.train.get("max_steps", -1))
+    if steps < 1 or not (pace and gpu) or config.precision.compile_requested != "auto":
+        return
+    each = int(setting(config, "gradient_accumulation_steps"))
+    layers = load_shape(config.model).get_text_config(decoder=True).num_hidden_layers
+    flops = pace.mfu * pace.seconds * gpu.half_peak / each
+    pays = pays_to_compile(config.precision, gpu.half_peak, flops, layers, steps * each)
+    if not pays:
+        yield f"a run this short is not compiled ({pays.reason}); precision.compile=on is predicted"
 
 
 def _of_several(prediction: Prediction) -> Iterator[str]:

@@ -23,9 +23,9 @@ from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.knobs import EXPANDABLE, as_typed, changes, rows_of, setting, with_length
+from finetune.estimator.knobs import as_typed, changes, rows_of, setting, with_length
 from finetune.estimator.predict import Prediction, predict_whole
-from finetune.hardware.device import Device, available_gib, processes
+from finetune.hardware.device import EXPANDABLE, Device, available_gib, expand_segments, processes
 from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
 from finetune.storage.nf4 import nf4_bytes
@@ -118,7 +118,7 @@ class MemoryForecast:
         same = (c for c in changes(run.config, run.device) if c.rank == "same")
         first = {change.kind: as_typed(change.typed) for change in reversed([*same])}
         nvidia = run.device.kind == "cuda" and not run.device.is_rocm
-        before = [EXPANDABLE] if nvidia else []
+        before = [EXPANDABLE] if nvidia and not expand_segments() else []
         return "; ".join([*before, *reversed(first.values()), advice(run.config, run.device)])
 
     def predicted(self, run: Preflight, batch: Batch | None) -> dict[str, Any]:

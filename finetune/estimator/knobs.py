@@ -38,8 +38,6 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of `trl.SFTConfig`; a test compares them with the library's."""
 
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-"""Lets segments grow instead of standing idle: fewer fragments, which nothing here measures."""
 SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forward: true}")
 # Shortest row length suggested, in tokens.
 SHORTEST = 256

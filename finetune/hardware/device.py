@@ -26,6 +26,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -258,6 +259,35 @@ def available_gib(device: Device) -> float:
     import psutil
 
     return psutil.virtual_memory().available / GIB / _together()
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables from which torch's CUDA allocator takes settings; the second is the older name."""
+EXPANDABLE = f"{ALLOCATOR[1]}=expandable_segments:True"
+
+
+@functools.cache
+def expand_segments() -> Verdict:
+    """Let the CUDA allocator's segments grow, unless the user has settings of their own.
+
+    Segments that do not grow leave pieces between them that nothing fits into: a full step of an 8B
+    model ended on an H100 with 53.0 GiB allocated and 22.1 reserved and unusable.
+
+    Returns:
+        True if they grow, and what the allocator was told; False and why they were left alone.
+    """
+    import torch
+
+    own = next((f"{name}={os.environ[name]}" for name in ALLOCATOR if os.environ.get(name)), "")
+    if own:
+        return Verdict("expandable_segments:true" in own.lower(), f"{own}, from the environment")
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if not torch.cuda.is_available() or torch.version.hip or sys.platform != "linux" or not tell:
+        return Verdict(False, "as torch has it")
+    if torch.cuda.memory_reserved():
+        return Verdict(False, f"tensors were on the GPU before; export {EXPANDABLE}")
+    tell("expandable_segments:True")
+    return Verdict(True, "expandable_segments:True")
 
 
 def has_transformer_engine() -> Verdict:

@@ -94,6 +94,11 @@ class Gpu(BaseModel):
         return self
 
     @property
+    def half_peak(self) -> float:
+        """Dense peak FLOP/s in BF16, or in FP16 without BF16 units."""
+        return self.tflops.get("bf16", self.tflops.get("fp16", 0.0)) * 1e12
+
+    @property
     def keys(self) -> frozenset[str]:
         """All that one may type for it, in the form in which it is compared."""
         drivers = (pattern.replace("*", "") for pattern in self.names)

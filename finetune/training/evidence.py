@@ -13,7 +13,7 @@ from torch import nn
 from finetune.config.methods import REWARDS
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import ProofError, some
-from finetune.hardware.device import Device, cuda_of, gemm_engine
+from finetune.hardware.device import Device, cuda_of, expand_segments, gemm_engine
 from finetune.hardware.requirements import Resolution, emulates
 from finetune.hardware.versions import installed, standings
 from finetune.logging import HIDDEN_WARNINGS
@@ -201,6 +201,7 @@ def environment(d: Device) -> dict[str, Any]:
             "capability": ".".join(map(str, d.capability)) if d.capability else None,
             "memory_gib": round(d.memory_gib, 1),
         },
+        "allocator": expand_segments().reason if d.kind == "cuda" else None,
         "processes": dist.get_world_size() if dist.is_initialized() else 1,
         "seed": torch.initial_seed(),
     }

@@ -20,7 +20,7 @@ from finetune.errors import (
     exited,
     first_line,
 )
-from finetune.hardware.device import processes
+from finetune.hardware.device import expand_segments, processes
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
 
 _OF_A_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM)
@@ -62,10 +62,15 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
             raise write_failure(error, folder, "the run folder could not be written") from error
         if not _is_of_memory(error):
             raise
+        import torch
+
+        why = first_line(error) if str(error) else "the host gave no more"
+        if isinstance(error, torch.OutOfMemoryError):
+            why += f" (allocator: {expand_segments().reason})"
         raise MemoryShortError(
             "the run is out of memory",
             where=str(folder),
-            why=first_line(error) if str(error) else "the host gave no more",
+            why=why,
             fix=f"{advice()}; {go_on(folder)}",
         ) from error
 

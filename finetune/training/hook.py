@@ -15,7 +15,7 @@ from finetune.config.aliases import as_arguments, in_python, in_script
 from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
 from finetune.config.section import RefusedError
 from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean, speaking
-from finetune.hardware.device import processes, refuse_lone_process
+from finetune.hardware.device import EXPANDABLE, expand_segments, processes, refuse_lone_process
 from finetune.runs.receipt import Receipt
 from finetune.training import session
 
@@ -64,7 +64,8 @@ def setup_fp8_mixed_precision_training(
     undoes it.
 
     Args:
-        backend: FP8 backend; `auto` takes Transformer Engine or torchao where the GPU has FP8.
+        backend: FP8 backend; `auto` takes the fastest that has the scaling where the GPU has FP8:
+            torchao, else Transformer Engine.
         scaling: `delayed`, `tensorwise`, `rowwise`, `rowwise_with_gw_hp`, `blockwise`, `mxfp8` or
             `nvfp4`. Left out: `delayed` with backend `te` (whose settings the amax arguments are),
             else `tensorwise`.
@@ -72,7 +73,8 @@ def setup_fp8_mixed_precision_training(
         margin, amax_history_len, amax_compute_algo, reduce_amax: delayed scaling only.
         keep: patterns of layers that stay in high precision.
         eval_precision: `high`, or `fp8` to evaluate and generate in FP8 too.
-        compile: `torch.compile` of each decoder layer; `auto` with torchao on a GPU.
+        compile: `torch.compile` of each decoder layer; `auto` with torchao on a GPU, in a run that
+            is long enough for it to save time.
         emulation: `allow` emulates FP8 where the device has none, `exact` in float32 products.
         on_unsupported: where FP8 is not available, stop or train in BF16 with a loud warning.
         health_every: optimizer steps between logs of training health, of `Trainer`s (a loop
@@ -162,6 +164,8 @@ def _begin(precision: PrecisionConfig) -> session.Session:
     running = session.install(precision)
     running.again = partial(_begin, precision)
     running.undo.enter_context(speaking(in_python))
+    if EXPANDABLE in (told := expand_segments().reason):
+        warnings.warn(f"more of the GPU's memory stands idle in fragments: {told}", stacklevel=3)
     varlen.register()
     watch_trainers(running)
     return running

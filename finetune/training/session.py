@@ -9,8 +9,9 @@ planned when it is prepared.
 
 *Compiling* (`precision.compile`). Each decoder layer is compiled separately, after the witnessed
 step, since a model first run under the witness is never compiled. `auto` compiles where FP8 casts
-are separate kernels that the compiler can fuse: torchao's, and those of frozen weights, on a GPU.
-Transformer Engine has fused casts already; on a CPU nothing is gained.
+are separate kernels that the compiler can fuse: torchao's, and those of frozen weights, on a GPU;
+and where the run is long enough (`pays_to_compile`). Transformer Engine has fused casts already; on
+a CPU nothing is gained.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PlanError, PrecisionError
-from finetune.hardware.device import Device, this_device
-from finetune.hardware.requirements import Resolution, resolve
+from finetune.hardware.device import Device, expand_segments, this_device
+from finetune.hardware.gpus import find_gpu
+from finetune.hardware.requirements import Resolution, pays_to_compile, resolve
 from finetune.precision import convert
-from finetune.precision.compiling import refuse_compiled
+from finetune.precision.compiling import recomputed, refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import multiplies, records, without_adapters
 from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
@@ -56,15 +58,17 @@ class Session:
     Attributes:
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
+        micro_batches: those of the run that begins; None if unknown.
         again: puts the session of a script into effect again, after a run of a recipe.
         undo: what is undone when the session ends.
     """
 
     again: Callable[[], Session] | None = None
+    micro_batches: int | None = None
 
     def __init__(self, resolution: Resolution, device: Device) -> None:
         self.resolution, self.device = resolution, device
-        self.precision = resolution.precision
+        self.precision, self.gpu = resolution.precision, find_gpu(device)
         self.conversions: weakref.WeakSet[Conversion] = weakref.WeakSet()
         self.references = References(lambda: self.conversion, self.prepare_model)
         self.patches = Patches()
@@ -80,6 +84,8 @@ class Session:
 
     def begin(self) -> None:
         """Patch `Accelerator` and `Trainer`, which from now on follow this session."""
+        if self.device.kind == "cuda":
+            expand_segments()
         patch_accelerator(self)
         stores = self.precision.frozen == "fp8"
         load_all_weights(self.patches, self.prepare_model if stores else None)
@@ -197,7 +203,11 @@ class Session:
     def _compile(self, conversion: Conversion) -> None:
         """Compile the decoder layers of a converted model as configured; `compiled` says why."""
         self.compiled = self._why_uncompiled(conversion)
-        if not self.compiled:
+        if not self.compiled and (short := self._why_too_short(conversion)):
+            self.compiled = f"off: {short}"
+            # Uncompiled layers save more for backward than memory was found to be enough for.
+            self.undo.enter_context(recomputed(conversion.compilable))
+        elif not self.compiled:
             left = conversion.plan.fp8_parameters
             left_out = "; forwards that multiply by parameters are left out" if left else ""
             count = conversion.compile_layers()
@@ -218,8 +228,19 @@ class Session:
             return "off: the decoder layers multiply by parameters, and are left out"
         return "off: no decoder layers found to compile"
 
+    def _why_too_short(self, conversion: Conversion) -> str:
+        """The reason why compiling takes this run longer than it saves, empty if it does not."""
+        proof, count = conversion.proof, self.micro_batches
+        if self.precision.compile_requested != "auto" or not (self.gpu and proof and count):
+            return ""
+        pays = pays_to_compile(
+            *(self.precision, self.gpu.half_peak, sum(proof.flops.values())),
+            *(len(conversion.compilable), count),
+        )
+        return "" if pays else pays.reason
+
     def _choose_engine_for(self, model: nn.Module) -> None:
-        """Replace Transformer Engine, which `auto` prefers, for weights outside of layers."""
+        """Replace Transformer Engine, where `auto` takes it, for weights outside of layers."""
         r = self.resolution
         takes = r.asked.backend == "auto" and self.precision.backend == "te"
         if not takes or all(record.kind == "linear" for record in records(model)):

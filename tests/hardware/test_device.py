@@ -14,9 +14,15 @@ from finetune import load_recipe
 from finetune.analysis.doctor import COMBINATIONS, examine, real_gemm
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError, install_hint
-from finetune.hardware.device import Device, available_gib, this_device
+from finetune.hardware.device import (
+    ALLOCATOR,
+    Device,
+    available_gib,
+    expand_segments,
+    this_device,
+)
 from finetune.hardware.gpus import Place
-from finetune.hardware.requirements import FP8_GPUS, backend_verdict, resolve
+from finetune.hardware.requirements import FP8_GPUS, backend_verdict, pays_to_compile, resolve
 from finetune.units import GIB
 from tests import te
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
@@ -112,6 +118,71 @@ def test_processes_on_a_cpu_share_its_memory(monkeypatch):
 def test_free_memory_is_that_of_the_gpu_of_the_process(two_gpus, monkeypatch, rank):
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     assert available_gib(H100) == 1 + rank % 2
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What torch's allocator is told on a machine with CUDA."""
+    heard = []
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 0)
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", heard.append)
+    monkeypatch.setattr(sys, "platform", "linux")
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "grows"),
+    [
+        (None, None, True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", False),
+    ],
+)
+def test_segments_grow_unless_the_user_has_settings(told, monkeypatch, name, value, grows):
+    if name:
+        monkeypatch.setenv(name, value)
+    found = expand_segments.__wrapped__()
+    assert found.ok is grows
+    assert told == ([] if name else ["expandable_segments:True"])
+    assert (f"{name}={value}" in found.reason) is bool(name)
+
+
+def test_segments_stay_where_tensors_were_before_and_the_line_to_export_is_said(told, monkeypatch):
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 1)
+    found = expand_segments.__wrapped__()
+    assert not found
+    assert not told
+    assert found.reason.endswith("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+
+
+# ----------------------------------------------------------------------------- short runs
+
+LLAMA_8B = 3.9e14
+"""FLOPs of 8,192 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("flops", "layers", "batches", "pays"),
+    [
+        (1e9, 4, 20, False),
+        (1e9, 4, 20_000, True),
+        (LLAMA_8B, 32, 1, True),  # somebody looks at its speed
+        (6e12, 12, 100, False),
+        (6e12, 12, 10_000, True),
+    ],
+)
+@pytest.mark.parametrize("frozen", ["fp8", "bf16"])
+def test_layers_are_compiled_where_that_saves_more_than_it_takes(
+    flops, layers, batches, pays, frozen
+):
+    precision = fp8(frozen=frozen, scaling="rowwise")
+    found = pays_to_compile(precision, 989e12, flops, layers, batches)
+    assert found.ok is pays
+    assert f"{batches:,} micro-batches" in found.reason
 
 
 # --------------------------------------------------------------------------------------- refused
@@ -221,9 +292,22 @@ def test_auto_takes_torchao_where_te_is_not_installed(no_te, device):
 
 
 @named(WITH_FP8)
-@pytest.mark.parametrize("scaling", ["delayed", "tensorwise"])
-def test_auto_prefers_te(with_te, device, scaling):
-    assert resolve(fp8(scaling=scaling), device).label == f"FP8 te/{scaling}"
+@pytest.mark.parametrize(
+    ("settings", "takes", "reason"),
+    [
+        ({"scaling": "tensorwise"}, "torchao", "750 ms for a full step of an 8B model on an H100"),
+        ({"scaling": "rowwise"}, "torchao", "Transformer Engine has no rowwise scaling"),
+        ({"scaling": "delayed"}, "te", "torchao has no delayed scaling"),
+        ({"scaling": "tensorwise", "compile": "off"}, "te", "(predicted)"),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_auto_takes_the_faster_engine_that_has_the_scaling(
+    with_te, device, settings, takes, reason
+):
+    found = resolve(fp8(**settings), device)
+    assert found.precision.backend == takes
+    assert reason in found.reason
 
 
 def test_a_backend_asked_by_name_is_taken(with_te):

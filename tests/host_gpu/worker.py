@@ -77,6 +77,7 @@ def run(words: list[str], out: str) -> dict[str, Any]:
     return {
         "case": " ".join(words), "status": receipt.status, "precision": receipt.precision,
         "environment": receipt.environment["device"], "memory": receipt.memory,
+        "allocator": receipt.environment["allocator"],
         "notes": receipt.notes, "loss": report.final_loss,
         "steps": sum(step >= SETTLED for step in seen.steps), "waits": ours,
         "all_waits": len(seen.steps.get(SETTLED, ())),

@@ -32,6 +32,7 @@ from finetune.analysis.diagnose.groups import (
 from finetune.analysis.diagnose.observer import Observer
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
+from finetune.analysis.experiment.fairness import settle_compile
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
@@ -91,6 +92,7 @@ def diagnose(
         plain = {key: value for key, value in config.train.items() if key not in MASKING}
         config = config.model_copy(update={"train": plain})
     steps = steps or (STEPS if rows_of(config)[1] <= LONG else 1)
+    (config,), _ = settle_compile([config], device)  # a few steps stand for a long run
     ahead = preflight(config, device, forecast=MemoryForecast(), force=force)
     config = ahead.config
     console = console or output(quiet=True)

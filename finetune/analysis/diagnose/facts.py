@@ -34,7 +34,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.knobs import rows_of
 from finetune.estimator.predict import predict_fast
-from finetune.estimator.speed.roofline import efficiency_of, half_peak
+from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.estimator.variants import twin_of
@@ -68,7 +68,7 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
     shares = efficiency_of(gpu) if "fp8" in gpu.tflops else None
     if shares is None or "fp8" not in shares.gemm:
         return None
-    p16 = half_peak(gpu) * shares.gemm["bf16"]
+    p16 = gpu.half_peak * shares.gemm["bf16"]
     p8 = gpu.tflops["fp8"] * 1e12 * shares.gemm["fp8"] * (shares.shared.rowwise if rowwise else 1.0)
     if p8 <= p16:
         return None
@@ -241,7 +241,7 @@ class Facts:
         if not self.device.has_fp8:
             return 1.0
         gpu, low = find_gpu(self.device), self.config.precision.low
-        return 1e12 * gpu.tflops[low] / half_peak(gpu) if gpu and low in gpu.tflops else 2.0
+        return 1e12 * gpu.tflops[low] / gpu.half_peak if gpu and low in gpu.tflops else 2.0
 
     @property
     def speed_best(self) -> float | None:

@@ -103,10 +103,13 @@ def settle(
 def settle_compile(
     configs: Sequence[RunConfig], device: Device, there: Place | None = None
 ) -> tuple[list[RunConfig], str]:
-    """Set the same `precision.compile` where it is `auto`; returns a note if anything was set."""
+    """Set the same `precision.compile` where it is `auto`; returns a note if anything was set.
+
+    As in a long run, also of a single configuration: `auto` compiles nothing in a short one.
+    """
     requested = [config.precision.compile_requested for config in configs]
     explicit = [value for value in requested if value != "auto"]
-    if len(configs) < 2 or "auto" not in requested:
+    if "auto" not in requested:
         return list(configs), ""
     # Elsewhere `auto` compiles nothing, and FP8 that cannot run here is an error of its run.
     fp8 = [config.precision for config in configs if config.precision.compute == "fp8"]
@@ -119,10 +122,11 @@ def settle_compile(
         return list(configs), ""  # none compiles, so `auto` means the same for all
     setting = f"precision.compile={explicit[0] if explicit else 'on'}"
     sides = "both sides" if len(configs) == 2 else "all sides"
+    note = f"{setting} on {sides}, so that compiling is not FP8's gain" if len(configs) > 1 else ""
     return [
         with_overrides(config, [setting]) if value == "auto" else config
         for config, value in zip(configs, requested, strict=True)
-    ], f"{setting} on {sides}, so that compiling is not FP8's gain"
+    ], note
 
 
 def settle_checkpointing(

@@ -264,7 +264,7 @@ class Roofline:
             seconds=ends,
             by_class=dict(sorted(by_class.items(), key=lambda item: -item[1])),
             bound={cls: max(times, key=lambda b: times[b]) for cls, times in by_bound.items()},
-            mfu=useful / (ends * half_peak(self.gpu)) if ends else 0.0,
+            mfu=useful / (ends * self.gpu.half_peak) if ends else 0.0,
         )
 
     def _issuing(self, op: Op) -> float:
@@ -289,7 +289,7 @@ class Roofline:
             wide = dtype_name(op.inputs[0]) == "float32"  # the kernel of masks takes it alone
             reached = shares.masked if masked or wide else plain
             direction = "backward" if is_backward_attention(op) else "forward"
-            peak = wide_peak(self.gpu) if wide else half_peak(self.gpu)
+            peak = wide_peak(self.gpu) if wide else self.gpu.half_peak
             tokens = op.inputs[0].shape[-2]  # of q, in backward of its output's gradient
             shorter = 1 if reached is shares.masked else 1 + short / tokens
             compute = flops * shorter / (peak * reached[direction])
@@ -307,7 +307,7 @@ class Roofline:
         """Sustained FLOP/s of an arbitrarily large GEMM in this precision."""
         gemm, shared = self.efficiency.gemm, self.efficiency.shared
         if precision == "bf16":
-            return half_peak(self.gpu) * gemm["bf16"]
+            return self.gpu.half_peak * gemm["bf16"]
         peak: Peak = precision if precision in ("fp32", "fp4") else "fp8"
         share = gemm.get("fp8" if peak == "fp4" else peak)  # FP4's own is not known
         if peak not in self.gpu.tflops or share is None:
@@ -343,11 +343,6 @@ def roofline_of(
         ConfigError: the table has no entry for the GPU's compute capability.
     """
     return Roofline(gpu, efficiency_of(gpu, attention, torch), host(launched_by))
-
-
-def half_peak(gpu: Gpu) -> float:
-    """Dense peak FLOP/s in BF16, or in FP16 without BF16 units."""
-    return gpu.tflops.get("bf16", gpu.tflops.get("fp16", 0.0)) * 1e12
 
 
 def wide_peak(gpu: Gpu) -> float:

@@ -65,6 +65,7 @@ class Proof:
         is_released: True once the model is no longer converted to this plan.
         layers: rows of the receipt, after the first micro-step.
         trainable: counts for the receipt.
+        flops: those of the witnessed micro-step, by layer and precision.
         sentinel: holds the model to its plan.
         movement: judges the first steps, and counts changed numbers until the last.
     """
@@ -105,7 +106,7 @@ class Proof:
         self._mode: bool | None = None
         self.movement = Movement(self.model, self.trainable, self._fail, optimizers)
         self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
-        self._flops: Flops = {}
+        self.flops: Flops = {}
         self._train: dict[str, nn.Parameter] = {}  # in the step that is being taken
         self._left = ""
         self._makes_state = False  # the step that is being taken
@@ -123,7 +124,7 @@ class Proof:
     @property
     def flop_share(self) -> dict[str, float]:
         """Precision -> share of the matmul FLOPs of the run so far; empty before the first step."""
-        return self.sentinel.share(self._flops) if self._flops else {}
+        return self.sentinel.share(self.flops) if self.flops else {}
 
     def close(self) -> None:
         """Stop observing; repeated calls have no effect."""
@@ -227,7 +228,7 @@ class Proof:
 
     def _judge_gemms(self, witness: Witness) -> None:
         for (name, _, precision), seen in witness.seen.items():
-            self._flops[name, precision] = self._flops.get((name, precision), 0) + seen.flops
+            self.flops[name, precision] = self.flops.get((name, precision), 0) + seen.flops
         shares = self.flop_share
         self.layers = self._layer_receipts(witness)
         self.status = f"not proven: {self.movement.missing}"

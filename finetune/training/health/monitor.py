@@ -98,6 +98,8 @@ class HealthMonitor(TrainerCallback):
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
+        if running := session.in_force():
+            running.micro_batches = state.max_steps * each
         refuse_leaks(self.trainer)
         check_first_batches(self.trainer)
         refuse_no_batch(loader, args)
