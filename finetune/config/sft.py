@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -84,7 +85,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
     settings = {key: value for key, value in settings.items() if key in known}
     if isinstance(own := train.get("accelerator_config"), dict):  # others stay those of the rows
         train["accelerator_config"] = {**settings.get("accelerator_config", {}), **own}
-    try:
+    with refusing(method.config, train):
         args = method.config_class(
             output_dir=str(folder / "checkpoints"),
             bf16=compute in ("bf16", "fp8"),
@@ -93,8 +94,6 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
             disable_tqdm=True,
             **{**settings, **train},
         )
-    except REFUSALS as error:
-        raise refused(method.config, error, train) from error
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
     args._n_gpu = min(args.n_gpu, 1)
     steps = config.data.min_steps if args.max_steps <= 0 else None
@@ -139,6 +138,15 @@ def refused(
         where="section train",
         fix=fix or settings_in(str(error), train or {}),
     )
+
+
+@contextlib.contextmanager
+def refusing(who: str, train: Mapping[str, Any] | None = None, *, fix: str = "") -> Iterator[None]:
+    """Raise what a library refuses inside as the error of `refused`."""
+    try:
+        yield
+    except REFUSALS as error:
+        raise refused(who, error, train, fix=fix) from error
 
 
 def settings_in(text: str, train: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ from trl import SFTTrainer
 from trl.data_utils import is_conversational
 
 from finetune.config.methods import METHODS, Method
-from finetune.config.sft import REFUSALS, refused
+from finetune.config.sft import refusing
 from finetune.data.both_labels import order_seed
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.doubled_tokens import each_once
@@ -358,30 +358,23 @@ class Accounted(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """TRL's; settings of workers that torch refuses are a `ConfigError`."""
-        try:
+        fix = "take back the settings train.dataloader_... that it names"
+        with refusing("torch's DataLoader", fix=fix):
             return super().get_train_dataloader()
-        except REFUSALS as error:
-            fix = "take back the settings train.dataloader_... that it names"
-            raise refused("torch's DataLoader", error, fix=fix) from error
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, embeddings in groups of their own; what it refuses is a `ConfigError`."""
-        try:
+        with refusing("the optimizer", fix="~train.optim_args, or ~train.optim"):
             made = super().create_optimizer(*args, **kwargs)
-        except REFUSALS as error:
-            fix = "~train.optim_args, or ~train.optim"
-            raise refused("the optimizer", error, fix=fix) from error
         if self.embedding_learning_rate is not None:
             give_rate(made, embeddings_of(self.model), self.embedding_learning_rate)
         return made
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; what the learning rate's schedule refuses is a `ConfigError`."""
-        try:
+        fix = "~train.lr_scheduler_kwargs, or ~train.lr_scheduler_type"
+        with refusing("the learning rate's schedule", fix=fix):
             return super().create_scheduler(*args, **kwargs)
-        except REFUSALS as error:
-            fix = "~train.lr_scheduler_kwargs, or ~train.lr_scheduler_type"
-            raise refused("the learning rate's schedule", error, fix=fix) from error
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """TRL's; beside an adapter, too, stands where its answers end."""

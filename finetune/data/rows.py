@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.methods import METHODS, Method
+from finetune.config.methods import FORMS, METHODS, Method
 from finetune.config.schema import DataConfig
 from finetune.data import checks, converters
 from finetune.data.chat import (
@@ -57,9 +57,6 @@ from finetune.hardware.device import cores
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
-
-
-FORMATS = "messages; prompt and completion; instruction, input and output (Alpaca); text"
 
 
 @dataclass(frozen=True)
@@ -246,7 +243,7 @@ def _without(rows: Dataset, refused: dict[int, str], source: str) -> Dataset:
             f"no row of {source} can be trained on",
             where=source,
             why=f"the first: {next(iter(_named(refused).values()))}",
-            fix=f"rows of one of: {FORMATS}",
+            fix=f"rows of one of: {FORMS['answers']}",
         )
     return kept
 
@@ -282,7 +279,7 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
         f"no prompt and answer columns found in {source}",
         where=source,
         why=f"columns found: {', '.join(sorted(columns))}",
-        fix=f"{_likely_columns(rows)}; or rename them to one of: {FORMATS}",
+        fix=f"{_likely_columns(rows)}; or rename them to one of: {FORMS['answers']}",
     )
 
 

@@ -105,8 +105,9 @@ class Conversion:
                 weight: Any = module.weight
                 _, other = held.setdefault(id(weight), (weight, module))
                 store(module, layer.stored)
-                if other is not module:
-                    share_codes(module, other)
+                if other is not module:  # they shared a weight: they share its codes
+                    module.weight, module.weight_scale = other.weight, other.weight_scale
+                    module.stored_tile = other.stored_tile
             facts = engine.attributes(module, layer)
             self._swap(module, engine.mixin, fp8_backend=engine, fp8_tally=Tally(), **facts)
             if layer.stored and layer.role == "head":
@@ -276,12 +277,6 @@ class Conversion:
             self._checkpointed = [(m, f) for m, f in self._checkpointed if m is not module]
             self._checkpointed.append((module, function))
             module.__dict__["_gradient_checkpointing_func"] = wrapped
-
-
-def share_codes(module: Any, other: Any) -> None:
-    """Let a stored layer share the codes of another, with which it shared its weight."""
-    module.weight, module.weight_scale = other.weight, other.weight_scale
-    module.stored_tile = other.stored_tile
 
 
 class RootMixin(Swapped):

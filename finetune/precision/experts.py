@@ -233,16 +233,14 @@ class ExpertsMixin(CodesMixin):
         else:
             w = getattr(self, name)
             w = w if self.is_transposed else w.mT  # [E, K, N]
-            # A planned parameter must reach its FP8 product as it is, not as a copy.
-            y = grouped_mm(x, w if name in self._planned() else w.to(x.dtype), route.ends)
+            # One that multiplies in FP8 and is not stored so (`ParameterMixin`) has to reach its
+            # product as it is, not as a copy.
+            planned = {each.layer.local for each in self.__dict__.get("fp8_parameters", ())}
+            y = grouped_mm(x, w if name in planned else w.to(x.dtype), route.ends)
         for adapter in adapters:
             y = y + _low_rank(x, adapter, route)  # x, not its cast: never FP8
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         return y if bias is None else y + bias[route.expert].to(y.dtype)  # bias [E, N]
-
-    def _planned(self) -> set[str]:
-        """Parameters that multiply in FP8 without being stored so (`ParameterMixin`)."""
-        return {each.layer.local for each in self.__dict__.get("fp8_parameters", ())}
 
 
 class CastExpertsMixin(ExpertsMixin):

@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.storage.pretrained import in_mxfp4
 
@@ -27,11 +26,6 @@ STACKS, PARTS = ("gate_up_proj", "down_proj"), ("blocks", "scales")
 def is_held(source: str, revision: str | None) -> bool:
     """True if the `config.json` of a folder or hub model says so."""
     return in_mxfp4(PreTrainedConfig.get_config_dict(source, revision=revision)[0])
-
-
-def as_weights() -> Mxfp4Config:
-    """For `from_pretrained`: dequantize while loading."""
-    return Mxfp4Config(dequantize=True)
 
 
 def conversions() -> list[WeightConverter]:

@@ -333,13 +333,7 @@ def refuse_other_words(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, w
         ConfigError: a word has two ids, or one of the models does not know it.
         ModelNotFoundError: the second one has no tokenizer.
     """
-    from transformers import AutoTokenizer
-
-    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else locate(model)
-    with loading(source):
-        code = model.trust_remote_code
-        other = AutoTokenizer.from_pretrained(source, trust_remote_code=code).get_vocab()
-    own = tokenizer.get_vocab()
+    own, other = tokenizer.get_vocab(), _plain_tokenizer(model).get_vocab()
     if apart := sorted(word for word in {*own, *other} if own.get(word) != other.get(word)):
         word = apart[0]
         raise ConfigError(
@@ -370,12 +364,8 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     source = locate(model)
-    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else source
     try:
-        with loading(source):
-            tokenizer = AutoTokenizer.from_pretrained(
-                source, revision=model.revision, trust_remote_code=model.trust_remote_code
-            )
+        tokenizer = _plain_tokenizer(model)
     except ModelNotFoundError:
         if model.weights != "random":
             raise
@@ -406,6 +396,17 @@ def load_tokenizer(
             "not have",
         )
     return tokenizer, ""
+
+
+def _plain_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """A model's tokenizer as it is; packaged models have one together."""
+    from transformers import AutoTokenizer
+
+    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else locate(model)
+    with loading(source):
+        return AutoTokenizer.from_pretrained(
+            source, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
 
 
 def template_of(path: str) -> str:

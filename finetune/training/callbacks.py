@@ -290,11 +290,6 @@ def mark(device: str) -> Any:
     return time.perf_counter()
 
 
-def seconds_between(begin: Any, end: Any) -> float:
-    """Seconds between two marks; GPU marks must be complete."""
-    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000
-
-
 def exchange_of(model: Any) -> tuple[int, dict[str, float]]:
     """What DDP measured of the last backward that it sampled: the number of that, and seconds.
 
@@ -391,8 +386,8 @@ class StepTimer(TrainerCallback):
         totals = summed(torch.tensor([sum(int(n) for n in tokens) for *_, tokens in finished]))
         new: list[dict[str, Any]] = []
         for (row, begin, end, _), tokens in zip(finished, totals.tolist(), strict=True):
-            seconds = round(seconds_between(begin, end), 6)
-            new.append(row | {"seconds": seconds, "tokens": tokens})
+            seconds = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000
+            new.append(row | {"seconds": round(seconds, 6), "tokens": tokens})
         self.rows += new
         if self.path is not None and state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:

@@ -297,6 +297,8 @@ def teacher_of(config: RunConfig) -> ModelConfig:
 def _load_pretrained(
     model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
+    from transformers.utils.quantization_config import Mxfp4Config
+
     from finetune.precision.stored import stored_weights
     from finetune.storage import mxfp4
     from finetune.storage.checkpoint_formats import refuse_codes
@@ -329,7 +331,7 @@ def _load_pretrained(
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
         if four_bits:
-            kwargs["quantization_config"] = mxfp4.as_weights()
+            kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
         if model.head is not None:
             kwargs["num_labels"] = shape.num_labels
         if not hasattr(shape, "quantization_config"):

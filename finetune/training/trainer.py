@@ -323,7 +323,6 @@ class _Run:
                 tokenizer=self.tokenizer,
                 stored=self.stored,
                 attention=self.attention,
-                resume=self.resume,
                 given=self.model,
                 callbacks=[
                     *(self.samples, self.metrics, self.bar, self.stop),
@@ -515,7 +514,6 @@ def make_trainer(
     attention: Attention,
     callbacks: list[TrainerCallback],
     kind: Any = None,
-    resume: Path | None = None,
     given: Any = None,
 ) -> Any:
     """Load a recipe's model and build the trainer around it, under the current session.
@@ -528,7 +526,6 @@ def make_trainer(
         stored: plan rows of weights that are stored in FP8 from the start.
         attention: resolved `model.attention`.
         kind: trainer class, default that of `train.method` with a ledger of its rows.
-        resume: checkpoint to resume from.
         given: model with the run's adapters, in place of the one that would be loaded.
 
     Raises:

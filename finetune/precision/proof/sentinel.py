@@ -249,7 +249,8 @@ class Sentinel:
 
     def _check_classes(self) -> None:
         """Raise if a converted layer has its plain class again."""
-        plain = [h.layer.name for h in self._held if not _is_converted(h.module)]
+        converted = (Fp8Mixin, ParameterMixin, ConvertedExpertsMixin)
+        plain = [h.layer.name for h in self._held if not isinstance(h.module, converted)]
         if plain:
             self._leave(
                 "converted layers became plain again",
@@ -357,7 +358,3 @@ def _is_frozen_adapter(name: str, module: nn.Module) -> bool:
 def _forward_of(module: nn.Module) -> tuple[Any, Any]:
     """What a call of a module runs: a forward of its own, if it has one, and its class's."""
     return vars(module).get("forward"), type(module).forward
-
-
-def _is_converted(module: nn.Module) -> bool:
-    return isinstance(module, Fp8Mixin | ParameterMixin | ConvertedExpertsMixin)
