@@ -85,7 +85,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
     settings = {key: value for key, value in settings.items() if key in known}
     if isinstance(own := train.get("accelerator_config"), dict):  # others stay those of the rows
         train["accelerator_config"] = {**settings.get("accelerator_config", {}), **own}
-    with refusing(method.config, train):
+    with refused_by(method.config, train):
         args = method.config_class(
             output_dir=str(folder / "checkpoints"),
             bf16=compute in ("bf16", "fp8"),
@@ -141,7 +141,9 @@ def refused(
 
 
 @contextlib.contextmanager
-def refusing(who: str, train: Mapping[str, Any] | None = None, *, fix: str = "") -> Iterator[None]:
+def refused_by(
+    who: str, train: Mapping[str, Any] | None = None, *, fix: str = ""
+) -> Iterator[None]:
     """Raise what a library refuses inside as the error of `refused`."""
     try:
         yield

@@ -33,7 +33,7 @@ from trl import SFTTrainer
 from trl.data_utils import is_conversational
 
 from finetune.config.methods import METHODS, Method
-from finetune.config.sft import refusing
+from finetune.config.sft import refused_by
 from finetune.data.both_labels import order_seed
 from finetune.data.checks import BATCH, MASKED, UNKNOWN
 from finetune.data.doubled_tokens import each_once
@@ -359,12 +359,12 @@ class Accounted(Trainer):
     def get_train_dataloader(self) -> Any:
         """TRL's; settings of workers that torch refuses are a `ConfigError`."""
         fix = "take back the settings train.dataloader_... that it names"
-        with refusing("torch's DataLoader", fix=fix):
+        with refused_by("torch's DataLoader", fix=fix):
             return super().get_train_dataloader()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, embeddings in groups of their own; what it refuses is a `ConfigError`."""
-        with refusing("the optimizer", fix="~train.optim_args, or ~train.optim"):
+        with refused_by("the optimizer", fix="~train.optim_args, or ~train.optim"):
             made = super().create_optimizer(*args, **kwargs)
         if self.embedding_learning_rate is not None:
             give_rate(made, embeddings_of(self.model), self.embedding_learning_rate)
@@ -373,7 +373,7 @@ class Accounted(Trainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; what the learning rate's schedule refuses is a `ConfigError`."""
         fix = "~train.lr_scheduler_kwargs, or ~train.lr_scheduler_type"
-        with refusing("the learning rate's schedule", fix=fix):
+        with refused_by("the learning rate's schedule", fix=fix):
             return super().create_scheduler(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -32,13 +32,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.methods import FORMS, METHODS, Method
 from finetune.config.schema import DataConfig
 from finetune.data import checks, converters
-from finetune.data.chat import (
-    TRIED,
-    BadRowError,
-    Takes,
-    probe,
-    refusal,
-)
+from finetune.data.chat import TRIED, BadRowError, Takes, probe, refusal
 from finetune.data.converters import (
     ASKED,
     CONTEXT,

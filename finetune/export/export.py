@@ -95,14 +95,8 @@ def open_run(folder: Path | str) -> FinishedRun:
     folder = run.folder
     model = folder / "model"
     if not model.is_dir():
-        raise ConfigError(
-            f"the run {str(folder)!r} has no trained weights",
-            where=str(model.absolute()),
-            why=run.unfinished,
-            fix=run.watch_command
-            if run.state == "running"
-            else f"let it end: {resume_command(folder)}, if it saved a checkpoint",
-        )
+        again = f"let it end: {resume_command(folder)}, if it saved a checkpoint"
+        raise run.without_weights(again)
     if not run.receipt:
         raise ConfigError(
             f"the run {str(folder)!r} has no receipt",

@@ -199,17 +199,22 @@ class Run:
         """`running at step 20 of 400`."""
         return f"{self.state} at step {self.last_step} of {self.planned_steps or '?'}"
 
-    @property
-    def unfinished(self) -> str:
-        """Why it has no trained weights."""
-        trains = self.progress.replace("running", "it still trains", 1)
-        why = {"finished": "its model/ was removed", "running": trains}
+    def without_weights(self, fix: str, *, can_wait: bool = True) -> ConfigError:
+        """The error of a run without trained weights; one that still trains is to be waited for."""
         stopped = self.receipt.get("run", {}).get("stopped")
-        return why.get(self.state, stopped or f"before its end it was {self.progress}")
-
-    @property
-    def watch_command(self) -> str:
-        return f"python -m finetune watch {shlex.quote(str(self.folder))}"
+        why = stopped or f"before its end it was {self.progress}"
+        if self.state == "finished":
+            why = "its model/ was removed"
+        if self.state == "running":
+            why = self.progress.replace("running", "it still trains", 1)
+            watch = f"python -m finetune watch {shlex.quote(str(self.folder))}"
+            fix = watch if can_wait else fix
+        return ConfigError(
+            f"the run {str(self.folder)!r} has no trained weights",
+            where=str((self.folder / "model").absolute()),
+            why=why,
+            fix=fix,
+        )
 
     def _lives(self) -> bool:
         if not self._is_of_this_machine:

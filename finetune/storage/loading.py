@@ -55,11 +55,7 @@ from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, check_granularity, layout_of
 from finetune.storage.pretrained import auto_class as auto_class_of
 from finetune.storage.pretrained import check_folder, in_mxfp4, load_whole, loading, with_head
-from finetune.storage.quantizer import (
-    Fp8StorageConfig,
-    Fp8StorageQuantizer,
-    adopt,
-)
+from finetune.storage.quantizer import Fp8StorageConfig, Fp8StorageQuantizer, adopt
 
 HUB = (
     *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision"),

@@ -46,14 +46,12 @@ def refuse_disagreement(receipt: Receipt) -> None:
     first = everyone[0]
     for rank, other in enumerate(everyone):
         pairs = {key: (first.get(key), other.get(key)) for key in {**first, **other}}
-        keys = [key for key, (a, b) in pairs.items() if a != b and "none" not in (a, b)]
-        if keys:
+        apart = {k: (a, b) for k, (a, b) in pairs.items() if a != b and "none" not in (a, b)}
+        if apart:
             raise ProofError(
                 f"process {rank} did not run what process 0 ran",
-                where=some(keys, 3),
-                why="; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys)[
-                    :500
-                ],
+                where=some(list(apart), 3),
+                why="; ".join(f"{key}: {a} and {b}" for key, (a, b) in apart.items())[:500],
                 fix="look at its log: other hardware, libraries or code on its machine",
             )
 

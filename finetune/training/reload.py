@@ -51,18 +51,13 @@ def open_trained(
     refuse_scores(config, folder)
     refuse_foreign_code(config, folder, trust_remote_code)
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
-    steps, weights, run = list(saved), folder / "model", Run(folder)
+    steps, weights = list(saved), folder / "model"
     again = f"`python -m finetune {shlex.quote(str(folder / 'config.yaml'))}` trains it again"
     known = f"--checkpoint last, or one of {', '.join(steps)}" if steps else f"it has none: {again}"
     if checkpoint is None and weights.is_dir():
         return TrainedRun(folder, config, weights)
     if checkpoint is None:
-        raise ConfigError(
-            f"the run {str(folder)!r} has no trained weights",
-            where=str(weights.absolute()),
-            why=run.unfinished,
-            fix=known if steps or run.state != "running" else run.watch_command,
-        )
+        raise Run(folder).without_weights(known, can_wait=not steps)
     step = steps[-1] if checkpoint == "last" and steps else checkpoint
     if step not in saved:
         raise ConfigError(

@@ -44,25 +44,14 @@ from finetune.runs.progress import figures
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.ends import stop_at
-from finetune.storage.pretrained import (
-    fit_trl,
-    keep_generation,
-    load_tokenizer,
-    refuse_other_words,
-)
+from finetune.storage.pretrained import fit_trl, keep_generation, load_tokenizer, refuse_other_words
 from finetune.training import low_bit, resume, scope
 from finetune.training.early_stopping import never_stops, stopped_early, stoppers, stopping
 from finetune.training.evaluate import TaskScorer, load_tasks, score
 from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, write_failure
 from finetune.training.hints import hints
-from finetune.training.model import (
-    VARLEN,
-    Attention,
-    load_model,
-    take_model,
-    teacher_of,
-)
+from finetune.training.model import VARLEN, Attention, load_model, take_model, teacher_of
 from finetune.training.preflight import Forecast, Preflight, advice, preflight
 from finetune.training.rewards import RewardWatch, code_of, reward_names, rewards_of
 from finetune.training.run_folder import (
