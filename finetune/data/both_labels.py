@@ -31,14 +31,18 @@ def order_seed(args: Any) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
+def unpaired(rows: Dataset) -> Dataset:
+    """Labelled rows, two of a pair."""
+    return unpair_preference_dataset(rows) if "chosen" in rows.column_names else rows
+
+
 def spread(rows: Dataset, seed: int) -> Dataset:
     """The rows with both labels evenly among each other, those of each shuffled by `seed`.
 
     Raises:
         DataError: all rows have the same label.
     """
-    if "chosen" in rows.column_names:
-        rows = unpair_preference_dataset(rows)
+    rows = unpaired(rows)
     labels, draw = np.asarray(rows["label"], bool), np.random.default_rng(seed)
     if len({*labels.tolist()}) < 2:
         raise DataError(
@@ -84,9 +88,14 @@ class BothLabels:
     args: Any
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
-        """The trainer's, of rows that are spread; its batches are those of one process."""
-        if isinstance(dataset, Dataset):
+        """The trainer's, of rows that are spread; its batches are those of one process.
+
+        Rows that are evaluated may have one label, and any order.
+        """
+        if isinstance(dataset, Dataset) and name == "train":
             dataset = spread(dataset, order_seed(args))
+        elif isinstance(dataset, Dataset):
+            dataset = unpaired(dataset)
         above: Any = super()
         return above._prepare_dataset(dataset, processing_class, args, name)
 

@@ -123,6 +123,16 @@ def counted(tmp_path: Path, recipe: str, rows: list[dict[str, Any]], *given: str
     return counted_rows(load_recipe(recipe, ["~data.name", f"data.path={file}", *given]).config)
 
 
+def test_labelled_rows_to_evaluate_on_may_have_one_label(tmp_path):
+    """Of few rows that are set aside by chance, all may; only training needs both."""
+    rows = [{"prompt": f"{i}?", "completion": f"{i}.", "label": i % 2 > 0} for i in range(8)]
+    good = tmp_path / "good.jsonl"
+    good.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"]))
+    found = counted(tmp_path, "tiny_kto_bf16", rows, f"data.eval_path={good}")
+    counts = {name: (ledger.rows, ledger.good) for name, ledger in found.ledgers.items()}
+    assert counts == {"train": (8, 4), "eval": (4, 4)}
+
+
 def test_rows_that_fill_no_batch_of_prompts_are_counted(tmp_path):
     """Batches of 32 are four prompts with eight answers each; distillation has one of each."""
     rows = [{"prompt": f"What is {i} + 1?", "chosen": str(i), "rejected": "no"} for i in range(55)]
