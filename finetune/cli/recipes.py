@@ -88,21 +88,24 @@ def cp(
     """Copy a recipe to edit it, with --preset for one end."""
     from finetune.config.yaml import read_text
 
-    made = None
-    if foreign is not None:
+    source = find_recipe(recipe if foreign is None else str(foreign))
+    name, title, lines = source.name, "", list[str]()
+    if foreign is None:
+        text = read_text(source)
+    else:
         from finetune.config.foreign import Translation
 
-        destination, recipe = Path(recipe), str(foreign)
-        made = Translation(find_recipe(recipe))
-    source, lines = find_recipe(recipe), None
-    text = read_text(source) if made is None else made.to_yaml(source.name)
-    name = source.name
+        destination, made = Path(recipe), Translation(source)
+        recipe, text = str(foreign), made.to_yaml(name)
+        title, lines = f": from {made.tool}'s {source}", made.lines()
     if preset is not None:
         from finetune.estimator.presets import preset_named, with_preset
 
         preset = preset_named(preset)
-        text, lines = with_preset(recipe, text, preset)
+        text, changes = with_preset(recipe, text, preset)
         name = f"{source.stem}-{preset}.yaml"
+        title = (title or f": {recipe}") + f", {preset}"
+        lines += [f"  {x}" for x in changes or ("nothing to change: the recipe has it all",)]
     target = destination / name if destination.is_dir() else destination
     if target.suffix not in (".yaml", ".yml"):
         target = target.with_name(target.name + ".yaml")
@@ -124,20 +127,13 @@ def cp(
     with writing(f"{target} cannot be written", where=where, fix=fix):
         target.write_text(text, encoding="utf-8")
     again = shlex.quote(str(target))
-    if made is not None:
-        print(f"{target}: from {made.tool}'s {source}", *made.taken.values(), sep="\n  ")
-        print("as it is here anyway:", ", ".join(made.same) or "nothing")
-        for key, why in made.left.items():
-            print(f"! not taken over: {key}: {why}")
+    print(f"{target}{title}", *lines, sep="\n")
+    if foreign is not None:
         print(f"next: python -m finetune validate {again}; in FP8: {FP8}")
-        return
-    if lines is None:
-        print(f"{target}\nrun it: python -m finetune {again}")
-        return
-    print(f"{target}: {recipe}, {preset}")
-    for line in lines or ["nothing to change: the recipe has it all"]:
-        print(f"  {line}")
-    print(f"next: python -m finetune estimate {again} --gpu H100")
+    elif preset is not None:
+        print(f"next: python -m finetune estimate {again} --gpu H100")
+    else:
+        print(f"run it: python -m finetune {again}")
 
 
 def schema() -> None:

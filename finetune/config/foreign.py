@@ -142,28 +142,23 @@ class Translation:
 
     def _rows(self, key: str, entry: Mapping[str, Any], folder: Path) -> None:
         """Take one data set over: where its rows lie, and the names of their columns."""
-        kind, data = entry.get("type", {}), self.recipe["data"]
+        kind, data = entry.get("type"), self.recipe["data"]
         columns = {**entry, **entry.get("columns", {}), **(kind if isinstance(kind, dict) else {})}
-        name = str(entry.get("hf_hub_url") or entry.get("file_name") or entry.get("path"))
-        files = entry.get("data_files", [])
-        name = str((files if isinstance(files, str) else files[0]) if files else name)
-        below = folder / name
-        name = str(below) if below.exists() and not Path(name).exists() else name
-        of_eval, local = key in ("test_datasets", "eval_dataset"), Path(name).exists()
-        local |= name.endswith(SUFFIXES) or "file_name" in entry
-        origin, place = f"{key}: {name}", "name" if not local else "path"
-        if of_eval:
+        places = map(entry.get, ("data_files", "hf_hub_url", "file_name", "path"))
+        place = next(filter(None, places), None)
+        name = str(place[0] if isinstance(place, list) else place)
+        if not Path(name).exists() and (folder / name).exists():
+            name = str(folder / name)
+        local = "file_name" in entry or name.endswith(SUFFIXES) or Path(name).exists()
+        origin, files = f"{key}: {name}", data.get("path", [])
+        if key in ("test_datasets", "eval_dataset"):
             self.put(origin, "data.eval_path", name)
-        elif place in data and local:
-            data["path"] = [
-                *(data["path"] if isinstance(data["path"], list) else [data["path"]]),
-                name,
-            ]
-            self.taken["data.path"] += f", {name}"
-        elif data.keys() & {"path", "name"}:
+        elif "name" in data or (files and not local):
             self.left[origin] = "one data set of the hub is read, or several files (data.path)"
+        elif files:
+            self.put(origin, "data.path", [*(files if isinstance(files, list) else [files]), name])
         else:
-            self.put(origin, f"data.{place}", name)
+            self.put(origin, "data.path" if local else "data.name", name)
         for word, value in columns.items():
             if (ours := COLUMNS.get(word)) is None:
                 self.left[f"{key}.{word}: {_short(value)}"] = "rows are recognized by their columns"
@@ -195,13 +190,11 @@ class Translation:
         elif "early_stopping_patience" not in train:
             return
         for key in {*idle} & {*train}:
-            del train[key]
-            origin = self.taken.pop(f"train.{key}", key)
-            self.left[origin.partition(" -> ")[0]] = why
+            self._leave(f"train.{key}", why)
 
     def _check(self) -> None:
         """Leave out what a recipe refuses, with the reason."""
-        for _ in [*self.taken]:
+        while True:
             try:
                 checked(self.recipe, ".".join)
             except ConfigError as error:
@@ -209,11 +202,22 @@ class Translation:
                     section, _, key = one.where.partition(".")
                     if key not in self.recipe[section]:
                         raise
-                    origin = self.taken.pop(one.where, one.where).partition(" -> ")[0]
-                    self.left[origin] = one.what
-                    del self.recipe[section][key]
+                    self._leave(one.where, one.what)
             else:
                 return
+
+    def _leave(self, setting: str, why: str) -> None:
+        section, _, key = setting.partition(".")
+        del self.recipe[section][key]
+        self.left[self.taken.pop(setting, setting).partition(" -> ")[0]] = why
+
+    def lines(self) -> list[str]:
+        """What became of each key."""
+        return [
+            *(f"  {line}" for line in self.taken.values()),
+            f"as it is here anyway: {', '.join(self.same) or 'nothing'}",
+            *(f"! not taken over: {key}: {why}" for key, why in self.left.items()),
+        ]
 
     def to_yaml(self, source: str) -> str:
         """The recipe's text, with what was left out above it."""

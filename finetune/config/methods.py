@@ -118,10 +118,8 @@ class Method:
         Those that it documents as choices, else those that the source of its trainer compares it
         with, which refuses others in the first step.
         """
-        import dataclasses
-
         config = self.config_class
-        field = next((one for one in dataclasses.fields(config) if one.name == key), None)
+        field = config.__dataclass_fields__.get(key)
         if field is None or "choices" in field.metadata:
             return tuple(field.metadata["choices"]) if field else ()
         found = _compared(f"{config.__module__.removesuffix('config')}trainer", key)

@@ -305,8 +305,7 @@ def checked(
     try:
         train = convert_train(given, where) if check_train and isinstance(given, dict) else {}
     except ConfigError as error:
-        errors += [error, *error.more]
-        error.more = ()
+        errors.append(error)
     raise_all(errors)
     assert config is not None
     if not check_train:

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from finetune.config.aliases import is_off
 from finetune.config.methods import EARLY_STOPPING, KEYS, REWARDS, arguments, method_of
 from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
@@ -205,15 +206,19 @@ def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
                 where="train.fsdp_config",
                 fix="the name of a JSON file, or ~train.fsdp_config",
             ) from None
-    found = {key.removeprefix("fsdp_"): value for key, value in given.items()}
+    words = str(train.get("fsdp")).lower()  # `full_shard offload`, as older recipes have it
+    older = {
+        "reshard_after_forward": "shard_grad_op" not in words,
+        "cpu_offload": "offload" in words,
+    }
+    found = older | {key.removeprefix("fsdp_"): value for key, value in given.items()}
     layers = found.get("transformer_layer_cls_to_wrap")
     names = layers.split(",") if isinstance(layers, str) else layers
-    reshard = str(found.get("reshard_after_forward", True)).lower()
     return FsdpSettings(
         version=int(found.get("version", 2)),
-        reshard=reshard not in ("false", "no_shard", "shard_grad_op"),
+        reshard=not is_off(found["reshard_after_forward"]),
         wrapping=str(found.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")),
         layers=None if names is None else tuple(names),
-        checkpointing=str(found.get("activation_checkpointing", False)).lower() == "true",
-        offload=str(found.get("cpu_offload", False)).lower() == "true",
+        checkpointing=not is_off(found.get("activation_checkpointing", False)),
+        offload=not is_off(found["cpu_offload"]),
     )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
-from finetune.config.recipe import apply_overrides, read_recipe
+from finetune.config.recipe import apply_overrides, checked
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
@@ -151,11 +151,11 @@ def with_preset(recipe: str, text: str, preset: str) -> tuple[str, list[str]]:
 
     Args:
         recipe: name or path, for the header.
-        text: as it stands in the file.
+        text: of the recipe.
         preset: a key of `PRESETS`.
     """
     written: dict[str, Any] = parse_yaml(text, recipe)[0]
-    config = read_recipe(recipe, check_train=False).config
+    config = checked(written, ".".join, check_train=False)
     config = config.model_copy(update={"train": plain_data({"": config.train})[""]})
     made, lines = [], []
     for change in PRESETS[preset].changes(config):

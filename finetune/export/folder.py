@@ -115,12 +115,12 @@ def _record(folder: Path) -> dict[str, Any]:
 def _remove(folder: Path) -> None:
     """Remove an export, its record last: what a kill leaves is known as one, and not as whole."""
     write_whole(folder / RECORD, UNFINISHED)
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == RECORD):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != RECORD:
+        else:
             path.unlink()
-    shutil.rmtree(folder)
+    folder.rmdir()
 
 
 def _files(folder: Path) -> list[str]:

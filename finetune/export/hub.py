@@ -8,6 +8,7 @@ path of this machine; `export.json`, which has some, stays here.
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,10 @@ def refuse_paths(folder: Path) -> None:
     Raises:
         ConfigError: the file, and what it names.
     """
-    found = json_of(folder / RECORD)
-    for file in sorted({*folder.glob("*.json")} - {folder / RECORD}):
-        text = file.read_text(encoding="utf-8")
-        if path := next(
-            (p for p in (found.get("weights"), found.get("run")) if p and p in text), ""
-        ):
+    paths = map(json_of(folder / RECORD).get, ("weights", "run"))
+    files = {*folder.glob("*.json")} - {folder / RECORD}
+    for path, file in product(filter(None, paths), sorted(files)):
+        if path in file.read_text(encoding="utf-8"):
             raise ConfigError(
                 f"{file.name} names a folder of this machine, and would be uploaded",
                 where=f"{file}: {path}",

@@ -107,7 +107,8 @@ def test_a_narrower_line_leaves_out_what_matters_least_first():
     assert left == ["step 7/12"]
 
 
-def test_the_worst_of_a_health_row_is_named(writing, cli):
+def test_the_worst_of_a_health_row_is_named_in_a_line_that_no_width_cuts(writing, cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
     folder, rows = writing
     found = cli("watch", folder)
     row = next(row for row in rows if "health/mlp/x_snr_db" in row)

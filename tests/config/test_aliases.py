@@ -333,6 +333,16 @@ def test_early_stopping_of_axolotl_is_early_stopping_here(theirs, cli) -> None:
     assert cli("validate", "mine.yaml").code == 0
 
 
+def test_a_preset_changes_what_another_tools_file_became(theirs, cli) -> None:
+    """It was refused: the preset read the file itself as a recipe."""
+    made = cli("cp", "--from", "axolotl.yaml", "mine.yaml", "--preset", "smoke")
+    assert made.code == 0, made.err
+    assert "mine.yaml: from Axolotl's axolotl.yaml, smoke" in made.out
+    assert "! not taken over: frobnicate: 7" in made.out
+    config = load_recipe("mine.yaml").config
+    assert (config.lora.r, config.train["max_steps"]) == (16, 10)
+
+
 def test_a_file_of_neither_tool_is_refused(cli) -> None:
     Path("own.yaml").write_text("model: {name: builtin:tiny_llama}\n")
     Path("odd.yaml").write_text(

@@ -224,6 +224,7 @@ def test_json_says_the_same_as_the_words(result):
     held = result.prediction.footprint
     assert facts["memory"]["allocated"] == held.allocated
     assert facts["fit"] == "fits"
+    assert facts["time"]["step_seconds"] == result.prediction.pace.seconds
     words = text_of(result)
     assert size(held.allocated, MEMORY) in words
     assert duration(result.prediction.pace.seconds) in words

@@ -144,6 +144,17 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
         assert names & {"aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
 
 
+def test_transformer_engine_keeps_one_copy_of_codes_where_the_gpu_needs_no_transpose() -> None:
+    """On Hopper two: its FP8 units contract along the last dimension alone."""
+    config = load_recipe("tiny_full_fp8", ["model.dtype=bfloat16"]).config
+
+    def peak(gpu: str) -> int:
+        found = rehearse(config, place_of(gpu).device, there(config, "te"), layers=1)
+        return sum(tensor_footprint(found.trace).phases["forward"].values())
+
+    assert peak("B200") < peak("H100")
+
+
 @pytest.mark.slow
 def test_an_fp8_head_is_stored_and_multiplied_in_fp8_and_counted_as_the_head(monkeypatch) -> None:
     monkeypatch.setattr(head, "WORDS", 768)  # two slabs

@@ -174,6 +174,23 @@ def test_what_cannot_be_sharded_is_refused(config: RunConfig, sections, words) -
         predict_whole(changed(config, **sections), gpus(2))
 
 
+@pytest.mark.parametrize(
+    ("train", "freed", "offload"),
+    [
+        ({"fsdp": True}, True, False),
+        ({"fsdp": True, "fsdp_config": {"fsdp_reshard_after_forward": False}}, False, False),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": "no"}}, False, False),
+        ({"fsdp": "shard_grad_op auto_wrap"}, False, False),
+        ({"fsdp": "full_shard offload"}, True, True),
+        ({"fsdp": ["shard_grad_op"], "fsdp_config": {"reshard_after_forward": True}}, True, False),
+    ],
+)
+def test_sharding_is_read_as_transformers_reads_it(train, freed, offload) -> None:
+    """Its older words in `fsdp` as well, and what `fsdp_config` says goes before them."""
+    found = fsdp_settings(train)
+    assert (found.reshard, found.offload) == (freed, offload)
+
+
 def test_a_cpu_shards_nothing(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"train\.fsdp was requested on 2 x"):
         predict_whole(config, Place(this_device(), None, 2))

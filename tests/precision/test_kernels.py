@@ -244,6 +244,10 @@ def test_triton_by_name_is_an_error_where_it_cannot_be_had(device, backend, why)
     resolve(fp8(backend=backend, emulation="allow"), device)
 
 
+def test_triton_by_name_is_taken_by_a_gpu_with_fp8() -> None:
+    assert resolve(fp8(kernels="triton"), H100).precision.kernels == "triton"
+
+
 def test_a_cuda_build_without_triton_takes_torchs_kernels(monkeypatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -196,7 +196,7 @@ def _forest(axes: Axes, plot: Forest) -> None:
     axes.grid(visible=False)
     axes.set_yticks([-number for number in range(len(plot.gaps))], list(plot.gaps))
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(value) if value else "0%"))
 
 
 # ------------------------------------------------------------------------------------------ theme

@@ -190,7 +190,7 @@ def rehearse(
                 *(model, config, Path(folder), teacher), padded=padded, documents=documents
             )
         if resolution.precision.backend == "te":
-            engine = engine_maker(device.capability or (0, 0))
+            engine = engine_maker(cast(Any, device.capability))  # on a GPU alone
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)
