@@ -319,7 +319,7 @@ def _keep(folder: Path, weights: Path, requested: dict[str, Any], scores: dict[s
     kept = folder / "report.json"
     text = run.report | {"tasks": run.report.get("tasks", {}) | scores}
     write_whole(kept, json.dumps(text, indent=1) + "\n")
-    row = {"step": max((r.get("step", 0) for r in run.rows), default=0), "tasks": scores}
+    row = {"step": run.last_step, "tasks": scores}
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     return kept
