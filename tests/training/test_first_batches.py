@@ -104,6 +104,7 @@ def test_a_fault_that_is_not_repaired_ends_the_run(method, broken, said, look, t
         look(method, rows, name, "train.max_length=2048")
 
 
+@pytest.mark.filterwarnings("ignore:.*truncation mode is deprecated:FutureWarning")
 def test_answers_of_which_the_end_is_kept_are_as_the_rows_say(look):
     """Their first token is one of the answer, and nothing foresees it."""
     look("dpo", [PAIR] * 8, "train.max_length=3", "train.truncation_mode=keep_end")
