@@ -130,29 +130,29 @@ def main() -> None:
     try:
         _check_versions(sys.argv[1:2])
         code = app(standalone_mode=False)
-    except (FinetuneError, SystemExit) as error:
-        if isinstance(error, SystemExit) and error.code:  # ours have one
-            raise
-        _show_error(error if isinstance(error, FinetuneError) else exited(error))
-        sys.exit(MISUSE)
-    except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:  # a fault of ours or a library's
-            raise
-        _show_error(_of_file(error))
-        sys.exit(MISUSE)
-    except _USAGE_ERRORS as error:
-        _show_error(_as_setting(error) or _of_usage(error))
-        sys.exit(MISUSE)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except Exception as error:
-        if (found := _of_environment(error)) is None:
+    except (Exception, SystemExit) as error:
+        if (found := _of_user(error)) is None:
             raise
         _show_error(found)
         sys.exit(MISUSE)
     if code == INTERRUPTED:  # newer typers catch Ctrl-C and return it
         output(stderr=True).print("interrupted")
         sys.exit(INTERRUPTED)
+
+
+def _of_user(error: Any) -> FinetuneError | None:
+    """The error that the user can fix; None for a fault of ours or a library's."""
+    if isinstance(error, FinetuneError):
+        return error
+    if isinstance(error, SystemExit):
+        return None if error.code else exited(error)  # ours have one
+    if isinstance(error, OSError):
+        return _of_file(error)
+    if isinstance(error, _USAGE_ERRORS):
+        return _as_setting(error) or _of_usage(error)
+    return _of_environment(error)
 
 
 def _of_environment(error: BaseException) -> ConfigError | None:
@@ -232,10 +232,11 @@ def _as_setting(error: Any) -> ConfigError | None:
     )
 
 
-def _of_file(error: OSError) -> ConfigError:
-    """The error for a file or folder that the system does not let us use."""
+def _of_file(error: OSError) -> ConfigError | None:
+    """The error for a file or folder that the system does not let us use; else None."""
     if error.filename is None:
-        return ConfigError("the disk that the output goes to is full", fix="make room on it")
+        full = ConfigError("the disk that the output goes to is full", fix="make room on it")
+        return full if error.errno == errno.ENOSPC else None
     return ConfigError(
         f"{os.path.basename(str(error.filename)) or error.filename}: {error.strerror}",
         where=str(error.filename),

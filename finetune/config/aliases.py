@@ -38,8 +38,8 @@ _ELSEWHERE = {
     "lora.dropout": "lora_dropout",
 }
 """Key of a recipe -> its name as an argument of Transformers or PEFT, where it is another one."""
-COMPUTES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
-"""Beginning of a type's name in torch -> the same as `precision.compute`."""
+TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Name of a type in torch -> the same as `precision.compute`."""
 _FALSE = ("false", "no", "off", "0", "0.0", "none", "null")
 
 
@@ -62,10 +62,11 @@ def in_recipe(name: str, value: object = "...") -> str:
     if " " in setting:
         return setting.replace("{}", _flow(value))
     multiplied = plain_dtype(value).lower()  # not how weights are stored
-    if setting == "model.dtype" and multiplied.startswith(("fp8", "float8")):
+    low = multiplied.startswith(("fp8", "float8"))
+    if setting == "model.dtype" and low:
         return "write precision.compute=fp8"
     if setting == "precision.compute":
-        value = next((to for of, to in COMPUTES.items() if multiplied.startswith(of)), value)
+        value = "fp8" if low else TORCH_NAMES.get(multiplied, value)
     return f"write {setting}" + ("" if "=" in setting else f"={_flow(value)}") if setting else ""
 
 

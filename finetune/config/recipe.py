@@ -60,10 +60,7 @@ REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = 
     ("data.path", lambda new, _: bool(new), _of("data", "name", "subset", "eval_split")),
     ("data.name", lambda new, _: bool(new), _of("data", "path", "eval_path")),
     # Transformers lets `max_steps` win over epochs in silence; with -1 it counts epochs.
-    *(
-        (one, lambda new, _: _is_amount(new), tuple(other for other in LENGTHS if other != one))
-        for one in LENGTHS
-    ),
+    *((one, lambda new, _: not str(new or "-").startswith("-"), LENGTHS) for one in LENGTHS),
     # Only text that is itself trained on is packed, or has parts that are not.
     ("train.method", operator.ne, (*_of("train", *OF_SFT), "model.head")),
     # Weights belong to the rewards that were named beside them.
@@ -91,10 +88,6 @@ REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = 
     ("precision.compute", lambda new, _: new != "fp8", _of("precision", *FP8_ONLY)),
 )
 """A setting that is typed; of its new and old value, whether others of the recipe go; and these."""
-
-
-def _is_amount(value: Any) -> bool:
-    return value is not None and not str(value).startswith("-")
 
 
 @dataclass(frozen=True)
@@ -334,7 +327,11 @@ def _check_unset(
             continue
         if section == "train" and not check_train:  # its names need trl
             continue
-        known = tuple(fields_of(section)) if section != "train" else _arguments_in(data)
+        if section == "train":
+            train = data.get("train")
+            known = arguments(method_of(train if isinstance(train, dict) else {}))
+        else:
+            known = tuple(fields_of(section))
         if key not in known and key not in (written.get(section) or ()):
             raise ConfigError(
                 f"there is no key {key!r} in section {section!r}" + did_you_mean(key, known),
@@ -342,11 +339,6 @@ def _check_unset(
                 why="it would take nothing back, and the recipe's value would stay silently",
                 fix="write the key as the recipe has it: `python -m finetune cat RECIPE` shows it",
             )
-
-
-def _arguments_in(data: Mapping[str, Any]) -> tuple[str, ...]:
-    train = data.get("train")
-    return arguments(method_of(train if isinstance(train, dict) else {}))
 
 
 def _problems(error: ValidationError, where: Any) -> list[ConfigError]:

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from finetune.config.aliases import TORCH_NAMES, plain_dtype
 from finetune.config.methods import METHODS, REWARDS
 from finetune.config.section import BUILTIN as BUILTIN
 from finetune.config.section import (
@@ -30,7 +31,6 @@ from finetune.config.section import (
 )
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
-_TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BackendName = Literal["te", "torchao", "emulated"]
 Scaling = Literal[
     "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
@@ -50,7 +50,7 @@ Storage = Literal["nf4", "fp8"]
 
 def _compute_of(value: Any) -> Any:
     """`fp32` of `torch.float32`, `torch.float32` as text, or `float32`; anything else as it is."""
-    return _TORCH_NAMES.get(str(value).removeprefix("torch."), value)
+    return TORCH_NAMES.get(plain_dtype(value), value)
 
 
 class ModelConfig(Section):

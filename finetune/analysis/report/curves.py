@@ -235,15 +235,13 @@ def loss_plots(runs: Sequence[Source]) -> list[Row]:
         return [row for plot in plots for row in row_of(plot)]
     (s,) = runs
     times = [curve(s.run.rows, key, "seconds").x for key in both]
-    over_time = None
-    if not any(np.any(np.diff(x) < 0) for x in times):  # a resumed run's clock starts again
-        most = max((x[-1] for x in times if len(x)), default=0.0)
-        over, seconds = next((unit, n) for minutes, unit, n in CLOCK if most <= 60 * minutes)
-        clock: Any = {"seconds": seconds, "over": over, "size": "wide"}
-        over_time = metric_plot(runs, both, "loss_over_time", "Loss over time", unit, **clock)
-        over_time = over_time if isinstance(over_time, Plot) else None  # said over steps
+    most = max((x[-1] for x in times if len(x)), default=0.0)
+    over, seconds = next((unit, n) for minutes, unit, n in CLOCK if most <= 60 * minutes)
+    clock: Any = {"seconds": seconds, "over": over, "size": "wide"}
     over_steps = metric_plot(runs, both, "loss", "Training and eval loss", unit, size="wide")
-    return [*row_of(over_steps), *row_of(over_time)]
+    over_time = metric_plot(runs, both, "loss_over_time", "Loss over time", unit, **clock)
+    # What is too little to draw is said over steps.
+    return [*row_of(over_steps), *row_of(over_time if isinstance(over_time, Plot) else None)]
 
 
 def speed_plots(runs: Sequence[Source]) -> list[Row]:

@@ -245,14 +245,16 @@ class Roofline:
         Raises:
             ConfigError: the GPU lacks matrix units for a precision of the trace.
         """
-        classes = classes_of(ops)
+        classes, shared = classes_of(ops), self.efficiency.shared
         by_class: dict[str, float] = defaultdict(float)
         by_bound: dict[str, dict[Bound, float]] = defaultdict(lambda: defaultdict(float))
         useful = issued = ends = 0.0
         for launch in launches(ops, compiled):
             op = ops[launch.ops[0]]
             kernel = self.kernel_time(op, launch)
-            issued += self._issuing(op)
+            updates = op.name.startswith("finetune_estimator.update.")
+            each = shared.compiled_update_us if updates else self.host.microseconds(op.phase)
+            issued += each * 1e-6
             waited = max(0.0, issued - ends)
             ends = max(ends, issued) + kernel.seconds
             cls = _class(ops, launch, classes)
@@ -266,12 +268,6 @@ class Roofline:
             bound={cls: max(times, key=lambda b: times[b]) for cls, times in by_bound.items()},
             mfu=useful / (ends * self.gpu.half_peak) if ends else 0.0,
         )
-
-    def _issuing(self, op: Op) -> float:
-        """Host seconds of a kernel."""
-        if op.name.startswith("finetune_estimator.update."):
-            return self.efficiency.shared.compiled_update_us * 1e-6
-        return self.host.microseconds(op.phase) * 1e-6
 
     def kernel_time(self, op: Op, launch: Launch) -> Kernel:
         """Time of one kernel in isolation; `op` is its first operator."""

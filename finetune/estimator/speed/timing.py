@@ -99,20 +99,13 @@ class Pace:
         return self.classes.get(part, 0.0) / self.seconds
 
 
-def roofline_at(place: Place, *, compiled: bool) -> Roofline | None:
-    """Roofline of a place's devices; None if their speed is unknown."""
-    if place.gpu is None:
-        return None
-    return roofline_of(place.gpu, "compiled" if compiled else "eager")
-
-
 def pace_of_one(
     rehearsal: Rehearsal, config: RunConfig, place: Place, *, compiled: bool
 ) -> Pace | None:
     """Speed of one device, None if unknown; raises FinetuneError if the model cannot be sharded."""
-    roofline = roofline_at(place, compiled=compiled)
-    if roofline is None:
+    if place.gpu is None:
         return None
+    roofline = roofline_of(place.gpu, "compiled" if compiled else "eager")
     gpu, trace, model = place.gpu if place.count > 1 else None, rehearsal.trace, None
     if gpu is not None and shares_model(config, place):
         model = sharded_model(rehearsal, config, place.count)
