@@ -246,8 +246,7 @@ def moved_rows(checkpoint: Checkpoint, facts: dict[str, Any]) -> list[str]:
     began, step = checkpoint.manifest, checkpoint.step
     if "config" not in began or facts["config"]["train"].get("ignore_data_skip"):
         return []
-    fitted = began.get("fitted") if facts["config"]["data"].get("min_steps") else None
-    before, now = _rows_of_step(began), _rows_of_step(facts | {"fitted": fitted})
+    before, now = (_rows_of_step(x) for x in (began, facts | {"fitted": fitted_of(began, facts)}))
     if before == now:
         return []
     ends = "rows are trained again" if now < before else "the rows between are left out"
@@ -255,6 +254,19 @@ def moved_rows(checkpoint: Checkpoint, facts: dict[str, Any]) -> list[str]:
         f"global batch: {before} rows in the checkpoint, {now} now; its {step} steps were "
         f"{step * before:,} rows and are passed over as {step * now:,}: {ends}"
     ]
+
+
+def fitted_of(began: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's run made smaller, since rows were few (`data.min_steps`), and stays so.
+
+    Its micro-batch and accumulation only while the same are asked for: other ones are meant.
+    """
+    settings = facts["config"]
+    if "config" not in began or settings["data"].get("min_steps") is None:
+        return {}
+    found, before = began.get("fitted") or {}, began["config"]["train"]
+    same = all(before.get(key) == settings["train"].get(key) for key in BATCH)
+    return found if same else found | {"batch": None}
 
 
 def _rows_of_step(facts: dict[str, Any]) -> int:

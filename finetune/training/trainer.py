@@ -200,9 +200,8 @@ class _Run:
             checkpoint, broken = find_checkpoint(name, out)
             self.changed = resume.check_resume(checkpoint, self.config, self.facts)
         self.resume = checkpoint.folder
-        if self.config.data.min_steps is not None:
-            self.fitted = checkpoint.manifest.get("fitted") or {}
-            self.args.least_rows = self.fitted.get("least_rows", self.args.least_rows)
+        self.fitted = resume.fitted_of(checkpoint.manifest, self.facts)
+        self.args.least_rows = self.fitted.get("least_rows", self.args.least_rows)
         self.notes = [*self.notes, *resume.moved_rows(checkpoint, self.facts)]
         for path, problem in broken.items():
             self._warn(f"{path.name} is passed over: {problem}")

@@ -43,6 +43,7 @@ from finetune.training.resume import (
     RULES,
     check_resume,
     facts_of,
+    fitted_of,
     moved_rows,
     rows_hash,
 )
@@ -471,6 +472,19 @@ def test_rows_that_another_batch_loses_or_repeats_are_said(
     moved = moved_rows(checkpoint, facts)
     assert [says in line for line in moved] == [True] * bool(says)
     assert all(line in caught.value.why for line in moved)
+
+
+def test_a_smaller_batch_of_few_rows_stays_until_another_one_is_asked_for(tmp_path) -> None:
+    made = {"least_rows": 10, "batch": [1, 2]}
+    few, other = "data.min_steps=50", "train.per_device_train_batch_size=8"
+    began = {**facts_of(load_recipe_like([few]), "rows", 1), "fitted": made}
+
+    def kept(*overrides: str) -> dict[str, Any]:
+        return fitted_of(began, facts_of(load_recipe_like([*overrides]), "rows", 1))
+
+    assert kept(few) == made
+    assert kept(few, other) == {"least_rows": 10, "batch": None}
+    assert kept("~data.min_steps") == {}
 
 
 def test_precision_may_change_and_is_told(tmp_path) -> None:
