@@ -508,7 +508,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         if not held:
             return prepare(tokenized, processing_class, args, packing, None, dataset_name)
         found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
-        if not found.trained:
+        if not found.trained and dataset_name != "look":
             raise nothing_trained(found, dataset_name)
         if answers and dataset_name == "train" and found.never_ends:
             raise endless(tokenizer, row)

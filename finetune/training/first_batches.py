@@ -79,8 +79,7 @@ def check_first_batches(trainer: Any) -> None:
     if trainer.method.writes:
         from finetune.data.pairs import asked
 
-        first = map(dict, itertools.islice(given, LOOKED_AT))
-        rows.append(max(first, key=lambda row: len(str(row["prompt"]))))
+        rows.append(max(_some(given).values(), key=lambda row: len(str(row["prompt"]))))
         read = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
         for row, ids in zip(rows, read, strict=True):
             said = asked(trainer._tokenizer, row, trainer.args)["prompt_ids"]
@@ -93,6 +92,8 @@ def check_first_batches(trainer: Any) -> None:
     expected = [one for row in rows for one in _expected(row, trainer)]
     with counting_rows(output(quiet=True), "looking at the first rows"):
         prepared = trainer.prepared(given, picked)
+    if not prepared:
+        return  # each is cut before its answer begins: rows that are left out, and counted
     with _evaluating(trainer):
         seen = list(_seen(trainer, prepared))
     _compare(trainer, rows, expected, seen)
@@ -115,13 +116,18 @@ def _refuse_one_label(trainer: Any) -> None:
         )
 
 
-def different(rows: Dataset) -> list[int]:
-    """Positions of the first rows that differ in what they have: columns, roles and keys of turns.
+def _some(rows: Dataset) -> dict[int, dict[str, Any]]:
+    """Rows at equal distances, by position: the first ones of a file may be of one kind."""
+    return {i: dict(rows[i]) for i in range(0, len(rows), max(1, -(-len(rows) // LOOKED_AT)))}
 
-    The shortest of the first ones stands for each, so that few tokens are computed.
+
+def different(rows: Dataset) -> list[int]:
+    """Positions of rows that differ in what they have: columns, roles and keys of turns.
+
+    The shortest stands for each, so that few tokens are computed, and none is cut.
     """
     found: dict[Any, tuple[int, int]] = {}
-    for index, row in enumerate(map(dict, itertools.islice(rows, LOOKED_AT))):
+    for index, row in _some(rows).items():
         turns = [turn for value in row.values() if isinstance(value, list) for turn in value]
         turns = [turn for turn in turns if isinstance(turn, dict)]
         keys = {str((turn.get("role"), key)) for turn in turns for key in turn if turn[key]}

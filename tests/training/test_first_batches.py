@@ -104,6 +104,20 @@ def test_a_fault_that_is_not_repaired_ends_the_run(method, broken, said, look, t
         look(method, rows, name, "train.max_length=2048")
 
 
+@pytest.mark.parametrize("method", slow_but(["sft"], ["sft", "dpo"]))
+def test_a_file_whose_first_rows_are_all_too_long_is_not_refused(method, look):
+    rows = [
+        {"prompt": "word " * size, "completion": "High.", "chosen": "High.", "rejected": "Low."}
+        for size in [200] * 300 + [3] * 300
+    ]
+    other = ("chosen", "rejected") if method == "sft" else ("completion",)
+    rows = [{key: row[key] for key in row if key not in other} for row in rows]
+    trainer = look(method, rows, "train.max_length=64")
+    assert trainer.ledgers["train"].dropped == 300
+    assert min(different(trainer.given)) >= 300, "none is looked at of which nothing is left"
+    assert look(method, rows[:299] + rows[-1:], "train.max_length=64"), "nor is there one to see"
+
+
 @pytest.mark.filterwarnings("ignore:.*truncation mode is deprecated:FutureWarning")
 def test_answers_of_which_the_end_is_kept_are_as_the_rows_say(look):
     """Their first token is one of the answer, and nothing foresees it."""
