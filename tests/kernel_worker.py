@@ -1,7 +1,8 @@
 """Triton's interpreter runs the kernels of `finetune.precision.kernels` on CPU tensors.
 
 A process of its own: functions of Triton are interpreted only if that is chosen before its import.
-Prints a JSON object: case -> number of results that differ from the reference by any bit.
+Prints a JSON object: case -> number of results that differ from the reference by any bit; of logits
+by more than one unit in the last place of their type, and of sums over them by 1e-5.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from finetune.precision import triton_kernels
+from finetune.precision import kernels, triton_kernels
 from finetune.precision.formats import E4M3
 from finetune.precision.scaling import cast_current
 
@@ -105,6 +106,50 @@ def transposes() -> Iterator[tuple[str, int]]:
     yield "transpose of a transpose", different((back,), (codes,))
 
 
+def apart(found: Tensor, wanted: Tensor, tolerance: float) -> int:
+    return int((~torch.isclose(found, wanted, rtol=tolerance, atol=1e-6, equal_nan=True)).sum())
+
+
+def logits() -> Iterator[tuple[str, int]]:
+    """Three slabs of a vocabulary in turn, with labels in each, then their gradients."""
+    outputs = ["entropy", "log_sum_sq_probs", "mean_logits", "is_top1"]
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 5300, generator=generator) * 3
+    whole[5, 7] = 80.0
+    whole[1, 2100], whole[1, 2500] = 30.0, 30.0  # two largest ones, the label is the second
+    targets = torch.tensor([0, 2500, 5299, 2047, 3, 7])
+    for dtype, cap, weigh in itertools.product(DTYPES, (None, 20.0), (False, True)):
+        mapped = (0.5, cap, 1 / 0.7)
+        each = []
+        for run in (kernels._observe_logits, triton_kernels.observe_logits):
+            statistics = torch.zeros(kernels.STATISTICS, 8)[:, 1:7]  # a slice of more tokens
+            statistics[[0, 5]] = -float("inf")
+            z = whole.to(dtype, copy=True)
+            for start, width in ((0, 2048), (2048, 3000), (5048, 252)):
+                slab = z[:, start : start + width]
+                run(slab, targets, statistics, start, *mapped, outputs, weigh)
+            each.append((z, statistics))
+        (wanted, sums), (found, own) = each
+        name = f"{dtype} cap={cap} weigh={weigh}"
+        yield f"logits {name}", apart(found, wanted, max(torch.finfo(dtype).eps, 1e-5))
+        yield f"statistics {name}", apart(own, sums, 1e-5)
+        above = torch.randn(2, 6, generator=generator)
+        log_z, h = sums[0] + sums[1].log(), torch.rand(6, generator=generator)
+        for g_probs, g_entropy in ((above[0], above[1]), (above[0], None), (None, above[1])):
+            slabs = [whole[:, 2048:].to(dtype, copy=True) for _ in range(2)]
+            given = targets, log_z, h, g_probs, g_entropy, 2048, *mapped
+            kernels._grade_logits(slabs[0], *given)
+            triton_kernels.grade_logits(slabs[1], *given)
+            case = f"{name} {g_probs is not None} {g_entropy is not None}"
+            yield f"gradient {case}", apart(slabs[1], slabs[0], max(torch.finfo(dtype).eps, 1e-5))
+    sums = torch.zeros(kernels.STATISTICS, 6)
+    whole[4, 2] = float("nan")
+    triton_kernels.observe_logits(whole, targets, sums, 0, 1.0, None, 1.0, [], False)
+    yield "NaN stays in the sum", int(sums[1].isnan().tolist() != [i == 4 for i in range(6)])
+    none = torch.empty(0, 64)
+    triton_kernels.observe_logits(none, targets[:0], none.t(), 0, 1.0, None, 1.0, [], True)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps(dict(itertools.chain(casts(), transposes()))))
+    print(json.dumps(dict(itertools.chain(casts(), transposes(), logits()))))

@@ -20,7 +20,15 @@ from torch import nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import compiling
-from finetune.precision.backends.base import Backend, Fp8Mixin, ObservedMixin, Tally, in_backward
+from finetune.precision.backends.base import (
+    Backend,
+    Fp8Mixin,
+    ObservedMixin,
+    Observer,
+    Owner,
+    Tally,
+    in_backward,
+)
 from finetune.precision.backends.frozen import FrozenBackend
 from finetune.precision.experts import (
     CastExpertsMixin,
@@ -31,7 +39,7 @@ from finetune.precision.experts import (
     split_adapters,
     store_experts,
 )
-from finetune.precision.head import HeadMixin, in_fused_loss
+from finetune.precision.head import Head
 from finetune.precision.layers import decoder_layers, records
 from finetune.precision.lora import AdaptedMixin, FusedMixin, iter_fusable
 from finetune.precision.overrides import DTYPES, OverrideMixin
@@ -55,7 +63,7 @@ class Conversion:
         fused: PEFT's layers whose adapters are fused with their base.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
-        head: frozen output head in FP8, if any.
+        head: output head, as TRL's fused loss multiplies by it, if any.
         proof: observer of the model's steps, if it trains.
         follows: of a reference: True if its call is computed as in training, whatever its mode.
     """
@@ -75,7 +83,7 @@ class Conversion:
         # `_before`: Dynamo's counters when layers were compiled, of the whole process.
         self._before, self._has_warned = (0, 0, 0), False
         self._hooked: set[int] = set()  # ids of layers that ran uncompiled, for hooks inside
-        self.head: nn.Module | None = None
+        self.head: Head | None = None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []
@@ -110,9 +118,6 @@ class Conversion:
                     module.stored_tile = other.stored_tile
             facts = engine.attributes(module, layer)
             self._swap(module, engine.mixin, fp8_backend=engine, fp8_tally=Tally(), **facts)
-            if layer.stored and layer.role == "head":
-                self._swap(module, HeadMixin, fp8_name=layer.name, fp8_observers=[])
-                self.head = module
         if self.frozen is not None:
             guard_adapters(modules.values())
         self._convert_experts(modules)
@@ -129,7 +134,13 @@ class Conversion:
             self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
             self.fused.append(module)
         root = WritingRootMixin if hasattr(self.model, "generate") else RootMixin
-        self._swap(self.model, root, **{ATTRIBUTE: self})
+        observers = list[Observer]()
+        if isinstance(self.model, ObservedMixin):  # it multiplies by parameters of its own, too
+            observers = self.model.fp8_observers
+        self._swap(self.model, root, fp8_observers=observers, **{ATTRIBUTE: self})
+        if (layer := next((x for x in self.plan.layers if x.role == "head"), None)) is not None:
+            stored = modules[layer.name] if layer.stored else None
+            self.head = Head(Owner(layer.name, observers), stored)
         self.is_applied = True
 
     def _convert_experts(self, modules: dict[str, nn.Module]) -> None:
@@ -245,7 +256,7 @@ class Conversion:
                 if low or steps:
                     stack.enter_context(self.backend.region())
             if self.head is not None:
-                stack.enter_context(in_fused_loss(self.head))
+                stack.enter_context(self.head.in_fused_loss())
             for enter in list(self.around):
                 stack.enter_context(enter())
             yield
@@ -279,10 +290,8 @@ class Conversion:
             module.__dict__["_gradient_checkpointing_func"] = wrapped
 
 
-class RootMixin(Swapped):
-    """Mixin of a converted model: each of its calls begins a step."""
-
-    keeps_name = True
+class RootMixin(ObservedMixin):
+    """Mixin of a converted model: each of its calls begins a step; observed is its head."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         conversion = self.__dict__.get(ATTRIBUTE)

@@ -83,6 +83,14 @@ def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b).to(dtype)
 
 
+def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a product [M, K] @ [K, N] to `total`, float32, without rounding it to 16 bits first."""
+    if a.dtype is not torch.float32 and writes_float32(a):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
 @functools.cache
 def has_bf16_units() -> bool:
     """True if this CPU multiplies BF16 itself.

@@ -1,107 +1,98 @@
-"""The frozen output head in FP8, inside TRL's fused loss.
+"""The output head inside TRL's fused loss: log-probabilities of labels without logits.
 
-`SFTTrainer` (TRL 1.16) never calls the head's layer. It hands the layer's weight to
-`ChunkedLogProbFunction`, which multiplies tiles of tokens by slabs of the vocabulary and keeps of
-the logits only what the loss needs: the log-probability of each label, and two metrics. Where the
-head is stored as FP8 codes, the function below takes its place during a call of the model. Tiles
-and statistics are TRL's (its Triton kernels on a GPU), the products are the layer's own:
+TRL's trainers (1.16) never call the head's layer. They hand its weight to `ChunkedLogProbFunction`,
+whose place the function below takes during a call of a converted model. It multiplies tiles of
+tokens by slabs of the vocabulary, and keeps of the logits z what losses need:
+
+    log p[y] = z[y] - log Σ e^z        of the label y, and H = -Σ p log p, and metrics
+
+*A head that does not train* needs two products a token. The gradient of log p[y] with respect to
+the hidden state x is a vector times whatever gradient comes from above, so it is made while the
+logits are there, slab by slab as in FlashAttention, and the backward pass multiplies each token's
+by a number:
+
+    d log p[y] / dx = (1 - p[y]) W[y] - Σ_{j≠y} p[j] W[j]
+                    = (1 - p[y]) W[y] - 1/s Σ_slabs e^(m' - m) Σ_{j≠y} e^(z[j] - m') W[j]
+
+m is the largest logit of a token, m' the largest so far, s = Σ e^(z - m). The label's word is added
+at the end, in float32: its weight 1 - p[y] is small where a model is right, and would be a
+difference of two rounded numbers. For all losses the same: of SFT, DPO, KTO, GRPO and others.
+
+*A head that trains* needs four: its gradient is a sum over tokens, each with its factor, so logits
+are made once more in backward. So are they for the gradient of H, which a bonus of GRPO asks for.
+
+In FP8 (a frozen head stored as codes) the products are the layer's own:
 
     fprop  z[M,S]  = x[M,K] · Wᵀ[K,S]      x cast once, per token; S words of the vocabulary
     dgrad  dx[M,K] = Σ_slabs g[M,S] · W[S,K]
 
 fprop gives the bits of the layer: a scale belongs to a row of x or of W, and a slab has whole rows.
-In dgrad g is cast per token *and slab*, so each slab has a scale of its own, where the layer has
-one for all words; the slabs are summed in float32, as TRL does it. There is no wgrad: a head that
-trains is refused (`finetune.training.preflight`).
+In dgrad g, here e^(z - m'), is cast per token *and slab*, so each slab has a scale of its own,
+where the layer has one for all words; the slabs are summed in float32. There is no wgrad: a head
+that trains is refused (`finetune.training.preflight`).
 
-Memory: logits, their gradient's codes and the transposed codes of a slab are of one tile; from
-forward to backward are kept the codes of x, a byte a number. A slab is the outer loop of backward,
-so that each is transposed once; a transposed copy of the whole weight is not kept.
+Memory: logits, their codes and the transposed codes of a slab are of one tile, the float32 sum of
+one tile's tokens. From forward to backward a frozen head keeps the gradient, as large as x.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import ObservedMixin, Observer, Owner, multiplying
-from finetune.precision.gemm import compute_dtype
-from finetune.precision.kernels import transpose_codes
-from finetune.precision.weights import Arithmetic, cast, dequantizing, dgrad, fprop, multiply
+from finetune.precision import gemm
+from finetune.precision.backends.base import Fp8Mixin, Owner, in_backward, multiplying
+from finetune.precision.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
+from finetune.precision.weights import (
+    Arithmetic,
+    cast,
+    dequantize_weight,
+    dequantizing,
+    dgrad,
+    fprop,
+    multiply,
+)
 
 TOKENS, WORDS = 4096, 16384
 """Largest tile of logits, 128 MiB in BF16: as many tokens as in TRL, and half of its words, a row
-of which `cast_rows` keeps in registers.
+of which kernels keep in registers.
 """
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""What the function gives besides log-probabilities, in order."""
+_Operand = tuple[Tensor, Tensor | None]  # [M, C], and inverse scales of codes
 
 
-class HeadMixin(ObservedMixin):
-    """Mixin of a converted output head whose weight TRL's loss may take without calling it."""
+class Head(NamedTuple):
+    """The output head of a converted model.
 
-    keeps_name = False
-
-
-def in_fused_loss(head: Any) -> contextlib.AbstractContextManager[None]:
-    """Let TRL's fused loss multiply by this head as its layer would, in calls inside the block.
-
-    Args:
-        head: frozen output head, stored and multiplied in FP8, with `HeadMixin`.
+    Attributes:
+        owner: its name and observers.
+        stored: its layer, if that is stored and multiplied in FP8.
     """
-    return _replaced(partial(_Replacement, head))
 
+    owner: Owner
+    stored: Any = None
 
-def watched_in_fused_loss(
-    name: str, shape: tuple[int, int], observer: Observer
-) -> contextlib.AbstractContextManager[None]:
-    """Report TRL's products by a head of shape (N, K) to an observer, in calls inside the block."""
-    return _replaced(partial(_Watched, name, shape, observer))
-
-
-@contextlib.contextmanager
-def _replaced(replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace TRL's function by one that is made of it."""
-    # Not imported here: if nobody has imported it, nobody calls its loss.
-    trl: Any = sys.modules.get("trl.trainer.utils")
-    if trl is None:
-        yield
-        return
-    plain = trl._ChunkedLogProbFunction
-    trl._ChunkedLogProbFunction = replacement(plain)
-    try:
-        yield
-    finally:
-        trl._ChunkedLogProbFunction = plain
-
-
-class _Watched(NamedTuple):
-    """TRL's function, of which an observer learns which products are the head's."""
-
-    name: str
-    shape: tuple[int, int]
-    observer: Observer
-    plain: Any
-
-    def apply(self, hidden: Tensor, weight: Tensor, *rest: Any) -> Any:
-        if weight.shape != self.shape:
-            return self.plain.apply(hidden, weight, *rest)
-        with multiplying(Owner(self.name, [self.observer]), weight):
-            results = self.plain.apply(hidden, weight, *rest)
-        self.observer.watch(self.name, self.shape, results[0], (hidden, weight))
-        return results
-
-
-class _Replacement(NamedTuple):
-    """TRL's function for weights other than that of `head`."""
-
-    head: Any
-    plain: Any
+    @contextlib.contextmanager
+    def in_fused_loss(self) -> Iterator[None]:
+        """Multiply by this head in TRL's fused loss, in calls inside the block."""
+        # Not imported here: if nobody has imported it, nobody calls its loss.
+        trl: Any = sys.modules.get("trl.kernels")
+        if trl is None:
+            yield
+            return
+        function = trl.ChunkedLogProbFunction
+        before, function.apply = function.apply, self.apply
+        try:
+            yield
+        finally:
+            function.apply = before
 
     def apply(
         self,
@@ -113,193 +104,272 @@ class _Replacement(NamedTuple):
         chunk_size: int,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = (),
-    ) -> Any:
-        """Arguments and results of TRL's: hidden [M, K], weight [N, K], targets [M]."""
-        head: Any = self.head
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> tuple[Tensor | None, ...]:
+        """Arguments and results of TRL's: hidden [M, K], weight [N, K], targets [M] -> five [M].
+
+        Log-probabilities, and of `OUTPUTS` those that are in `outputs`, others None. Entropies have
+        a gradient, the last three none.
+        """
+        x, low = hidden.to(gemm.compute_dtype(hidden)), False
+        head: Any = self.stored
         # By kind: of a head under FSDP2, TRL gathers the codes itself.
-        if weight.dtype is not torch.uint8 or weight.shape != head.weight.shape:
-            rest = targets, temperature, chunk_size, softcap, logit_scale, outputs
-            return self.plain.apply(hidden, weight, bias, *rest)
-        # In a block of `convert.disabled` it is no FP8 layer; without labels nothing can be cast.
-        low = issubclass(type(head), HeadMixin) and head.runs_low and hidden.numel() > 0
-        how = head.fp8_how if low else dequantizing(head.stored_tile)
-        if low:
-            head.fp8_tally.count(hidden)
-        settings = {
-            "logit_scale": logit_scale,
-            "softcap": softcap or 1.0,
-            "inv_t": 1 / temperature,
-            "HAS_SOFTCAP": softcap is not None,
-        }
-        results: Any = FusedHead.apply(
-            hidden.to(compute_dtype(hidden)), bias, targets,
-            weight.t() if head.transposed_weight else weight, head.weight_scale, how,
-            Owner(head.fp8_name, head.fp8_observers), settings, outputs,
-        )  # fmt: skip
-        if not low and hidden.numel():
-            head.fp8_tally.watch(hidden, results[0])
-        return results
+        if weight.dtype is torch.uint8:
+            # In a block of `convert.disabled` it is no FP8 layer; without labels nothing is cast.
+            low = issubclass(type(head), Fp8Mixin) and head.runs_low and hidden.numel() > 0
+            bits = weight.t() if head.transposed_weight else weight
+            how = head.fp8_how if low else dequantizing(head.stored_tile)
+            w: Any = _Codes(bits, head.weight_scale, bias, self.owner, x.dtype, how)
+            if low:
+                head.fp8_tally.count(hidden)
+        else:
+            w = _Matrix(weight, bias, self.owner, x.dtype)
+        mapped = LogitMap(logit_scale, softcap, 1 / temperature)
+        trains = any(p is not None and p.requires_grad for p in (weight, bias))
+        early = torch.is_grad_enabled() and x.requires_grad and not trains
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            operand = w.tokens(x)
+            found = _observe(w, operand, targets, mapped, outputs, early=early)
+        log_probs, entropy, log_z, gradient, *metrics = found
+        given = hidden, weight, bias
+        facts = w, operand, targets, log_z, mapped
+        if gradient is not None:
+            log_probs = _Early.apply(x, log_probs, gradient)
+            if entropy is not None:
+                _, entropy = _Late.apply(*given, None, entropy, *facts)
+        elif trains and torch.is_grad_enabled():
+            log_probs, entropy = _Late.apply(*given, log_probs, entropy, *facts)
+        if weight.dtype is torch.uint8 and not low and hidden.numel():
+            head.fp8_tally.watch(hidden, log_probs)
+        return log_probs, entropy, *metrics
 
 
-class _Product(NamedTuple):
-    """The products of one slab of the head [S, K].
+def _products(owner: Owner, w: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Report the GEMMs by a slab of the head in this block."""
+    return multiplying(owner, w, backward=in_backward())
 
-    Attributes:
-        bits, inverse: its codes and inverse scales.
-        bias: its part of the bias [S], or None.
-        dtype: type of the logits.
-    """
+
+class _Matrix(NamedTuple):
+    """Products by a head [S, K], or a slab of one, in the type of the logits."""
+
+    w: Tensor
+    bias: Tensor | None
+    owner: Owner
+    dtype: torch.dtype
+
+    def slab(self, words: slice) -> _Matrix:
+        bias = None if self.bias is None else self.bias[words]
+        return self._replace(w=self.w[words].to(self.dtype), bias=bias)
+
+    def tokens(self, x: Tensor) -> _Operand:
+        """x [M, K] as an operand."""
+        return x, None
+
+    def logits(self, x: _Operand) -> Tensor:
+        """x [M, K] · Wᵀ [K, S] -> z [M, S]."""
+        with _products(self.owner, self.w):
+            z = x[0] @ self.w.t()
+        return z if self.bias is None else z.add_(self.bias.to(z.dtype))
+
+    def weighed(self, g: Tensor) -> _Operand:
+        """g [M, S] as an operand of `add_dgrad`."""
+        return g, None
+
+    def add_dgrad(self, g: _Operand, total: Tensor) -> None:
+        """Add g [M, S] · W [S, K] to `total` [M, K], float32."""
+        with _products(self.owner, self.w):
+            gemm.add_mm(total, g[0], self.w)
+
+    def rows(self, targets: Tensor) -> Tensor:
+        """Words [M, K] of the labels."""
+        return self.w[targets]
+
+
+class _Codes(NamedTuple):
+    """The same by FP8 codes [S, K] and their inverse scales."""
 
     bits: Tensor
     inverse: Tensor
     bias: Tensor | None
-    how: Arithmetic
     owner: Owner
     dtype: torch.dtype
+    how: Arithmetic
 
-    def logits(self, x: tuple[Tensor, Tensor]) -> Tensor:
-        """The tile z [M, S] of tokens x: [M, K] and inverse scales (none if fprop is high)."""
-        with multiplying(self.owner, self.bits):
-            if "fprop" in self.how.high:
+    def slab(self, words: slice) -> _Codes:
+        bias = None if self.bias is None else self.bias[words]
+        return self._replace(bits=self.bits[words], inverse=self._scales(words), bias=bias)
+
+    def _scales(self, words: Any) -> Tensor:
+        return self.inverse if self.inverse.numel() == 1 else self.inverse[words]
+
+    def tokens(self, x: Tensor) -> _Operand:
+        return (x, None) if "fprop" in self.how.high else cast(x, self.how)
+
+    def logits(self, x: _Operand) -> Tensor:
+        with _products(self.owner, self.bits):
+            if x[1] is None:
                 z = fprop(x[0], (None, None), self.bits, self.inverse, self.how)
             else:
-                z = multiply(x, self.bits.t(), self.inverse.t(), self.how, self.dtype)
+                inverse = self.inverse.t()
+                z = multiply((x[0], x[1]), self.bits.t(), inverse, self.how, self.dtype)
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
-    def add_dgrad(self, g: Tensor, dx: Tensor) -> None:
-        """Add g [M, S] · W [S, K] to dx [M, K], float32.
+    def weighed(self, g: Tensor) -> _Operand:
+        if "dgrad" in self.how.high:
+            return g, None
+        return cast(g, self.how, None if self.inverse.numel() == 1 else self.inverse.t())
 
-        The scales of W are folded into g, and those of g belong to the rows of the result. So the
-        GEMM takes none, and gives float32: with scales by row it would round each slab to BF16.
+    def add_dgrad(self, g: _Operand, total: Tensor) -> None:
+        """The scales of W are folded into g, and those of g belong to the rows of the result.
+
+        So the GEMM takes none, and gives float32: with scales by row it would round each slab to
+        BF16.
         """
-        with multiplying(self.owner, self.bits, backward=True):
-            if "dgrad" in self.how.high:
-                dx += dgrad(g, self.bits, self.inverse, self.how)
+        with _products(self.owner, self.bits):
+            if g[1] is None:
+                total += dgrad(g[0], self.bits, self.inverse, self.how)
                 return
-            one = self.inverse.numel() == 1
-            codes, scale = cast(g, self.how, None if one else self.inverse.t())
             # One scale per tensor, of 1: with scales by row, torch._scaled_mm gives BF16 only.
-            whole, none = self.how._replace(per_row=False), scale.new_ones(())
-            inverse = self.inverse if one else none
-            y = multiply((codes, none), self.bits, inverse, whole, torch.float32)
-        dx.addcmul_(y, scale)  # scale: [M, 1] or one number
+            whole, none = self.how._replace(per_row=False), g[1].new_ones(())
+            inverse = self.inverse if self.inverse.numel() == 1 else none
+            y = multiply((g[0], none), self.bits, inverse, whole, torch.float32)
+        total.addcmul_(y, g[1])  # [M, 1] or one number
 
-    def transposed(self, g: Tensor) -> _Product:
-        """The same with words innermost, as `torch._scaled_mm` contracts them."""
-        if self.how.emulate or "dgrad" in self.how.high:
-            return self
-        # [K, S], contiguous; its view `copy.t()` is [S, K], column-major.
-        copy = transpose_codes(self.bits, g) if self.how.own else self.bits.t().contiguous()
-        return self._replace(bits=copy.t())
+    def rows(self, targets: Tensor) -> Tensor:
+        inverse, tile = self._scales(targets), self.how.tile
+        return dequantize_weight(self.bits[targets], inverse, tile, torch.float32)
 
 
-def _slabs(
-    bits: Tensor, inverse: Tensor, bias: Tensor | None, *facts: Any
-) -> Iterator[tuple[int, _Product]]:
+def _slabs(w: Any, vocabulary: int) -> Iterator[tuple[int, Any]]:
     """First word and products of each slab."""
-    for start in range(0, bits.shape[0], WORDS):
-        words = slice(start, start + WORDS)
-        own = inverse if inverse.numel() == 1 else inverse[words]
-        yield start, _Product(bits[words], own, None if bias is None else bias[words], *facts)
+    for start in range(0, vocabulary, WORDS):
+        yield start, w.slab(slice(start, start + WORDS))
 
 
-def _tiles(count: int) -> Iterator[slice]:
-    for start in range(0, count, TOKENS):
-        yield slice(start, min(start + TOKENS, count))
+def _tiles(x: _Operand) -> Iterator[tuple[slice, _Operand]]:
+    """Tokens of each tile: which, and their operand."""
+    for start in range(0, x[0].shape[0], TOKENS):
+        rows = slice(start, min(start + TOKENS, x[0].shape[0]))
+        whole = x[1] is None or x[1].numel() == 1
+        yield rows, (x[0][rows], x[1] if whole or x[1] is None else x[1][rows])
 
 
-def _tokens(x: Tensor, inverse: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    return x[rows], inverse if inverse.numel() == 1 else inverse[rows]
+def _observe(
+    w: Any, x: _Operand, targets: Tensor, mapped: LogitMap, outputs: tuple[str, ...], *, early: bool
+) -> tuple[Tensor | None, ...]:
+    """Log-probabilities, entropies, log Σ e^z, gradient [M, K] if `early`, and three metrics."""
+    count, vocabulary = targets.shape[0], w[0].shape[0]
+    statistics = torch.zeros(STATISTICS, count, dtype=torch.float32, device=targets.device)
+    largest, total, x_total, squares, z_total, before, label, shrunk = statistics
+    largest.fill_(float("-inf"))
+    before.fill_(float("-inf"))
+    gradient = torch.empty_like(x[0], dtype=w.dtype) if early else None
+    for rows, tokens in _tiles(x):
+        part = torch.zeros_like(tokens[0], dtype=torch.float32) if early else None
+        for start, slab in _slabs(w, vocabulary):
+            z = slab.logits(tokens)
+            seen = statistics[:, rows]
+            observe_logits(z, targets[rows], seen, start, mapped, outputs, weigh=early)
+            if part is not None:
+                g = slab.weighed(z)
+                del z  # before its product
+                if start:
+                    part *= shrunk[rows, None]
+                slab.add_dgrad(g, part)
+        if part is not None and gradient is not None:
+            derivative = torch.full_like(total[rows], mapped.scale * mapped.inv_t)
+            part *= (-derivative / total[rows])[:, None]
+            log_p = label[rows] - (largest[rows] + total[rows].log())
+            if mapped.softcap is not None:
+                derivative *= 1 - (label[rows] / (mapped.softcap * mapped.inv_t)) ** 2
+            part.addcmul_(w.rows(targets[rows]), (-derivative * log_p.expm1())[:, None])
+            gradient[rows] = part
+    log_z = largest + total.log()  # log Σ e^z
+    return (
+        label - log_z,
+        log_z - x_total / total if "entropy" in outputs else None,
+        log_z,
+        gradient,
+        squares.log() - 2 * total.log() if "log_sum_sq_probs" in outputs else None,
+        z_total / vocabulary if "mean_logits" in outputs else None,
+        # As `argmax`, which takes the first of equal ones: above all words before the label.
+        (label >= largest) & (label > before) if "is_top1" in outputs else None,
+    )
 
 
-class FusedHead(torch.autograd.Function):
-    """Log-probabilities of labels without logits; see TRL's `ChunkedLogProbFunction`."""
+class _Early(torch.autograd.Function):
+    """Log-probabilities [M] whose gradient [M, K] has been made with them."""
+
+    @staticmethod
+    def forward(ctx: Any, _x: Tensor, log_probs: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        (gradient,) = ctx.saved_tensors
+        # One kernel, without a float32 copy: numbers are multiplied as float32 and rounded once.
+        return torch.mul(gradient, g[:, None], out=torch.empty_like(gradient)), None, None
+
+
+class _Late(torch.autograd.Function):
+    """Log-probabilities and entropies [M], one of them or both, whose logits are made once more.
+
+    A node of its own for the entropies of a frozen head: where they are only logged, it is gone
+    before the backward pass, and what it keeps with it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
+        _weight: Tensor,
         bias: Tensor | None,
+        log_probs: Tensor | None,
+        entropy: Tensor | None,
+        w: Any,
+        x: _Operand,
         targets: Tensor,
-        bits: Tensor,
-        inverse: Tensor,
-        how: Arithmetic,
-        owner: Owner,
-        settings: dict[str, Any],
-        outputs: tuple[str, ...],
-    ) -> tuple[Tensor | None, ...]:
-        """hidden [M, K], bits [N, K] -> five results [M], those not in `outputs` None."""
-        from trl.kernels import chunked_logprob as trl
-
-        ctx.set_materialize_grads(False)  # None, not zeros, tells which gradients the kernel needs
-        ctx.facts = facts = how, owner, hidden.dtype
-        ctx.settings, ctx.device = settings, hidden.device
-        (count, _), (vocabulary, _) = hidden.shape, bits.shape
-        high = "fprop" in how.high
-        x, x_inverse = (hidden, inverse.new_ones(1)) if high else cast(hidden, how)
-        flags = {f"HAS_{name.upper()}": name in outputs for name in trl.OPTIONAL_OUTPUTS}
-        # In the order of TRL's kernel, which updates them in place from tile to tile.
-        statistics = torch.zeros(7, count, dtype=torch.float32, device=hidden.device)
-        # m = largest z, Σ e^(z - m), Σ z e^(z - m), Σ e^(2z - 2m), Σ z; then of the label.
-        largest, total, x_total, squares, z_total, before, label = statistics
-        largest.fill_(float("-inf"))
-        before.fill_(float("-inf"))
-        kernel: Any = trl._forward_kernel
-        for start, slab in _slabs(bits, inverse, bias, *facts):
-            for rows in _tiles(count):
-                z = slab.logits(_tokens(x, x_inverse, rows))
-                launched = trl._use_triton(z.device)
-                fold: Any = kernel[(z.shape[0],)] if launched else trl._forward_tile
-                fold(
-                    z, z.stride(0), targets[rows], *statistics[:, rows], start, z.shape[1],
-                    BLOCK_SIZE=trl._BLOCK_SIZE, **flags, **settings,
-                )  # fmt: skip
-                del z  # before the next one
-        log_z = largest + total.log()  # log Σ exp(z)
-        log_probs = label - log_z
-        entropy = log_z - x_total / total if "entropy" in outputs else None
-        spread = squares.log() - 2 * total.log() if "log_sum_sq_probs" in outputs else None
-        mean = z_total / vocabulary if "mean_logits" in outputs else None
-        # As `argmax`, which takes the first of equal ones: above all words before the label.
-        first = (label >= largest) & (label > before) if "is_top1" in outputs else None
-        saved = log_z if entropy is None else entropy  # any [M]: not read without its gradient
-        ctx.save_for_backward(x, x_inverse, bias, targets, bits, inverse, log_z, saved)
-        ctx.mark_non_differentiable(*(y for y in (spread, mean, first) if y is not None))
-        return log_probs, entropy, spread, mean, first
+        log_z: Tensor,
+        mapped: LogitMap,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)  # None tells which gradients are needed
+        ctx.save_for_backward(w[0], bias, *x, targets, log_z, entropy)
+        ctx.facts = w._replace(**{w._fields[0]: None, "bias": None}), mapped, hidden.dtype
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_probs: Tensor | None, g_entropy: Tensor | None, *_: Any):
-        """Gradients [M] of log-probabilities and entropy -> gradient of hidden, and of the bias."""
-        from trl.kernels import chunked_logprob as trl
-
-        x, x_inverse, bias, targets, bits, inverse, log_z, entropy = ctx.saved_tensors
-        dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        db = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        given = [None if g is None else g.float().contiguous() for g in (g_probs, g_entropy)]
-        flags = {
-            "HAS_LOGPROB_GRAD": g_probs is not None,
-            "HAS_ENTROPY_GRAD": g_entropy is not None,
-        }
-        # In place of a gradient that is None any [M]: the flags keep it from being read.
-        each = targets, log_z, entropy, *(log_z if g is None else g for g in given)
-        kernel: Any = trl._backward_kernel
-        for start, slab in _slabs(bits, inverse, bias, *ctx.facts):
-            transposed = slab.transposed(dx)
-            for rows in _tiles(x.shape[0]):
-                z = slab.logits(_tokens(x, x_inverse, rows))
-                launched = trl._use_triton(z.device)
-                grid = z.shape[0], -(-z.shape[1] // trl._BLOCK_SIZE)
-                fold: Any = kernel[grid] if launched else trl._backward_tile
-                fold(  # the logits become their gradient
-                    z, z.stride(0), *(value[rows] for value in each), start, z.shape[1],
-                    BLOCK_SIZE=trl._BLOCK_SIZE, **flags, **ctx.settings,
-                )  # fmt: skip
-                transposed.add_dgrad(z, dx[rows])
-                if db is not None:
-                    db[start : start + WORDS] += z.sum(0, dtype=torch.float32)
-                del z
+    def backward(ctx: Any, g_probs: Tensor | None, g_entropy: Tensor | None):
+        """Gradients [M] of log-probabilities and entropies -> of hidden, weight and bias."""
+        matrix, bias, *x, targets, log_z, entropy = ctx.saved_tensors
+        w, mapped, dtype = ctx.facts
+        w = w._replace(**{w._fields[0]: matrix, "bias": bias})
+        of_x, of_w, of_b = ctx.needs_input_grad[:3]
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": x[0].device}
+        dx = torch.empty(x[0].shape, dtype=dtype, device=x[0].device) if of_x else None
+        dw = torch.zeros(matrix.shape, **wide) if of_w else None
+        db = torch.zeros(bias.shape, **wide) if of_b else None
+        above = [None if g is None else g.float().contiguous() for g in (g_probs, g_entropy)]
+        with torch.autocast(x[0].device.type, enabled=False):
+            for rows, tokens in _tiles((x[0], x[1])):
+                part = torch.zeros(tokens[0].shape, **wide) if of_x else None
+                each = [None if t is None else t[rows] for t in (log_z, entropy, *above)]
+                for start, slab in _slabs(w, matrix.shape[0]):
+                    words = slice(start, start + WORDS)
+                    z = slab.logits(tokens)
+                    grade_logits(z, targets[rows], *each, start, mapped)  # pyright: ignore
+                    if part is not None:
+                        slab.add_dgrad(slab.weighed(z), part)
+                    if dw is not None:
+                        with _products(w.owner, slab.w):
+                            gemm.add_mm(dw[words], z.t(), tokens[0])
+                    if db is not None:
+                        db[words] += z.sum(0, dtype=torch.float32)
+                if dx is not None and part is not None:
+                    dx[rows] = part
+        dw = None if dw is None else dw.to(matrix.dtype)
         db = None if db is None else db.to(bias.dtype)
-        # hidden, bias, then seven without gradients: targets to outputs.
-        return dx.to(ctx.facts[-1]), db, *[None] * 7
+        # hidden, weight, bias, then seven without gradients: log_probs to mapped.
+        return dx, dw, db, *[None] * 7

@@ -1,7 +1,9 @@
-"""Casts and transposes of FP8 operands: operators of torch around its FP8 GEMMs.
+"""Operators of torch around GEMMs: casts and transposes of FP8 operands, sums over logits.
 
     cast_rows(x, fold, pow2)     [M, K] -> E4M3 codes [M, K], inverse scales [M, 1]
     transpose_codes(codes, g)    [N, K] -> [K, N], contiguous
+    observe_logits(z, ...)       [M, S] -> into statistics of M tokens, and z into their weights
+    grade_logits(z, ...)         [M, S] -> their gradient, in place
 
 Written in ATen, the same is a chain of pointwise kernels that `torch.compile` has to fuse. Inductor
 fuses it into the producer of x, but as often as there are readers: q, k and v get a buffer of codes
@@ -10,25 +12,37 @@ stored once, and without a compiler it is one kernel, too. Dispatch modes (the p
 estimator's trace) see it by name.
 
 Implementations: CUDA launches kernels of our own (`triton_kernels`, imported at the first launch:
-Triton comes with CUDA builds of torch); any other device runs the reference, from which the kernels
-differ in no bit; fake and meta tensors get shapes. The setting `precision.kernels` chooses
-(`finetune.hardware.requirements`), and `finetune.precision.weights` calls.
+Triton comes with CUDA builds of torch); any other device runs the reference, from which casts and
+transposes differ in no bit, and sums over the vocabulary in their order; fake and meta tensors get
+shapes. The setting `precision.kernels` chooses (`finetune.hardware.requirements`), and
+`finetune.precision.weights` calls. Logits have no other way (`finetune.precision.head`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from finetune.hardware.device import has_triton
 from finetune.precision.formats import E4M3
 from finetune.precision.scaling import cast_current
 
 _library = torch.library.Library("finetune", "FRAGMENT")
 _library.define("cast_rows(Tensor x, Tensor? fold, bool pow2) -> (Tensor, Tensor)")
 _library.define("transpose_codes(Tensor codes, Tensor? after) -> Tensor")
+_MAP = "float scale, float? softcap, float inv_t"
+_library.define(
+    "observe_logits(Tensor(a!) z, Tensor targets, Tensor(b!) statistics, int start, "
+    f"{_MAP}, str[] outputs, bool weigh) -> ()"
+)
+_library.define(
+    "grade_logits(Tensor(a!) z, Tensor targets, Tensor log_z, Tensor? entropy, Tensor? g_probs, "
+    f"Tensor? g_entropy, int start, {_MAP}) -> ()"
+)
 
 
 def cast_rows(
@@ -62,6 +76,72 @@ def transpose_codes(codes: Tensor, after: Tensor | None = None) -> Tensor:
     return torch.ops.finetune.transpose_codes(codes, after)
 
 
+class LogitMap(NamedTuple):
+    """What a model does to its logits y before the softmax: `cap · tanh(y · scale / cap) · inv_t`.
+
+    Attributes:
+        scale: a factor (Cohere's `logit_scale`).
+        softcap: the cap, None without one (Gemma 2).
+        inv_t: one over the temperature.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    inv_t: float = 1.0
+
+
+STATISTICS = 8
+"""Rows of `statistics`, of each token, in order: the largest logit m; Σ e^(z - m); Σ z e^(z - m);
+Σ e^(2z - 2m); Σ z; the largest logit before the label's; the label's; and the factor by which the
+last slab, through m, has shrunk what was added up. First and sixth begin at -inf, others at 0.
+"""
+
+
+def observe_logits(
+    z: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    start: int,
+    mapped: LogitMap,
+    outputs: Collection[str],
+    *,
+    weigh: bool,
+) -> None:
+    """Update the statistics of tokens by a slab of their logits; weigh the slab for the gradient.
+
+    Args:
+        z: logits [M, S] of the words from `start` on, of the type of their GEMM. With `weigh` each
+            becomes e^(z - m), times 1 - tanh² under a cap, and that of a label 0.
+        targets: labels [M], int64.
+        statistics: [STATISTICS, M], float32.
+        outputs: what is wanted of `entropy`, `log_sum_sq_probs`, `mean_logits`, `is_top1`; rows for
+            others stay.
+    """
+    torch.ops.finetune.observe_logits(z, targets, statistics, start, *mapped, list(outputs), weigh)
+
+
+def grade_logits(
+    z: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    entropy: Tensor | None,
+    g_probs: Tensor | None,
+    g_entropy: Tensor | None,
+    start: int,
+    mapped: LogitMap,
+) -> None:
+    """Replace a slab of logits [M, S] by the gradient of the loss with respect to it.
+
+    With p = e^(z - log Σ e^z) it is g_probs · (1[label] - p) - g_entropy · p (log p + H), and the
+    derivative of the map.
+
+    Args:
+        log_z, entropy: log Σ e^z and H of each token [M], float32; H is for `g_entropy`.
+        g_probs, g_entropy: gradients of log-probabilities and entropies [M], float32, or None.
+    """
+    torch.ops.finetune.grade_logits(z, targets, log_z, entropy, g_probs, g_entropy, start, *mapped)
+
+
 def _cast_rows(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
     wide = x if fold is None else x.float() * fold
     # Contiguous, as the shapes for fake tensors (`_empty_rows`) promise it to the compiler.
@@ -82,7 +162,68 @@ def _empty_transpose(codes: Tensor, after: Tensor | None) -> Tensor:
     return codes.new_empty(codes.shape[::-1])
 
 
-def _launch(name: str, *args: Any) -> Any:
+def _map(z: Tensor, scale: float, softcap: float | None, inv_t: float) -> tuple[Tensor, Any]:
+    """Mapped logits, float32, and tanh of the capped ones (None without a cap)."""
+    y, t = z.float() * scale, None
+    if softcap is not None:
+        t = torch.tanh(y / softcap)
+        y = softcap * t
+    return y * inv_t, t
+
+
+def _labels(targets: Tensor, start: int, words: int) -> Tensor:
+    """True where a word of the slab is the label of the token: [M, S]."""
+    return torch.arange(start, start + words, device=targets.device) == targets[:, None]
+
+
+def _observe_logits(
+    z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
+    softcap: float | None, inv_t: float, outputs: list[str], weigh: bool,
+) -> None:  # fmt: skip
+    y, t = _map(z, scale, softcap, inv_t)
+    largest, total, x_total, squares, z_total, before, label, shrunk = statistics
+    words, local = z.shape[1], targets - start
+    if "mean_logits" in outputs:
+        z_total += y.sum(-1)
+    if "is_top1" in outputs:
+        earlier = torch.arange(words, device=z.device) < local[:, None]
+        before.copy_(torch.maximum(before, y.masked_fill(~earlier, float("-inf")).amax(-1)))
+    now = torch.maximum(largest, y.amax(-1))
+    shrunk.copy_(torch.exp(largest - now))
+    e = torch.exp(y - now[:, None])
+    total.mul_(shrunk).add_(e.sum(-1))
+    if "entropy" in outputs:
+        x_total.mul_(shrunk).add_((e * y).sum(-1))
+    if "log_sum_sq_probs" in outputs:
+        squares.mul_(shrunk * shrunk).add_((e * e).sum(-1))
+    largest.copy_(now)
+    of_label = y.gather(-1, local.clamp(0, words - 1)[:, None])[:, 0]
+    label.copy_(torch.where((local >= 0) & (local < words), of_label, label))
+    if weigh:
+        e = e if t is None else e * (1 - t * t)
+        z.copy_(e.masked_fill_(_labels(targets, start, words), 0.0))
+
+
+def _grade_logits(
+    z: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor | None, g_probs: Tensor | None,
+    g_entropy: Tensor | None, start: int, scale: float, softcap: float | None, inv_t: float,
+) -> None:  # fmt: skip
+    y, t = _map(z, scale, softcap, inv_t)
+    log_p = y - log_z[:, None]
+    p = torch.exp(log_p)
+    g = torch.zeros_like(y)
+    if g_probs is not None:
+        g += g_probs[:, None] * (_labels(targets, start, z.shape[1]).float() - p)
+    if g_entropy is not None:
+        assert entropy is not None
+        g -= g_entropy[:, None] * p * (log_p + entropy[:, None])
+    g = g * inv_t
+    z.copy_((g if t is None else g * (1 - t * t)) * scale)
+
+
+def _launch(name: str, reference: Any, *args: Any) -> Any:
+    if not has_triton():  # a build of torch for CUDA without it
+        return reference(*args)
     from finetune.precision import triton_kernels
 
     return getattr(triton_kernels, name)(*args)
@@ -91,7 +232,9 @@ def _launch(name: str, *args: Any) -> Any:
 for _name, _reference, _empty in (
     ("cast_rows", _cast_rows, _empty_rows),
     ("transpose_codes", _transpose, _empty_transpose),
+    ("observe_logits", _observe_logits, lambda *_: None),
+    ("grade_logits", _grade_logits, lambda *_: None),
 ):
     _library.impl(_name, _reference, "CompositeExplicitAutograd")  # any device not named below
-    _library.impl(_name, partial(_launch, _name), "CUDA")
+    _library.impl(_name, partial(_launch, _name, _reference), "CUDA")
     _library.impl(_name, _empty, "Meta")

@@ -31,6 +31,8 @@ TILE = (64, 128)
 """Rows and columns of codes that one program transposes."""
 WARPS = 8
 """Warps of such a program: 32 codes a thread."""
+OBSERVED, GRADED = 2048, 1024
+"""Logits of a token that one program observes at a time, and grades."""
 _FLOOR, _LARGEST = tl.constexpr(E4M3.max * SMALLEST_INVERSE), tl.constexpr(E4M3.max)
 
 
@@ -85,6 +87,103 @@ def transpose_codes_kernel(codes, out, rows, columns, tall: tl.constexpr, wide: 
     tl.store(out + k[:, None] * rows + n[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
+@triton.jit
+def _map(z, scale, softcap, inv_t, caps: tl.constexpr):
+    """Mapped logits, and the derivative of their cap, 1 without one (`kernels.LogitMap`)."""
+    # Launched by Inductor of torch before 2.15, a number of Python's would be float64.
+    y, slope = z.to(tl.float32) * tl.cast(scale, tl.float32), 1.0
+    if caps:
+        cap = tl.cast(softcap, tl.float32)
+        t = 2 * tl.sigmoid(2 * y / cap) - 1  # tanh
+        y, slope = cap * t, 1 - t * t
+    return y * tl.cast(inv_t, tl.float32), slope
+
+
+@triton.jit
+def observe_logits_kernel(
+    z, targets, statistics, z_stride, s_stride, start, columns, scale, softcap, inv_t,
+    block: tl.constexpr, caps: tl.constexpr, entropy: tl.constexpr, squares: tl.constexpr,
+    mean: tl.constexpr, top1: tl.constexpr, weigh: tl.constexpr,
+):  # fmt: skip
+    """Observe the logits of one token per program: read for the largest, then from the cache.
+
+    Each lane has sums of its own, so that a row is reduced twice and not once a block.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    z += row * z_stride
+    s = statistics + row
+    local = tl.load(targets + row) - start
+    lanes = tl.arange(0, block)
+    least = tl.full([block], -float("inf"), tl.float32)
+    peaks, before, means = least, least, tl.zeros([block], tl.float32)
+    if (local >= 0) & (local < columns):
+        y, _ = _map(tl.load(z + local), scale, softcap, inv_t, caps)
+        tl.store(s + 6 * s_stride, y)
+    for first in range(0, columns, block):
+        inside = first + lanes < columns
+        y = tl.load(z + first + lanes, mask=inside, other=0.0)
+        y, _ = _map(y, scale, softcap, inv_t, caps)
+        if mean:
+            means += tl.where(inside, y, 0.0)
+        y = tl.where(inside, y, -float("inf"))
+        peaks = tl.maximum(peaks, y)
+        if top1:
+            before = tl.where(first + lanes < local, tl.maximum(before, y), before)
+    largest = tl.load(s)
+    now = tl.maximum(largest, tl.max(peaks, 0))
+    shrunk = tl.exp(largest - now)
+    total = tl.zeros([block], tl.float32)
+    x_total, square = total, total
+    for first in range(0, columns, block):
+        inside = first + lanes < columns
+        y = tl.load(z + first + lanes, mask=inside, other=0.0)
+        y, slope = _map(y, scale, softcap, inv_t, caps)
+        e = tl.where(inside, tl.exp(y - now), 0.0)
+        total += e
+        if entropy:
+            x_total += e * y
+        if squares:
+            square += e * e
+        if weigh:
+            e = tl.where(first + lanes == local, 0.0, e * slope)
+            tl.store(z + first + lanes, e.to(z.dtype.element_ty), mask=inside)
+    tl.store(s, now)
+    tl.store(s + s_stride, tl.load(s + s_stride) * shrunk + tl.sum(total, 0))
+    tl.store(s + 7 * s_stride, shrunk)
+    if entropy:
+        tl.store(s + 2 * s_stride, tl.load(s + 2 * s_stride) * shrunk + tl.sum(x_total, 0))
+    if squares:
+        x = tl.load(s + 3 * s_stride) * shrunk * shrunk
+        tl.store(s + 3 * s_stride, x + tl.sum(square, 0))
+    if mean:
+        tl.store(s + 4 * s_stride, tl.load(s + 4 * s_stride) + tl.sum(means, 0))
+    if top1:
+        tl.store(s + 5 * s_stride, tl.maximum(tl.load(s + 5 * s_stride), tl.max(before, 0)))
+
+
+@triton.jit
+def grade_logits_kernel(
+    z, targets, log_z, entropy, g_probs, g_entropy, z_stride, start, columns,
+    scale, softcap, inv_t,
+    block: tl.constexpr, caps: tl.constexpr, probs: tl.constexpr, entropies: tl.constexpr,
+):  # fmt: skip
+    """Turn `block` logits of one token per program into their gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * block + tl.arange(0, block)
+    inside, place = lanes < columns, z + row * z_stride + lanes
+    y, slope = _map(tl.load(place, mask=inside, other=0.0), scale, softcap, inv_t, caps)
+    log_p = y - tl.load(log_z + row)
+    p = tl.exp(log_p)
+    g = tl.zeros([block], tl.float32)
+    if probs:
+        is_label = (lanes + start == tl.load(targets + row)).to(tl.float32)
+        g += tl.load(g_probs + row) * (is_label - p)
+    if entropies:
+        g -= tl.load(g_entropy + row) * p * (log_p + tl.load(entropy + row))
+    g = g * tl.cast(inv_t, tl.float32) * slope * tl.cast(scale, tl.float32)
+    tl.store(place, g.to(z.dtype.element_ty), mask=inside)
+
+
 def row_block(length: int) -> tuple[int, int]:
     """(numbers processed at a time, warps) for rows of this length: at most 32 a thread."""
     whole = max(triton.next_power_of_2(length), 128)
@@ -124,3 +223,39 @@ def transpose_codes(codes: Tensor, after: Tensor | None = None) -> Tensor:
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return out
+
+
+def observe_logits(
+    z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
+    softcap: float | None, inv_t: float, outputs: list[str], weigh: bool,
+) -> None:  # fmt: skip
+    """Launch `observe_logits_kernel`; see `kernels.observe_logits`."""
+    rows, columns = z.shape
+    names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    if rows:
+        with torch.cuda.device_of(z):
+            launch = cast(Any, observe_logits_kernel)[(rows,)]
+            launch(
+                z, targets, statistics, z.stride(0), statistics.stride(0), start, columns,
+                scale, softcap or 1.0, inv_t, OBSERVED, softcap is not None,
+                *(name in outputs for name in names), weigh,
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def grade_logits(
+    z: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor | None, g_probs: Tensor | None,
+    g_entropy: Tensor | None, start: int, scale: float, softcap: float | None, inv_t: float,
+) -> None:  # fmt: skip
+    """Launch `grade_logits_kernel`; see `kernels.grade_logits`."""
+    rows, columns = z.shape
+    if rows:
+        with torch.cuda.device_of(z):
+            launch = cast(Any, grade_logits_kernel)[(rows, triton.cdiv(columns, GRADED))]
+            # In place of what is not given any pointer: it is not read.
+            each = (log_z if x is None else x for x in (entropy, g_probs, g_entropy))
+            launch(
+                z, targets, log_z, *each, z.stride(0), start, columns, scale, softcap or 1.0, inv_t,
+                GRADED, softcap is not None, g_probs is not None, g_entropy is not None,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip

@@ -354,9 +354,10 @@ def test_an_index_by_a_mask_is_taken_apart_and_leaves_no_hook() -> None:
 def patched() -> list[object]:
     import torch.optim.optimizer as optimizers
     from torch.utils import _foreach_utils
-    from trl.kernels import chunked_logprob
+    from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils as trl_utils
 
+    from finetune.precision import gemm
     from finetune.precision import weights as tiles
 
     found: list[object] = [
@@ -364,10 +365,8 @@ def patched() -> list[object]:
         optimizers._foreach_supported_types,
         _foreach_utils._get_foreach_kernels_supported_devices,
         trl_utils._use_triton,
-        chunked_logprob._use_triton,
-        chunked_logprob._addmm_fp32,
-        chunked_logprob._forward_kernel,
-        chunked_logprob._backward_kernel,
+        vars(ChunkedLogProbFunction).get("apply"),
+        gemm.add_mm,
         F.scaled_dot_product_attention,
         tiles.SLAB,
         tiles.SLAB_ELSEWHERE,

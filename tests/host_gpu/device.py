@@ -322,6 +322,7 @@ def _without_triton() -> None:
 
     stub: Any = types.ModuleType("finetune.precision.triton_kernels")
     stub.cast_rows, stub.transpose_codes = kernels._cast_rows, kernels._transpose
+    stub.observe_logits, stub.grade_logits = kernels._observe_logits, kernels._grade_logits
     sys.modules[stub.__name__] = stub
     testing: Any = types.ModuleType("triton.testing")
     testing.do_bench = _milliseconds

@@ -1,4 +1,4 @@
-"""A frozen output head in FP8 inside TRL's fused loss: the products of its layer, tile by tile."""
+"""The output head in TRL's fused loss: TRL's results with fewer products; in FP8 its layer's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from finetune import load_recipe, train
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError
 from finetune.precision import convert, head
+from finetune.precision.backends.base import Owner
 from finetune.precision.planner import plan
 from finetune.precision.weights import multiply
 from finetune.training.model import sketch
@@ -92,20 +94,15 @@ def test_its_loss_and_gradient_are_those_of_the_layers_products(
 
 @ENGINES
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
-def test_in_one_tile_it_is_the_layer_to_the_bit(make_head, monkeypatch, hardware, scaling) -> None:
-    monkeypatch.setattr(head, "TOKENS", 64)
-    monkeypatch.setattr(head, "WORDS", 512)
+def test_its_logits_are_the_layers_to_the_bit(make_head, monkeypatch, hardware, scaling) -> None:
     model, _ = make_head(hardware=hardware, scaling=scaling)
     x, labels = tokens(model)
     tiles = []
+    monkeypatch.setattr(head, "TOKENS", 64)
     monkeypatch.setattr(head, "multiply", lambda *a: tiles.append(multiply(*a)) or tiles[-1])
-    model(input_ids=labels, labels=labels, fused_lm_head=True).log_probs.sum().backward()
-    fused = x.grad
-    z, g, _ = tiles[0], tiles[1], tiles[2]  # of backward, which writes the gradient over its logits
-    logits = model.lm_head(x[:, :-1])
-    assert torch.equal(logits[0], z)
-    (grad,) = torch.autograd.grad(logits, x, g[None])
-    assert torch.equal(fused, grad)
+    with torch.no_grad():
+        model(input_ids=labels, labels=labels, fused_lm_head=True)
+    assert torch.equal(model.lm_head(x[:, :-1])[0], torch.cat(tiles, 1))
 
 
 def test_its_loss_has_the_same_bits_whatever_is_the_default_type(make_head) -> None:
@@ -165,6 +162,93 @@ def test_no_label_is_a_loss_of_zero_with_a_gradient(make_head, monkeypatch) -> N
     x, labels = tokens(model)
     model(input_ids=labels, labels=labels * 0 - 100, fused_lm_head=True).loss.backward()
     assert not x.grad.any()
+
+
+# ------------------------------------------------------------------------- whatever the head holds
+
+
+def operands(dtype: torch.dtype, *, trains: bool, bias: bool) -> list[Any]:
+    """Hidden states [40, 64], weight [272, 64] and bias of a head, and labels."""
+    generator = torch.Generator().manual_seed(2)
+    x, w, b = (torch.randn(size, generator=generator) for size in ((40, 64), (272, 64), (272,)))
+    labels = torch.randint(0, 272, (40,), generator=generator)
+    x = (0.3 * x + 1.5 * w[labels] / 8).to(dtype).requires_grad_()
+    return [x, w.to(dtype).requires_grad_(trains), b.to(dtype) if bias else None, labels]
+
+
+def results(function, given: list[Any], *, bonus: bool, **settings) -> list[Any]:
+    """What a head gives, then the gradients of hidden states, weight and bias."""
+    settings = {"temperature": 1.0, "cap": None, "scale": 1.0} | settings
+    found = function(
+        *given, settings["temperature"], head.WORDS, settings["cap"], settings["scale"], KEPT
+    )
+    above = torch.linspace(-1, 2, 40)  # as of answers that were better and worse than others
+    loss = (found[0] * above).sum() + (found[1].mean() if bonus else 0)
+    of = [t for t in given[:3] if t is not None and t.requires_grad]
+    return [*found, *torch.autograd.grad(loss, of)]
+
+
+SETTINGS = pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.7, "scale": 0.5, "cap": 4.0}, {"scale": 2.0}],
+    ids=["plain", "capped", "scaled"],
+)
+
+
+@SETTINGS
+@pytest.mark.parametrize("bonus", [False, True], ids=["", "bonus"])
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trains"])
+def test_it_gives_what_trls_function_gives(monkeypatch, trains, bonus, settings) -> None:
+    from trl.kernels import ChunkedLogProbFunction
+
+    monkeypatch.setattr(head, "TOKENS", 16)
+    monkeypatch.setattr(head, "WORDS", 64)
+    given = operands(torch.float32, trains=trains, bias=bonus)
+    expected = results(ChunkedLogProbFunction.apply, given, bonus=bonus, **settings)
+    found = results(head.Head(Owner("", [])).apply, given, bonus=bonus, **settings)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_head_that_trains_has_the_bits_of_trls_function(dtype) -> None:
+    from trl.kernels import ChunkedLogProbFunction
+
+    given = operands(dtype, trains=True, bias=True)
+    expected = results(ChunkedLogProbFunction.apply, given, bonus=True)
+    found = results(head.Head(Owner("", [])).apply, given, bonus=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_gradient_of_a_frozen_head_is_as_good_as_trls() -> None:
+    """Also where labels are likely, and 1 - p is a small number."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    x, w, _, labels = given = operands(torch.bfloat16, trains=False, bias=False)
+    exact = x.detach().double().requires_grad_()
+    log_p = (exact @ w.double().t()).log_softmax(-1)[torch.arange(40), labels]
+    assert log_p.exp().max() > 0.99
+    (log_p * torch.linspace(-1, 2, 40)).sum().backward()
+    ours, trls = (
+        (results(apply, given, bonus=False)[-1] - exact.grad).norm()
+        for apply in (head.Head(Owner("", [])).apply, ChunkedLogProbFunction.apply)
+    )
+    assert ours < 1.1 * trls < 0.05 * exact.grad.norm()
+
+
+@pytest.mark.parametrize(("trains", "products"), [(False, 2), (True, 4)])
+def test_a_frozen_head_takes_two_products_a_token_and_keeps_a_gradient(trains, products) -> None:
+    x, w, b, labels = operands(torch.bfloat16, trains=trains, bias=False)
+    # torch (2.13) has no formula for a product that is added in place.
+    added = {torch.ops.aten.addmm_: lambda _c, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=added) as counted:
+        loss = head.Head(Owner("", [])).apply(x, w, b, labels, 1.0, 64)[0].sum()
+        node = loss.grad_fn.next_functions[0][0]
+        kept = [tensor.shape for tensor in node.saved_tensors if tensor is not None]
+        loss.backward()
+    assert counted.get_total_flops() == products * 2 * 40 * 64 * 272
+    assert (w.shape in kept) is trains
+    assert trains or kept == [x.shape]
 
 
 @pytest.mark.slow

@@ -354,12 +354,13 @@ def test_witness_counts_three_gemms_a_layer(make_llama, tokens) -> None:
 
 @pytest.mark.parametrize("words", [272, 33_000])
 def test_products_of_a_fused_loss_are_the_heads(make_llama, words) -> None:
-    """TRL multiplies slabs of 32,768 words, of which no size tells that they are the head's."""
+    """It multiplies slabs of 16,384 words, of which no size tells that they are the head's."""
     from trl.trainer.utils import add_fused_lm_head
 
     model = make_llama(vocab_size=words)
     add_fused_lm_head(model)
     plain = planner.plan(model, PrecisionConfig(compute="bf16"))
+    convert.apply(model, plain)
     witness = Witness(model, plain)
     ids = batch(1, 24)["input_ids"]
     with witness.watching():

@@ -36,7 +36,6 @@ from finetune.hardware.device import synchronize
 from finetune.precision.backends.base import ObservedMixin, in_backward
 from finetune.precision.compiling import OURS
 from finetune.precision.convert import Conversion
-from finetune.precision.head import watched_in_fused_loss
 from finetune.precision.layers import decoder_layers
 from finetune.precision.planner import PrecisionPlan
 from finetune.training.health.operands import GroupSums, OperandWatch
@@ -70,10 +69,6 @@ class Ranges:
         decoder = {id(module) for module in decoder_layers(model)}
         layers = {layer.owner for layer in plan.layers}
         layers |= {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
-        for layer in plan.layers:
-            if layer.role == "head":
-                head = watched_in_fused_loss(layer.name, layer.shape, self)
-                self._undo.enter_context(head)
         for name, module in model.named_modules():
             if id(module) in compiled:
                 self._replace(module, "_compiled_call_impl", _in_range(name))

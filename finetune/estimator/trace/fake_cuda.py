@@ -50,6 +50,8 @@ from finetune.estimator.memory.overheads import (
     sdpa_kernel,
 )
 from finetune.precision import gemm, weights
+from finetune.precision.backends.base import Owner
+from finetune.precision.head import Head
 
 LIBRARY = torch.library.Library("finetune_estimator", "DEF")
 """Operators without values: results of the right shapes, for a trace to see."""
@@ -314,7 +316,7 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Treat CPU tensors as CUDA would treat its own."""
     import torch.optim.optimizer as optimizers
     from torch.utils import _foreach_utils
-    from trl.kernels import chunked_divergence, chunked_logprob
+    from trl.kernels import ChunkedLogProbFunction, chunked_divergence
     from trl.trainer import distillation_trainer
     from trl.trainer import utils as trl_utils
 
@@ -337,11 +339,9 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         (optimizers, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         (_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor]),
         (trl_utils, "_use_triton", always),
-        (chunked_logprob, "_use_triton", always),
-        (chunked_logprob, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),
-        (chunked_logprob, "_addmm_fp32", OPS.addmm_fp32),
-        (chunked_logprob, "_forward_kernel", _Launcher("logprob_forward")),
-        (chunked_logprob, "_backward_kernel", _Launcher("logprob_backward")),
+        # Also of models that are not converted, a reference in BF16: as many products and bytes.
+        (ChunkedLogProbFunction, "apply", Head(Owner("", [])).apply),
+        (gemm, "add_mm", OPS.addmm_fp32),
         (distillation_trainer, "_use_triton", always),
         (chunked_divergence, "_use_triton", always),
         (chunked_divergence, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),

@@ -37,7 +37,6 @@ from finetune.config.schema import Gemm
 from finetune.precision.backends.base import Hook, ObservedMixin, in_backward
 from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
-from finetune.precision.head import watched_in_fused_loss
 from finetune.precision.parameters import tensors_of
 from finetune.precision.planner import LayerPlan, PrecisionPlan
 
@@ -200,9 +199,6 @@ class Witness:
     def watching(self) -> Iterator[None]:
         """Count the matmuls inside the block, on this thread or in its backward."""
         with contextlib.ExitStack() as stack:
-            if self._head is not None:
-                head = watched_in_fused_loss(self._head.name, self._head.shape, self)
-                stack.enter_context(head)
             stack.enter_context(self._watching_transformer_engine())
             stack.enter_context(_Dispatch(self))
             yield
@@ -307,8 +303,8 @@ class Witness:
     def _which_of_head(self, columns: int, m: int, n: int, k: int) -> Gemm:
         """GEMM of a head of K columns, also of a slab of its words.
 
-        Fused losses recompute logits in backward, and TRL's (1.16) multiplies tiles of T tokens by
-        slabs of S words: z [T, K] @ [K, S], dx [T, S] @ [S, K], dW [S, T] @ [T, K].
+        Fused losses make logits in backward, too, or their gradient in forward, and multiply tiles
+        of T tokens by slabs of S words: z [T, K] @ [K, S], dx [T, S] @ [S, K], dW [S, T] @ [T, K].
         """
         if n != columns:
             self._words = n
