@@ -1,0 +1,111 @@
+"""The output head of an 8B on an H100: products, bytes, memory and time, counted without a GPU.
+
+    python -m tests.benchmarks.head [--tokens 8192] [RECIPE | RECIPE,override=value,...] ...
+
+Rehearses one layer of each recipe, as `estimate` does, and adds up what runs outside of it. Counted
+are products a token (a product is 2 x words x width FLOPs), kernels, bytes read and written by
+those that are no products, the most memory that the head and its loss hold, and what of it is kept
+from forward to backward. *Predicted* are milliseconds of products, of casts and of the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finetune import load_recipe
+from finetune.config.schema import RunConfig
+from finetune.config.train_section import with_checkpointing
+from finetune.estimator.speed.fusion import launches
+from finetune.estimator.speed.operators import product_of
+from finetune.estimator.speed.roofline import Roofline, roofline_of
+from finetune.estimator.speed.step_parts import StepPart, classes_of
+from finetune.estimator.trace.rehearsal import rehearse
+from finetune.estimator.trace.trace import Trace, layer_of
+from finetune.hardware.gpus import place_of
+from finetune.hardware.requirements import Resolution
+from tests.conftest import H100
+
+RECIPES = (
+    "llama_8b_lora_fp8", "llama_8b_lora_fp8,precision.map.output=fp8", "llama_8b_full_fp8",
+)  # fmt: skip
+MIB, PARTS = 2**20, (StepPart.HEAD, StepPart.FP8_CASTS)
+
+
+def trace_of(config: RunConfig) -> Trace:
+    precision = config.precision.model_copy(update={"backend": "torchao"})
+    resolution = Resolution(precision, config.precision, "for a count")
+    return rehearse(with_checkpointing(config, False), H100, resolution, layers=1).trace
+
+
+def memory_of(trace: Trace) -> tuple[int, int]:
+    """Most bytes that the head and its loss hold, and those of them that a backward finds."""
+    alive = most = 0
+    kept = sum(
+        storage.nbytes
+        for storage in trace.storages.values()
+        if storage.kind == "logits" and storage.saved and storage.phase == "forward"
+    )
+    for event in trace.events[trace.marks["step"] :]:
+        storage = trace.storages.get(event.storage)
+        if storage is not None and storage.kind == "logits":
+            alive += event.nbytes
+            most = max(most, alive)
+    return most, kept
+
+
+def row_of(name: str, tokens: int, roofline: Roofline) -> list[Any]:
+    recipe, *overrides = name.split(",")
+    rows = ["train.per_device_train_batch_size=4", f"train.max_length={tokens // 4}"]
+    config = load_recipe(recipe, [*rows, "train.gradient_accumulation_steps=1", *overrides]).config
+    trace = trace_of(config)
+    ops, found = trace.ops, Counter[str]()
+    classes = classes_of(ops)
+    for launch in launches(ops):
+        op, part = ops[launch.ops[0]], classes[launch.ops[0]]
+        if part not in PARTS or layer_of(op.module) or op.phase not in ("forward", "backward"):
+            continue
+        product, seconds = product_of(op), roofline.kernel_time(op, launch).seconds
+        if product is not None and part is StepPart.HEAD:
+            found["flops"] += int(product.flops)
+            found["us of products"] += round(1e6 * seconds)
+            found["products"] += 1
+            continue
+        found["kernels"] += 1
+        found["bytes"] += int(launch.read + launch.written)
+        found["us of casts" if part is StepPart.FP8_CASTS else "us of the rest"] += round(1e6 * seconds)
+    shape = 2 * tokens * 128_256 * 4096
+    most, kept = memory_of(trace)
+    times = [found[f"us of {what}"] / 1e3 for what in ("products", "casts", "the rest")]
+    return [
+        name, f"{found['flops'] / shape:.2f}", found["products"], found["kernels"],
+        f"{found['bytes'] / 1e9:.2f}", f"{most / MIB:.0f}", f"{kept / MIB:.0f}",
+        *(f"{ms:.1f}" for ms in times), f"{sum(times):.1f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--tokens", type=int, default=8192)
+    options = parser.parse_args()
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        "recipe", "products a token", "GEMMs", "other kernels", "GB", "peak MiB", "kept MiB",
+        "products ms", "casts ms", "rest ms", "predicted ms",
+    ):  # fmt: skip
+        table.add_column(title)
+    gpu = place_of("H100").gpu
+    assert gpu is not None
+    roofline = roofline_of(gpu, "compiled")
+    for name in options.recipes:
+        table.add_row(*map(str, row_of(name, options.tokens, roofline)))
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()
