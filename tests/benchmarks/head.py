@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.head [--tokens 8192] [RECIPE | RECIPE,override=value,...] ...
 
-Rehearses one layer of each recipe, as `estimate` does, and adds up what runs outside of it. Counted
-are products a token (a product is 2 x words x width FLOPs), kernels, bytes read and written by
-those that are no products, the most memory that the head and its loss hold, and what of it is kept
-from forward to backward. *Predicted* are milliseconds of products, of casts and of the rest.
+Rehearses one layer of each recipe, as `estimate` does, and adds up what runs from the first to the
+last product of the head, forward and backward. Counted are products a token (2 x words x width
+FLOPs each), kernels, bytes read and written by those that are no products, the most memory that the
+head and its loss hold, and what of it is kept from forward to backward. *Predicted* are
+milliseconds of products, casts and the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.conftest import H100
 RECIPES = (
     "llama_8b_lora_fp8", "llama_8b_lora_fp8,precision.map.output=fp8", "llama_8b_full_fp8",
 )  # fmt: skip
-MIB, PARTS = 2**20, (StepPart.HEAD, StepPart.FP8_CASTS)
+MIB = 2**20
 
 
 def trace_of(config: RunConfig) -> Trace:
@@ -65,24 +66,26 @@ def row_of(name: str, tokens: int, roofline: Roofline) -> list[Any]:
     trace = trace_of(config)
     ops, found = trace.ops, Counter[str]()
     classes = classes_of(ops)
-    for launch in launches(ops):
-        op, part = ops[launch.ops[0]], classes[launch.ops[0]]
-        if part not in PARTS or layer_of(op.module) or op.phase not in ("forward", "backward"):
-            continue
-        product, seconds = product_of(op), roofline.kernel_time(op, launch).seconds
-        if product is not None and part is StepPart.HEAD:
-            found["flops"] += int(product.flops)
-            found["us of products"] += round(1e6 * seconds)
-            found["products"] += 1
-            continue
-        found["kernels"] += 1
-        found["bytes"] += int(launch.read + launch.written)
-        found["us of casts" if part is StepPart.FP8_CASTS else "us of the rest"] += round(1e6 * seconds)
+    for phase in ("forward", "backward"):
+        # From the first to the last that reads logits, or multiplies by the head.
+        own = [i for i, op in enumerate(ops) if op.phase == phase and classes[i] is StepPart.HEAD]
+        for launch in launches(ops):
+            at = launch.ops[0]
+            if not own or not own[0] <= at <= own[-1] or layer_of(ops[at].module):
+                continue
+            part = "casts" if classes[at] is StepPart.FP8_CASTS else "rest"
+            product = product_of(ops[at])
+            if product is not None:
+                part, found["flops"] = "products", found["flops"] + int(product.flops)
+            else:
+                found["bytes"] += int(launch.read + launch.written)
+            found["GEMMs" if product is not None else "kernels"] += 1
+            found[part] += round(1e6 * roofline.kernel_time(ops[at], launch).seconds)
     shape = 2 * tokens * 128_256 * 4096
     most, kept = memory_of(trace)
-    times = [found[f"us of {what}"] / 1e3 for what in ("products", "casts", "the rest")]
+    times = [found[what] / 1e3 for what in ("products", "casts", "rest")]  # us -> ms
     return [
-        name, f"{found['flops'] / shape:.2f}", found["products"], found["kernels"],
+        name, f"{found['flops'] / shape:.2f}", found["GEMMs"], found["kernels"],
         f"{found['bytes'] / 1e9:.2f}", f"{most / MIB:.0f}", f"{kept / MIB:.0f}",
         *(f"{ms:.1f}" for ms in times), f"{sum(times):.1f}",
     ]  # fmt: skip
