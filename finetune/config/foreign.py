@@ -117,12 +117,9 @@ class Translation:
                 self._rows(key, entry if isinstance(entry, dict) else {"path": entry}, folder)
         for kind in ("eval", "save"):
             key, train = f"{kind}s_per_epoch", self.recipe["train"]
-            count = float(self.given.get(key, 0))
-            if count > 1:
+            if (count := float(self.given.get(key, 1))) > 1:
                 every = 1 / (count * float(train.get("num_train_epochs", 1)))
                 self.put(f"{key}: {count:g}", f"train.{kind}_steps", PlainText(f"{every:.4g}"))
-            elif count:
-                self.put(f"{key}: {count:g}", f"train.{kind}_strategy", "epoch")
             by = "steps" if f"{kind}_steps" in train else "epoch"
             train.setdefault(f"{kind}_strategy", PlainText(by))
 
@@ -162,9 +159,10 @@ class Translation:
         for word, value in columns.items():
             if (ours := COLUMNS.get(word)) is None:
                 self.left[f"{key}.{word}: {_short(value)}"] = "rows are recognized by their columns"
-            elif ours in ("subset", "split") and not local:
-                self.put(f"{key}.{word}: {value}", f"data.{ours}", value)
-            elif ours and value not in (ours, "conversations") and ours not in ("subset", "split"):
+            elif ours in ("subset", "split"):
+                if not local:  # of a file all rows are read
+                    self.put(f"{key}.{word}: {value}", f"data.{ours}", value)
+            elif ours and value not in (ours, "conversations"):
                 data.setdefault("columns", {})[ours] = value
                 line = f"{key}.{word}: {value} -> data.columns={{{ours}: {value}}}"
                 self.taken[f"data.columns.{ours}"] = line

@@ -333,6 +333,16 @@ def test_early_stopping_of_axolotl_is_early_stopping_here(theirs, cli) -> None:
     assert cli("validate", "mine.yaml").code == 0
 
 
+def test_what_axolotl_saves_and_evaluates_never_is_so_here(theirs, cli) -> None:
+    """It was dropped without a line, and each epoch saved and evaluated."""
+    never = AXOLOTL.replace("evals_per_epoch: 4", "evals_per_epoch: 0")
+    Path("axolotl.yaml").write_text(never.replace("saves_per_epoch: 1", "saves_per_epoch: 0"))
+    made = cli("cp", "--from", "axolotl.yaml", "mine.yaml")
+    assert "evals_per_epoch: 0 -> train.eval_strategy=no" in made.out
+    train = load_recipe("mine.yaml").config.train
+    assert (train["eval_strategy"], train["save_strategy"]) == ("no", "no")
+
+
 def test_a_preset_changes_what_another_tools_file_became(theirs, cli) -> None:
     """It was refused: the preset read the file itself as a recipe."""
     made = cli("cp", "--from", "axolotl.yaml", "mine.yaml", "--preset", "smoke")

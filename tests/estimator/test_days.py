@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -58,6 +59,16 @@ def test_a_mistake_is_told_with_what_works(cli, words, said):
     done = cli("estimate", "tiny_full_fp8", *words)
     assert done.code == 2
     assert said in " ".join(done.err.split())
+
+
+@pytest.mark.long
+def test_without_a_gpu_the_fix_names_one_that_works_as_typed(cli):
+    words = ("estimate", "tiny_full_fp8", "~precision.emulation", "--tokens", "10e9")
+    refused = cli(*words)
+    assert refused.code == 2
+    (gpu,) = re.findall(r"fix: +(--gpu \w+), or another GPU", refused.err)
+    found = cli(*words, *gpu.split())
+    assert (found.code, "10,000,000,000 tokens" in found.out) == (0, True)
 
 
 def test_fp8_that_a_gpu_lacks_leaves_the_days_of_other_precisions(cli):
