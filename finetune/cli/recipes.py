@@ -9,6 +9,7 @@ import io
 import json
 import shlex
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -183,21 +184,18 @@ def data(
         _show_schedule(console, planned)
     page = Console(record=True, file=io.StringIO(), width=100)
     for index, row in enumerate(shown):
+        part, beside = row.get("answer"), list[Text]()
+        title = filter(None, (f"row {index // each + 1}", part, f"{len(row['input_ids'])} tokens"))
+        title = f"\n{', '.join(title)}"
+        if part == "prompt":  # every row of the file is one
+            given = found.rows.first(show)[index].items()
+            rest = ", ".join(f"{k}={v!r}" for k, v in given if k != "prompt")
+            beside = [Text(f"beside it, for the rewards: {rest or 'nothing'}")]
         for target in (console, page):
-            title = [
-                f"row {index // each + 1}",
-                row.get("answer"),
-                f"{len(row['input_ids'])} tokens",
-            ]
-            target.print(f"\n{', '.join(filter(None, title))}", style="bold")
+            target.print(title, style="bold")
             # In a pipe there is no style to tell them by.
             bracketed = target is console and console.color_system is None
-            target.print(_decoded(found.tokenizer, row, bracketed=bracketed))
-            if row.get("answer") == "prompt":  # every row of the file is one
-                rest = [
-                    f"{k}={v!r}" for k, v in found.rows.first(show)[index].items() if k != "prompt"
-                ]
-                target.print(Text(f"beside it, for the rewards: {', '.join(rest) or 'nothing'}"))
+            target.print(_decoded(found.tokenizer, row, bracketed=bracketed), *beside, sep="\n")
     trained = "[[trained]]" if console.color_system is None else "trained"
     console.print(Text.assemble("\n", (trained, TRAINED), " ", ("context", CONTEXT)))
     if html is not None:
@@ -263,14 +261,11 @@ def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
 
     Spans are decoded together: a character may have several tokens.
     """
-    text, ids, labels = Text(), row["input_ids"], row["labels"]
-    start = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or (labels[end] >= 0) != (labels[start] >= 0):
-            part, trained = tokenizer.decode(ids[start:end]), labels[start] >= 0
-            part = f"[[{part}]]" if trained and bracketed else part
-            text.append(part, style=TRAINED if trained else CONTEXT)
-            start = end
+    text, tokens = Text(), zip(row["input_ids"], row["labels"], strict=True)
+    for trained, span in groupby(tokens, key=lambda token: token[1] >= 0):
+        part = tokenizer.decode([token for token, _ in span])
+        part = f"[[{part}]]" if trained and bracketed else part
+        text.append(part, style=TRAINED if trained else CONTEXT)
     return text
 
 

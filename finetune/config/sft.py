@@ -207,11 +207,9 @@ def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
                 fix="the name of a JSON file, or ~train.fsdp_config",
             ) from None
     words = str(train.get("fsdp")).lower()  # `full_shard offload`, as older recipes have it
-    older = {
-        "reshard_after_forward": "shard_grad_op" not in words,
-        "cpu_offload": "offload" in words,
-    }
-    found = older | {key.removeprefix("fsdp_"): value for key, value in given.items()}
+    found: dict[str, Any] = {"reshard_after_forward": "shard_grad_op" not in words}
+    found |= {"cpu_offload": "offload" in words}
+    found |= {key.removeprefix("fsdp_"): value for key, value in given.items()}
     layers = found.get("transformer_layer_cls_to_wrap")
     names = layers.split(",") if isinstance(layers, str) else layers
     return FsdpSettings(
