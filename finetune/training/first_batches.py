@@ -331,15 +331,19 @@ def _change(trainer: Any, short: list[int], long: list[int]) -> float:
     from accelerate.utils import send_to_device
     from trl.trainer.utils import pad
 
-    rows = [torch.tensor(row) for row in (short, long)]
+    rows, size = [torch.tensor(row) for row in (short, long)], len(short)
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
+    # Of a long prompt all scores would take gigabytes: those behind the padding are enough.
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    kept = {"logits_to_keep": size} if keeps else {}
     both = {
         "input_ids": pad(rows, trainer._tokenizer.pad_token_id, "left"),
         "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left"),
     }
-    gap = len(long) - len(short)
     with torch.no_grad():
         alone, beside = (
-            trainer.model(**send_to_device(batch, trainer.accelerator.device)).logits[0]
-            for batch in ({key: value[:1, gap:] for key, value in both.items()}, both)
+            trainer.model(**send_to_device(batch, trainer.accelerator.device), **kept)
+            for batch in ({key: value[:1, -size:] for key, value in both.items()}, both)
         )
-    return float((alone - beside[gap:]).float().abs().max() / alone.float().abs().max())
+    alone, beside = (output.logits[0, -size:] for output in (alone, beside))
+    return float((alone - beside).float().abs().max() / alone.float().abs().max())
