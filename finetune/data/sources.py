@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import hashlib
 import lzma
 import os
 import re
@@ -144,7 +143,7 @@ class Source:
         if streaming:
             return IterableDataset.from_generator(cells, features, gen_kwargs=given)
         code = Path(text_rows.__file__).read_text(encoding="utf-8")
-        made = hashlib.sha256(f"{self.fingerprint()}{self.sample_by}{code}".encode()).hexdigest()
+        made = fingerprint(self.files, self.loader, self.sample_by, code)
         return Dataset.from_generator(cells, features, gen_kwargs=given, fingerprint=made[:16])
 
 
