@@ -44,10 +44,13 @@ def cases() -> list[Case]:
     block, warps = ours.row_block(ours.WHOLE)
     kept = {"entropy": True, "squares": True, "mean": True, "top1": True}
     found = []
+    beside = {"statistics": "*fp32", "fold": "*fp32", "codes": "*fp8e4nv", "inverse": "*fp32"}
     for caps in (False, True):
-        for weigh in (False, True):
-            each = logits | {"statistics": "*fp32", "s_stride": "i32"} | sizes | mapped
-            constants = {"block": ours.OBSERVED, "caps": caps, "weigh": weigh, **kept}
+        for does in ("", "weigh", "casts"):
+            flags = {name: does == name for name in ("weigh", "casts")}
+            flags |= dict.fromkeys(("folds", "pow2"), does == "casts")
+            each = logits | beside | {"s_stride": "i32"} | sizes | mapped
+            constants = {"block": ours.OBSERVED, "caps": caps, **kept, **flags}
             found.append(Case(ours.observe_logits_kernel, each, constants, 8))
         each = logits | dict.fromkeys(("log_z", "entropy", "g_probs", "g_entropy"), "*fp32")
         constants = {"block": ours.GRADED, "caps": caps, "probs": True, "entropies": True}

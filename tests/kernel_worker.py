@@ -130,6 +130,18 @@ def logits() -> Iterator[tuple[str, int]]:
                 run(slab, targets, statistics, start, *mapped, outputs, weigh)
             each.append((z, statistics))
         (wanted, sums), (found, own) = each
+        fold = torch.logspace(-3, 1, 3000)[None] if cap else None
+        both = (
+            run(whole[:, 2048:5048].to(dtype, copy=True), targets, own.clone(), 2048,
+                *mapped, outputs, fold, cap is None)
+            for run in (kernels._cast_logits, triton_kernels.cast_logits)
+        )  # fmt: skip
+        codes, scales = zip(*both, strict=True)
+        yield f"scales {dtype} {cap} {weigh}", apart(scales[1], scales[0], 0.01)
+        # Of numbers a unit in the last place apart, which have equal codes or neighbours.
+        steps = codes[0].view(torch.uint8).int() - codes[1].view(torch.uint8).int()
+        yield f"codes {dtype} {cap} {weigh}", int((steps.abs() > 1).sum())
+        yield f"equal codes {dtype} {cap} {weigh}", int((steps != 0).float().mean() > 0.02)
         name = f"{dtype} cap={cap} weigh={weigh}"
         yield f"logits {name}", apart(found, wanted, max(torch.finfo(dtype).eps, 1e-5))
         yield f"statistics {name}", apart(own, sums, 1e-5)

@@ -48,7 +48,13 @@ from torch.autograd.function import once_differentiable
 
 from finetune.precision import gemm
 from finetune.precision.backends.base import Fp8Mixin, Owner, in_backward, multiplying
-from finetune.precision.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
+from finetune.precision.kernels import (
+    STATISTICS,
+    LogitMap,
+    cast_logits,
+    grade_logits,
+    observe_logits,
+)
 from finetune.precision.weights import (
     Arithmetic,
     cast,
@@ -171,8 +177,13 @@ class _Matrix(NamedTuple):
             z = x[0] @ self.w.t()
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
-    def weighed(self, g: Tensor) -> _Operand:
-        """g [M, S] as an operand of `add_dgrad`."""
+    def observed(self, z: Tensor, *observing: Any) -> _Operand:
+        """`observe_logits`, and the weights [M, S] that it leaves as an operand of `add_dgrad`."""
+        observe_logits(z, *observing, weigh=True)
+        return z, None
+
+    def graded(self, g: Tensor) -> _Operand:
+        """A gradient g [M, S] as such an operand."""
         return g, None
 
     def add_dgrad(self, g: _Operand, total: Tensor) -> None:
@@ -214,10 +225,19 @@ class _Codes(NamedTuple):
                 z = multiply((x[0], x[1]), self.bits.t(), inverse, self.how, self.dtype)
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
-    def weighed(self, g: Tensor) -> _Operand:
-        if "dgrad" in self.how.high:
-            return g, None
-        return cast(g, self.how, None if self.inverse.numel() == 1 else self.inverse.t())
+    @property
+    def _fold(self) -> Tensor | None:
+        return None if self.inverse.numel() == 1 else self.inverse.t()
+
+    def observed(self, z: Tensor, *observing: Any) -> _Operand:
+        how = self.how
+        if how.own and how.per_row and not how.emulate and "dgrad" not in how.high:
+            return cast_logits(z, *observing, fold=self._fold, pow2=how.pow2)
+        observe_logits(z, *observing, weigh=True)
+        return self.graded(z)
+
+    def graded(self, g: Tensor) -> _Operand:
+        return (g, None) if "dgrad" in self.how.high else cast(g, self.how, self._fold)
 
     def add_dgrad(self, g: _Operand, total: Tensor) -> None:
         """The scales of W are folded into g, and those of g belong to the rows of the result.
@@ -268,14 +288,15 @@ def _observe(
         part = torch.zeros_like(tokens[0], dtype=torch.float32) if early else None
         for start, slab in _slabs(w, vocabulary):
             z = slab.logits(tokens)
-            seen = statistics[:, rows]
-            observe_logits(z, targets[rows], seen, start, mapped, outputs, weigh=early)
-            if part is not None:
-                g = slab.weighed(z)
-                del z  # before its product
-                if start:
-                    part *= shrunk[rows, None]
-                slab.add_dgrad(g, part)
+            observing = targets[rows], statistics[:, rows], start, mapped, outputs
+            if part is None:
+                observe_logits(z, *observing, weigh=False)
+                continue
+            g = slab.observed(z, *observing)
+            del z  # before its product
+            if start:
+                part *= shrunk[rows, None]
+            slab.add_dgrad(g, part)
         if part is not None and gradient is not None:
             derivative = torch.full_like(total[rows], mapped.scale * mapped.inv_t)
             part *= (-derivative / total[rows])[:, None]
@@ -361,7 +382,7 @@ class _Late(torch.autograd.Function):
                     z = slab.logits(tokens)
                     grade_logits(z, targets[rows], *each, start, mapped)  # pyright: ignore
                     if part is not None:
-                        slab.add_dgrad(slab.weighed(z), part)
+                        slab.add_dgrad(slab.graded(z), part)
                     if dw is not None:
                         with _products(w.owner, slab.w):
                             gemm.add_mm(dw[words], z.t(), tokens[0])

@@ -3,6 +3,7 @@
     cast_rows(x, fold, pow2)     [M, K] -> E4M3 codes [M, K], inverse scales [M, 1]
     transpose_codes(codes, g)    [N, K] -> [K, N], contiguous
     observe_logits(z, ...)       [M, S] -> into statistics of M tokens, and z into their weights
+    cast_logits(z, ...)          the same, and these weights cast: codes [M, S], scales [M, 1]
     grade_logits(z, ...)         [M, S] -> their gradient, in place
 
 Written in ATen, the same is a chain of pointwise kernels that `torch.compile` has to fuse. Inductor
@@ -38,6 +39,10 @@ _MAP = "float scale, float? softcap, float inv_t"
 _library.define(
     "observe_logits(Tensor(a!) z, Tensor targets, Tensor(b!) statistics, int start, "
     f"{_MAP}, str[] outputs, bool weigh) -> ()"
+)
+_library.define(
+    "cast_logits(Tensor(a!) z, Tensor targets, Tensor(b!) statistics, int start, "
+    f"{_MAP}, str[] outputs, Tensor? fold, bool pow2) -> (Tensor, Tensor)"
 )
 _library.define(
     "grade_logits(Tensor(a!) z, Tensor targets, Tensor log_z, Tensor? entropy, Tensor? g_probs, "
@@ -118,6 +123,23 @@ def observe_logits(
             others stay.
     """
     torch.ops.finetune.observe_logits(z, targets, statistics, start, *mapped, list(outputs), weigh)
+
+
+def cast_logits(
+    z: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    start: int,
+    mapped: LogitMap,
+    outputs: Collection[str],
+    *,
+    fold: Tensor | None,
+    pow2: bool,
+) -> tuple[Tensor, Tensor]:
+    """`observe_logits` that weighs, then `cast_rows`, without storing the weights between them."""
+    return torch.ops.finetune.cast_logits(
+        z, targets, statistics, start, *mapped, list(outputs), fold, pow2
+    )
 
 
 def grade_logits(
@@ -204,6 +226,18 @@ def _observe_logits(
         z.copy_(e.masked_fill_(_labels(targets, start, words), 0.0))
 
 
+def _cast_logits(
+    z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
+    softcap: float | None, inv_t: float, outputs: list[str], fold: Tensor | None, pow2: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _observe_logits(z, targets, statistics, start, scale, softcap, inv_t, outputs, True)
+    return _cast_rows(z, fold, pow2)
+
+
+def _empty_logits(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty_rows(z, None, False)
+
+
 def _grade_logits(
     z: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor | None, g_probs: Tensor | None,
     g_entropy: Tensor | None, start: int, scale: float, softcap: float | None, inv_t: float,
@@ -233,6 +267,7 @@ for _name, _reference, _empty in (
     ("cast_rows", _cast_rows, _empty_rows),
     ("transpose_codes", _transpose, _empty_transpose),
     ("observe_logits", _observe_logits, lambda *_: None),
+    ("cast_logits", _cast_logits, _empty_logits),
     ("grade_logits", _grade_logits, lambda *_: None),
 ):
     _library.impl(_name, _reference, "CompositeExplicitAutograd")  # any device not named below

@@ -31,6 +31,8 @@ TILE = (64, 128)
 """Rows and columns of codes that one program transposes."""
 WARPS = 8
 """Warps of such a program: 32 codes a thread."""
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""Statistics by their flags, in order."""
 OBSERVED, GRADED = 2048, 1024
 """Logits of a token that one program observes at a time, and grades."""
 _FLOOR, _LARGEST = tl.constexpr(E4M3.max * SMALLEST_INVERSE), tl.constexpr(E4M3.max)
@@ -43,6 +45,16 @@ def _load_row(x, fold, columns, inside, folds: tl.constexpr):
     if folds:
         y *= tl.load(fold + columns, mask=inside, other=0.0)
     return y
+
+
+@triton.jit
+def _scale_of(largest, pow2: tl.constexpr):
+    """Scale of a row from the bits of its largest numbers, one a lane."""
+    amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(_LARGEST, tl.where(amax < _FLOOR, _FLOOR, amax))  # NaN < x is False: stays
+    if pow2:  # the exponent's bits alone: down to a power of two
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
@@ -63,10 +75,7 @@ def cast_rows_kernel(
         for start in range(0, length, block):
             y = _load_row(x, fold, start + lanes, start + lanes < length, folds)
             largest = tl.maximum(largest, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(_LARGEST, tl.where(amax < _FLOOR, _FLOOR, amax))  # NaN < x is False: stays
-    if pow2:  # the exponent's bits alone: down to a power of two
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = _scale_of(largest, pow2)
     tl.store(inverse + row, tl.div_rn(1.0, scale))
     if length <= block:
         tl.store(codes + lanes, (y * scale).to(tl.float8e4nv), mask=lanes < length)  # pyright: ignore
@@ -100,14 +109,29 @@ def _map(z, scale, softcap, inv_t, caps: tl.constexpr):
 
 
 @triton.jit
+def _weight(z, fold, words, inside, local, now, scale, softcap, inv_t, caps: tl.constexpr,
+            folds: tl.constexpr):  # fmt: skip
+    """Weights of logits as they would be stored, in float32, times the factors of their words."""
+    y, slope = _map(tl.load(z + words, mask=inside, other=0.0), scale, softcap, inv_t, caps)
+    e = tl.where(inside & (words != local), tl.exp(y - now) * slope, 0.0)
+    e = e.to(z.dtype.element_ty).to(tl.float32)
+    if folds:
+        e *= tl.load(fold + words, mask=inside, other=0.0)
+    return e
+
+
+@triton.jit
 def observe_logits_kernel(
-    z, targets, statistics, z_stride, s_stride, start, columns, scale, softcap, inv_t,
+    z, targets, statistics, fold, codes, inverse, z_stride, s_stride, start, columns,
+    scale, softcap, inv_t,
     block: tl.constexpr, caps: tl.constexpr, entropy: tl.constexpr, squares: tl.constexpr,
-    mean: tl.constexpr, top1: tl.constexpr, weigh: tl.constexpr,
+    mean: tl.constexpr, top1: tl.constexpr, weigh: tl.constexpr, casts: tl.constexpr,
+    folds: tl.constexpr, pow2: tl.constexpr,
 ):  # fmt: skip
     """Observe the logits of one token per program: read for the largest, then from the cache.
 
-    Each lane has sums of its own, so that a row is reduced twice and not once a block.
+    Each lane has sums of its own, so that a row is reduced twice and not once a block. Where
+    weights are cast, `codes` has whole rows of `columns`.
     """
     row = tl.program_id(0).to(tl.int64)
     z += row * z_stride
@@ -147,6 +171,21 @@ def observe_logits_kernel(
         if weigh:
             e = tl.where(first + lanes == local, 0.0, e * slope)
             tl.store(z + first + lanes, e.to(z.dtype.element_ty), mask=inside)
+    if casts:
+        top = tl.zeros([block], tl.int32)
+        for first in range(0, columns, block):
+            words = first + lanes
+            e = _weight(z, fold, words, words < columns, local, now, scale, softcap, inv_t,
+                        caps, folds)  # fmt: skip
+            top = tl.maximum(top, e.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        factor = _scale_of(top, pow2)
+        tl.store(inverse + row, tl.div_rn(1.0, factor))
+        for first in range(0, columns, block):
+            words = first + lanes
+            e = _weight(z, fold, words, words < columns, local, now, scale, softcap, inv_t,
+                        caps, folds)  # fmt: skip
+            place = codes + row * columns + words
+            tl.store(place, (e * factor).to(tl.float8e4nv), mask=words < columns)
     tl.store(s, now)
     tl.store(s + s_stride, tl.load(s + s_stride) * shrunk + tl.sum(total, 0))
     tl.store(s + 7 * s_stride, shrunk)
@@ -230,15 +269,36 @@ def observe_logits(
     softcap: float | None, inv_t: float, outputs: list[str], weigh: bool,
 ) -> None:  # fmt: skip
     """Launch `observe_logits_kernel`; see `kernels.observe_logits`."""
-    rows, columns = z.shape
-    names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    if rows:
+    mapped = scale, softcap or 1.0, inv_t
+    flags = softcap is not None, *(name in outputs for name in OUTPUTS), weigh, False, False, False
+    _observe(z, targets, statistics, z, z, statistics, start, mapped, flags)
+
+
+def cast_logits(
+    z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
+    softcap: float | None, inv_t: float, outputs: list[str], fold: Tensor | None, pow2: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch `observe_logits_kernel`; see `kernels.cast_logits`."""
+    codes = z.new_empty(z.shape, dtype=E4M3.dtype)
+    inverse = z.new_empty((z.shape[0], 1), dtype=torch.float32)
+    factors = statistics if fold is None else fold.contiguous()
+    mapped, folds = (scale, softcap or 1.0, inv_t), fold is not None
+    flags = softcap is not None, *(name in outputs for name in OUTPUTS), False, True, folds, pow2
+    _observe(z, targets, statistics, factors, codes, inverse, start, mapped, flags)
+    return codes, inverse
+
+
+def _observe(
+    z: Tensor, targets: Tensor, statistics: Tensor, fold: Tensor, codes: Tensor, inverse: Tensor,
+    start: int, mapped: tuple[float, ...], flags: tuple[bool, ...],
+) -> None:  # fmt: skip
+    """In place of what is not read or written by its flag: any pointer."""
+    if z.shape[0]:
         with torch.cuda.device_of(z):
-            launch = cast(Any, observe_logits_kernel)[(rows,)]
+            launch = cast(Any, observe_logits_kernel)[(z.shape[0],)]
             launch(
-                z, targets, statistics, z.stride(0), statistics.stride(0), start, columns,
-                scale, softcap or 1.0, inv_t, OBSERVED, softcap is not None,
-                *(name in outputs for name in names), weigh,
+                z, targets, statistics, fold, codes, inverse, z.stride(0), statistics.stride(0),
+                start, z.shape[1], *mapped, OBSERVED, *flags,
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
 
