@@ -45,17 +45,16 @@ def trace_of(config: RunConfig) -> Trace:
 
 def memory_of(trace: Trace) -> tuple[int, int]:
     """Most bytes that the head and its loss hold, and those of them that a backward finds."""
+    own = {
+        number: storage
+        for number, storage in trace.storages.items()
+        if storage.kind in ("logits", "fp8") and not layer_of(storage.module)
+    }
+    kept = sum(one.nbytes for one in own.values() if one.saved and one.phase == "forward")
     alive = most = 0
-    kept = sum(
-        storage.nbytes
-        for storage in trace.storages.values()
-        if storage.kind == "logits" and storage.saved and storage.phase == "forward"
-    )
     for event in trace.events[trace.marks["step"] :]:
-        storage = trace.storages.get(event.storage)
-        if storage is not None and storage.kind == "logits":
-            alive += event.nbytes
-            most = max(most, alive)
+        alive += event.nbytes if event.storage in own else 0
+        most = max(most, alive)
     return most, kept
 
 
