@@ -65,7 +65,8 @@ def test_the_monitor_of_every_trainer_says_it(make_llama) -> None:
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     trainer = SimpleNamespace(
         accelerator=accelerator, model=model, training_step=None,
-        _save_checkpoint=None, lr_scheduler=None,
+        _save_checkpoint=None, lr_scheduler=None, model_wrapped=model, args=SimpleNamespace(),
+        optimizer=SimpleNamespace(zero_grad=None),
     )  # fmt: skip
     args = SimpleNamespace(gradient_accumulation_steps=1, max_steps=4)
     for zero in (False, True):

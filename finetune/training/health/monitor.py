@@ -37,6 +37,7 @@ from finetune.training.first_batches import check_first_batches
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
 from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
 from finetune.training.health.operands import GroupSums, OperandWatch, health_row, merge_sums
+from finetune.training.host_time import shortened
 from finetune.training.isolation import refuse_leaks
 from finetune.training.replacing import replaced
 from finetune.training.schedule import LEAST_SHARE, reached
@@ -97,6 +98,7 @@ class HealthMonitor(TrainerCallback):
         ):
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
+        self._undo.enter_context(shortened(self.trainer, model))
         loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
         if running := session.in_force():
             running.micro_batches = state.max_steps * each
