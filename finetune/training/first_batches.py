@@ -329,16 +329,17 @@ def place_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
 def _change(trainer: Any, short: list[int], long: list[int]) -> float:
     """Change of a short prompt's scores behind padding: the largest, as a part of all."""
     from accelerate.utils import send_to_device
-    from trl.trainer.utils import pad
+    from torch.nn.utils.rnn import pad_sequence
 
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
     rows, size = [torch.tensor(row) for row in (short, long)], len(short)
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     # Of a long prompt all scores would take gigabytes: those behind the padding are enough.
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     kept = {"logits_to_keep": size} if keeps else {}
     both = {
-        "input_ids": pad(rows, trainer._tokenizer.pad_token_id, "left"),
-        "attention_mask": pad([torch.ones_like(row) for row in rows], 0, "left"),
+        "input_ids": pad(rows, padding_value=trainer._tokenizer.pad_token_id),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
     }
     with torch.no_grad():
         alone, beside = (

@@ -11,7 +11,7 @@ step of 390 (`docs/notes/15-on-an-h100.md`). None of these walks finds anything 
 | `Trainer.training_step` | modules, by `model.train()` | where one is in evaluation mode |
 | `Trainer._run_epoch` | parameters, by `model.zero_grad()` | those that the optimizer has |
 
-And `logging_nan_inf_filter` reads each loss twice, so that the log has none that is not finite: such
+And `logging_nan_inf_filter` reads each loss twice, to keep what is not finite out of the log: such
 a loss ends the run (`finetune.training.health.finiteness`).
 """
 
@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.precision.layers import without_adapters
 from finetune.training.replacing import replaced
@@ -47,7 +48,7 @@ def shortened(trainer: Any, model: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(trainer.args, "logging_nan_inf_filter", False))
         stack.enter_context(replaced(wrapped, "train", train))
         stack.enter_context(replaced(wrapped, "zero_grad", trainer.optimizer.zero_grad))
-        if hasattr(base, "num_parameters"):  # a plain `nn.Module` has no count
+        if isinstance(base, PreTrainedModel):
             count = functools.cache(base.num_parameters)
             stack.enter_context(replaced(base, "num_parameters", count))
         yield

@@ -709,7 +709,7 @@ def test_auto_takes_torchao_where_transformer_engine_cannot(te_engine) -> None:
     from finetune.training.model import load_model
 
     model = load_model(ModelConfig(name="builtin:bdh_tiny", weights="random", dtype="float32"))
-    running = session.install(PrecisionConfig(compute="fp8", backend="auto"))
+    running = session.install(PrecisionConfig(compute="fp8", backend="auto", compile="off"))
     assert running.precision.backend == "te"
     running.prepare_model(model)
     assert running.precision.backend == "torchao"
