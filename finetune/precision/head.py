@@ -19,7 +19,8 @@ at the end, in float32: its weight 1 - p[y] is small where a model is right, and
 difference of two rounded numbers. For all losses the same: of SFT, DPO, KTO, GRPO and others.
 
 *A head that trains* needs four: its gradient is a sum over tokens, each with its factor, so logits
-are made once more in backward. So are they for the gradient of H, which a bonus of GRPO asks for.
+are made once more in backward. So are they for the gradient of H, which a bonus of GRPO asks for:
+three products then, as a frozen head of TRL's takes.
 
 In FP8 (a frozen head stored as codes) the products are the layer's own:
 
@@ -40,6 +41,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -74,16 +76,20 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _Operand = tuple[Tensor, Tensor | None]  # [M, C], and inverse scales of codes
 
 
-class Head(NamedTuple):
+@dataclass(eq=False)
+class Head:
     """The output head of a converted model.
 
     Attributes:
         owner: its name and observers.
         stored: its layer, if that is stored and multiplied in FP8.
+        has_bonus: True once a gradient of entropies has been asked for. Logits are made once more
+            for it, so from then on nothing is gained by a gradient in forward.
     """
 
     owner: Owner
     stored: Any = None
+    has_bonus: bool = False
 
     @contextlib.contextmanager
     def in_fused_loss(self) -> Iterator[None]:
@@ -132,18 +138,19 @@ class Head(NamedTuple):
             w = _Matrix(weight, bias, self.owner, x.dtype)
         mapped = LogitMap(logit_scale, softcap, 1 / temperature)
         trains = any(p is not None and p.requires_grad for p in (weight, bias))
-        early = torch.is_grad_enabled() and x.requires_grad and not trains
+        learns = torch.is_grad_enabled() and (trains or x.requires_grad)
+        early = learns and not trains and not self.has_bonus
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             operand = w.tokens(x)
             found = _observe(w, operand, targets, mapped, outputs, early=early)
         log_probs, entropy, log_z, gradient, *metrics = found
         given = hidden, weight, bias
-        facts = w, operand, targets, log_z, mapped
+        facts = self, w, operand, targets, log_z, mapped
         if gradient is not None:
             log_probs = _Early.apply(x, log_probs, gradient)
             if entropy is not None:
                 _, entropy = _Late.apply(*given, None, entropy, *facts)
-        elif trains and torch.is_grad_enabled():
+        elif learns:
             log_probs, entropy = _Late.apply(*given, log_probs, entropy, *facts)
         if weight.dtype is torch.uint8 and not low and hidden.numel():
             head.fp8_tally.watch(hidden, log_probs)
@@ -349,6 +356,7 @@ class _Late(torch.autograd.Function):
         bias: Tensor | None,
         log_probs: Tensor | None,
         entropy: Tensor | None,
+        head: Head,
         w: Any,
         x: _Operand,
         targets: Tensor,
@@ -357,7 +365,7 @@ class _Late(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)  # None tells which gradients are needed
         ctx.save_for_backward(w[0], bias, *x, targets, log_z, entropy)
-        ctx.facts = w._replace(**{w._fields[0]: None, "bias": None}), mapped, hidden.dtype
+        ctx.facts = head, w._replace(**{w._fields[0]: None, "bias": None}), mapped, hidden.dtype
         return log_probs, entropy
 
     @staticmethod
@@ -365,7 +373,8 @@ class _Late(torch.autograd.Function):
     def backward(ctx: Any, g_probs: Tensor | None, g_entropy: Tensor | None):
         """Gradients [M] of log-probabilities and entropies -> of hidden, weight and bias."""
         matrix, bias, *x, targets, log_z, entropy = ctx.saved_tensors
-        w, mapped, dtype = ctx.facts
+        head, w, mapped, dtype = ctx.facts
+        head.has_bonus |= g_entropy is not None
         w = w._replace(**{w._fields[0]: matrix, "bias": bias})
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
         wide: dict[str, Any] = {"dtype": torch.float32, "device": x[0].device}
@@ -392,5 +401,5 @@ class _Late(torch.autograd.Function):
                     dx[rows] = part
         dw = None if dw is None else dw.to(matrix.dtype)
         db = None if db is None else db.to(bias.dtype)
-        # hidden, weight, bias, then seven without gradients: log_probs to mapped.
-        return dx, dw, db, *[None] * 7
+        # hidden, weight, bias, then eight without gradients: log_probs to mapped.
+        return dx, dw, db, *[None] * 8

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.precision.kernels import cast_rows, transpose_codes
+from finetune.precision.kernels import (
+    LogitMap,
+    cast_logits,
+    cast_rows,
+    grade_logits,
+    observe_logits,
+    transpose_codes,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -35,3 +42,34 @@ def test_casts(length, pow2) -> None:
 def test_transposes(shape) -> None:
     codes = torch.randint(0, 256, shape, dtype=torch.uint8)
     assert torch.equal(transpose_codes(codes.cuda()).cpu(), codes.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_logits(dtype, softcap) -> None:
+    """Two slabs of a vocabulary: sums, weights, codes and gradients."""
+    torch.manual_seed(0)
+    mapped = LogitMap(0.7, softcap, 1.25)
+    outputs = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    whole, targets = (torch.randn(300, 24_000) * 4).to(dtype), torch.randint(0, 24_000, (300,))
+    g_probs, g_entropy = torch.randn(2, 300)
+    fold = torch.logspace(-3, 0, 7616)[None]
+    found = []
+    for device in ("cpu", "cuda"):
+        z, labels, sums = whole.to(device, copy=True), targets.to(device), torch.zeros(8, 300)
+        sums[[0, 5]] = -torch.inf
+        sums = sums.to(device)
+        observe_logits(z[:, :16384], labels, sums, 0, mapped, outputs, weigh=True)
+        last, again = z[:, 16384:], z[:, 16384:].clone()
+        codes, scales = cast_logits(
+            last, labels, sums, 16384, mapped, outputs, fold=fold.to(device), pow2=False
+        )
+        log_z = sums[0] + sums[1].log()
+        h = log_z - sums[2] / sums[1]
+        above = g_probs.to(device), g_entropy.to(device)
+        grade_logits(again, labels, log_z, h, *above, 16384, mapped)
+        found.append((sums, z[:, :16384], scales, codes.float() * scales, again))
+    rounding = torch.finfo(dtype).eps
+    for reference, kernel, error in zip(*found, (1e-4, rounding, 0.01, 0.13, 0.02), strict=True):
+        close = torch.isclose(kernel.cpu(), reference, rtol=error, atol=1e-5)
+        assert close.float().mean() > 0.999

@@ -236,19 +236,40 @@ def test_the_gradient_of_a_frozen_head_is_as_good_as_trls() -> None:
     assert ours < 1.1 * trls < 0.05 * exact.grad.norm()
 
 
-@pytest.mark.parametrize(("trains", "products"), [(False, 2), (True, 4)])
-def test_a_frozen_head_takes_two_products_a_token_and_keeps_a_gradient(trains, products) -> None:
-    x, w, b, labels = operands(torch.bfloat16, trains=trains, bias=False)
+def products(loss, *arguments: Any) -> float:
+    """Products a token of a forward and a backward."""
     # torch (2.13) has no formula for a product that is added in place.
     added = {torch.ops.aten.addmm_: lambda _c, a, b, **_: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=added) as counted:
-        loss = head.Head(Owner("", [])).apply(x, w, b, labels, 1.0, 64)[0].sum()
-        node = loss.grad_fn.next_functions[0][0]
-        kept = [tensor.shape for tensor in node.saved_tensors if tensor is not None]
-        loss.backward()
-    assert counted.get_total_flops() == products * 2 * 40 * 64 * 272
+        loss(*arguments).backward()
+    return counted.get_total_flops() / (2 * 40 * 64 * 272)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trains"])
+def test_a_frozen_head_takes_two_products_a_token_and_keeps_a_gradient(trains) -> None:
+    x, w, b, labels = operands(torch.bfloat16, trains=trains, bias=False)
+    kept: list[torch.Size] = []
+
+    def loss() -> Tensor:
+        made = head.Head(Owner("", [])).apply(x, w, b, labels, 1.0, 64)[0].sum()
+        saved = made.grad_fn.next_functions[0][0].saved_tensors
+        kept.extend(tensor.shape for tensor in saved if tensor is not None)
+        return made
+
+    assert products(loss) == (4 if trains else 2)
     assert (w.shape in kept) is trains
     assert trains or kept == [x.shape]
+
+
+def test_a_bonus_on_entropy_takes_three_products_from_the_second_step_on() -> None:
+    x, w, b, labels = operands(torch.bfloat16, trains=False, bias=False)
+    one = head.Head(Owner("", []))
+
+    def loss() -> Tensor:
+        log_probs, entropy, *_ = one.apply(x, w, b, labels, 1.0, 64)
+        return log_probs.sum() + entropy.sum()
+
+    assert [products(loss), products(loss)] == [4, 3]
 
 
 @pytest.mark.slow
