@@ -76,11 +76,6 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
             "states of a paged optimizer are not counted: they lie on the GPU while it has room, "
             "so that nvidia-smi shows more, and on the host when it is full, which takes time"
         )
-    if on_gpu and chosen(train).library == "torchao":
-        yield (
-            "torchao compiles its optimizer: temporaries of the compiled update are not rehearsed; "
-            "the optimizer's phase may hold more"
-        )
     if train.get("use_liger_kernel"):
         yield "Liger's kernels are not rehearsed: memory and time will be lower than this"
     if config.lora is not None and config.lora.dropout:

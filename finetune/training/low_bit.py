@@ -1,10 +1,8 @@
-"""Low-bit optimizers, whose state is stored in few bits: its size, building and stepping them.
+"""Low-bit optimizers, whose state is stored in few bits: its size, and building them.
 
-torchao compiles its update with `torch.compile`. On a GPU that makes it fast; on a CPU it needs a
-C++ compiler and 20 to 40 seconds for nothing, so the update runs uncompiled there, with the same
-arithmetic. Where it is compiled, it is so once, and for rows of one block (`compiled_once`).
-torchao's classes go to the trainer as `optimizer_cls_and_kwargs`, since Transformers
-has no name for the FP8 one and passes `block_size` as text.
+`finetune.training.adamw` has their steps. torchao's classes go to the trainer as
+`optimizer_cls_and_kwargs`, since Transformers has no name for the FP8 one and passes `block_size`
+as text.
 
 They compute an update in float32, and round BF16 weights by chance unless that is switched off: up
 with the probability that makes the mean right, so that updates below a weight's last bit survive on
@@ -19,11 +17,8 @@ would get 32 bits for an unrelated weight with the same id.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +29,6 @@ from torch.optim import Optimizer
 from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen, state_bytes
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
-from finetune.training.replacing import replaced
 
 Parts = tuple[type[Any], dict[str, Tensor], list[Any]]
 
@@ -85,103 +79,16 @@ def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer],
     } | own
 
 
+def steps_by_parts(optimizer: Optimizer) -> bool:
+    """True for an optimizer of torchao's whose steps `finetune.training.adamw` finishes."""
+    return type(optimizer).__module__ == "torchao.optim.adam"
+
+
 def forget_overrides() -> None:
     """Clear bitsandbytes' per-weight overrides from earlier runs of this process."""
     from bitsandbytes.optim import GlobalOptimManager
 
     GlobalOptimManager.get_instance().initialize()
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Updates of torchao's optimizers without `torch.compile`."""
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        # torch 2.12 says so of a whole graph even where nothing was to be compiled.
-        warnings.filterwarnings("ignore", ".*found no compiled frames")
-        yield
-
-
-@contextlib.contextmanager
-def draws_of_step(optimizer: Optimizer) -> Iterator[None]:
-    """Rounding by chance with draws that depend on the number of the optimizer's step alone.
-
-    torchao draws from torch's generator. Replicas of data parallelism need not share its state
-    (their weights would drift apart), nor has a resumed script what it was. Dropout and samples
-    draw afterwards as if nothing had been drawn here.
-    """
-    counted = (int(state["step"]) for state in optimizer.state.values() if "step" in state)
-    device = optimizer.param_groups[0]["params"][0].device
-    on_cpu = device.type == "cpu"
-    kind = {} if on_cpu else {"device_type": device.type}
-    with torch.random.fork_rng([] if on_cpu else [device], **kind):
-        torch.manual_seed(max(counted, default=0))
-        yield
-
-
-def around_steps(optimizer: Optimizer, *, compiled: bool) -> Callable[[], None]:
-    """Step a torchao optimizer with `draws_of_step`; returns a function to end it.
-
-    These hooks run inside of the global ones: an error of the proof leaves nothing behind.
-
-    Args:
-        compiled: False to run its update without `torch.compile`.
-    """
-    update = contextlib.ExitStack()
-    kept = compiled_once(torch.compile)
-
-    def before(*_: Any) -> None:
-        update.enter_context(replaced(torch, "compile", kept) if compiled else uncompiled())
-        update.enter_context(draws_of_step(optimizer))
-
-    def after(*_: Any) -> None:
-        update.close()
-
-    hooks = (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after))
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-        after()
-
-    return undo
-
-
-def compiled_once(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """A `torch.compile` for the time of torchao's step, which asks for its update at each tensor.
-
-    Asking takes the host four times as long as the rest, so it is done once. And low-bit states are
-    updated in rows of one block: in the shape of a weight [N, K] Inductor separates the maxima of
-    blocks from the rest, with two float32 copies of the weight and three more kernels; of rows it
-    makes one kernel. Each number is computed, and rounded by chance, as in torchao's own step.
-
-    Tensors without blocks, shards (DTensor), AMSGrad and strided weights keep their shape.
-    """
-    from torchao.optim.adam import single_param_adam
-
-    def in_rows(p: Tensor, grad: Tensor, step: Tensor, first: Any, second: Any, *rest: Any) -> None:
-        rows = first[1]["scale"].numel()
-        shape = (rows, p.numel() // rows)
-        p, grad = p.view(shape), grad.reshape(shape)
-        single_param_adam(p, grad, step, _of_parts(first, shape), _of_parts(second, shape), *rest)
-
-    @functools.cache
-    def kept(**how: Any) -> Callable[..., None]:
-        whole, rows = compiler(single_param_adam, **how), compiler(in_rows, **how)
-
-        def update(
-            p: Tensor, grad: Tensor, step: Tensor, first: Any, second: Any, largest: Any, *rest: Any
-        ) -> None:
-            if is_torchao(first) and largest is None and p.is_contiguous():
-                rows(p, grad, step, _parts(first), _parts(second), largest, *rest)
-            else:
-                whole(p, grad, step, first, second, largest, *rest)
-
-        return update
-
-    def compile_(model: Any = None, **how: Any) -> Any:
-        return kept(**how) if model is single_param_adam else compiler(model, **how)
-
-    return compile_
 
 
 # ------------------------------------------------------------------------------- shards of a state

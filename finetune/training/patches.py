@@ -1,8 +1,9 @@
-"""Patches during a session: three methods of Accelerate, listed in the receipt.
+"""Patches during a session: four methods of Accelerate, listed in the receipt.
 
     Accelerator.__init__        mixed precision is that of the session
     Accelerator.prepare         converts models and watches optimizers, before Accelerate's own
     Accelerator.prepare_model   the same for a single model
+    Accelerator.clip_grad_norm_ leaves the factor to an update that can take it (`adamw`)
 
 Accelerate's own FP8 path is not used (FP8_FINDINGS.md has the reasons). The accelerator runs in
 BF16 mixed precision, for everything outside FP8 GEMMs. Settings of a trainer that contradict the
@@ -21,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from finetune.config.schema import Compute, PrecisionConfig
@@ -119,9 +120,20 @@ def patch_accelerator(session: Any) -> None:
 
         return prepare_model
 
+    def make_clip(original: Any) -> Any:
+        def clip_grad_norm_(
+            accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
+        ) -> Any:
+            every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            norm = session.clip(accelerator, every, max_norm, norm_type)
+            return original(accelerator, every, max_norm, norm_type) if norm is None else norm
+
+        return clip_grad_norm_
+
     patches.replace(Accelerator, "__init__", make_init)
     patches.replace(Accelerator, "prepare", make_prepare)
     patches.replace(Accelerator, "prepare_model", make_prepare_model)
+    patches.replace(Accelerator, "clip_grad_norm_", make_clip)
 
 
 def _refuse_conflicts(given: dict[str, Any], precision: PrecisionConfig) -> None:

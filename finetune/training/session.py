@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,7 +39,6 @@ from finetune.precision.compiling import recomputed, refuse_compiled
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import multiplies, records, without_adapters
 from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
-from finetune.precision.proof.movement import is_torchao
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
@@ -77,6 +76,7 @@ class Session:
         self._newest: Proof | None = None
         self._stepped: Proof | None = None
         self._checks = OptimizerChecks(self)
+        self._updates = weakref.WeakKeyDictionary[Optimizer, Any]()
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared, self.compiled = False, "off"
@@ -269,9 +269,22 @@ class Session:
             # A fused optimizer would skip inside its kernel unreported: the learning rate would
             # advance, and skipped steps would count as steps.
             optimizer._step_supports_amp_scaling = False
-        if is_torchao(optimizer):
-            compiled = self.device.kind != "cpu"
-            self.undo.callback(low_bit.around_steps(optimizer, compiled=compiled))
+        if low_bit.steps_by_parts(optimizer) and optimizer not in self._updates:
+            from finetune.training.adamw import Update
+
+            self._updates[optimizer] = update = Update(optimizer)
+            self.undo.callback(update.attach())
+
+    def clip(
+        self, accelerator: Any, parameters: Sequence[Tensor], bound: float, norm_type: float
+    ) -> Tensor | None:
+        """Norm of gradients whose clipping the update does; None where Accelerate is to clip."""
+        # Scaled gradients: a step may be left out.
+        if not self._updates or norm_type != 2 or accelerator.scaler is not None:
+            return None
+        from finetune.training.clipping import clip
+
+        return clip(list(self._updates.values()), parameters, bound)
 
     def stop(self, error: BaseException) -> None:
         """End the proof of a run that has failed, so that nothing of it watches later runs."""

@@ -1,35 +1,210 @@
-"""What torchao's low-bit AdamW costs the host and the GPU for each tensor, and what it costs here.
+"""What the update of 8-bit AdamW costs: bytes, launches, instructions and the host's time.
 
-    python -m tests.benchmarks.optimizer_update [--steps 30] [--kernels]
+    python -m tests.benchmarks.optimizer_update             host time a tensor, ours and torchao's
+    python -m tests.benchmarks.optimizer_update --whole     bytes, launches, floor of an 8B model
+    python -m tests.benchmarks.optimizer_update --code      the kernels' machine code, for four GPUs
+    python -m tests.benchmarks.optimizer_update --kernels   Inductor's code of torchao's own update
+    python -m tests.benchmarks.optimizer_update --bits      bits against torchao's function
 
-The host: 288 BF16 tensors are stepped by torchao and with `low_bit.around_steps` in turn, through
-everything above the code that Inductor would write, which is left out: neither arithmetic nor the
-launch of kernels (of which ours has fewer) counts. Prints the median CPU time of each, and the
-median of their ratios.
-
-The GPU (`--kernels`, which needs Triton and no GPU): kernels of the code that Inductor writes for
-an H100, and bytes that they read and write for each number of a weight [4096, 4096], rounded to
-nearest.
+None needs a GPU; all need Triton. Bytes are counted on the arguments of launches, which the code
+under test makes for the tensors of the model, without memory. `--code` compiles ahead of time and
+reads the disassembly: registers, spills, widths of loads and stores, and the instructions of the
+loop for each number (of slow paths, too, which few numbers take).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torchao.optim import AdamW8bit
 
-from finetune.training import low_bit
+from finetune.training import adamw, adamw_kernels, clipping
 from finetune.training.replacing import replaced
 
 TENSORS = 288
+BANDWIDTH = 3.0e12
+"""Bytes a second that such kernels reach on an H100 SXM (of 3.35): stated, not measured."""
+CAPABILITIES = (89, 90, 100, 120)
+
+
+# --------------------------------------------------------------------------------- the whole model
+
+
+def counted_step(shapes: list[tuple[int, ...]], device: str = "meta") -> Iterator[tuple[str, Any]]:
+    """(kernel, table and kind) of every launch of a clipped step of BF16 weights."""
+    weights = [nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device=device)) for s in shapes]
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    groups = [[w for w in weights if w.dim() > 1], [w for w in weights if w.dim() == 1]]
+    optimizer: Any = AdamW8bit(
+        [{"params": p, "weight_decay": 0.1 * (n == 0)} for n, p in enumerate(groups) if p],
+        bf16_stochastic_round=True,
+    )
+    update, found = adamw.Update(optimizer), []
+
+    def update_of(table: Any, maps: Any, factor: Any, step: int, numbers: Any, kind: Any) -> None:
+        found.append(("update", (table, kind)))
+
+    def squares_of(table: Any, dtype: torch.dtype, even: bool) -> torch.Tensor:
+        found.append(("squares", (table, dtype)))
+        return torch.zeros(1, device=device)
+
+    update.attach()
+    with (
+        replaced(adamw_kernels, "adamw", update_of),
+        replaced(adamw_kernels, "squares", squares_of),
+        replaced(adamw, "runs_kernels", lambda _: True),
+        replaced(clipping, "runs_kernels", lambda _: True),
+    ):
+        clipping.clip([update], weights, 1.0)
+        optimizer.step()
+    yield from found
+
+
+def moved(name: str, table: adamw.PointerTable, kind: Any) -> int:
+    """Bytes that a launch reads and writes."""
+    numbers, programs = sum(table.sizes), table.owner.numel()
+    own = 8 * table.rows.numel() + 4 * programs  # the table itself, read once
+    if name == "squares":
+        return own + kind.itemsize * numbers + 4 * programs
+    # read and written: weight, two moments and their scales; read: gradient
+    moment = kind.code.itemsize / (2 if kind.levels == 16 else 1)
+    scales = 4 / kind.block if kind.levels else 0
+    each = 2 * (kind.weight.itemsize + 2 * (moment + scales)) + kind.gradient.itemsize
+    return own + int(each * numbers)
+
+
+def whole() -> None:
+    from finetune import load_recipe
+    from finetune.training.model import sketch
+
+    model = sketch(load_recipe("llama_8b_full_fp8").config)
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    numbers = sum(p.numel() for p in model.parameters())
+    print(f"{len(shapes)} tensors, {numbers / 1e9:.2f} billion numbers of BF16")
+    for name in ("squares", "update"):
+        each = [facts for kernel, facts in counted_step(shapes) if kernel == name]
+        nbytes = sum(moved(name, *facts) for facts in each)
+        print(
+            f"{name:8} {len(each)} launches, {nbytes / numbers:.2f} bytes a number, "
+            f"{nbytes / 1e9:.1f} GB, {nbytes / BANDWIDTH * 1e3:.1f} ms at "
+            f"{BANDWIDTH / 1e12:.1f} TB/s (predicted)"
+        )
+
+
+# ----------------------------------------------------------------------------------- machine code
+
+BF16_8 = {
+    "device": torch.device("cuda"), "weight": torch.bfloat16, "gradient": torch.bfloat16,
+    "code": torch.uint8, "levels": 256, "block": 256, "even": True, "chance": True,
+    "decoupled": True, "settings": (),
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "8 bits": {},
+    "FP8": {"code": torch.float8_e4m3fn, "levels": 8},
+    "4 bits": {"levels": 16, "block": 128},
+    "no blocks": {"code": torch.bfloat16, "levels": 0, "block": adamw.TILE},
+    "8 bits, float32 weights": {
+        "weight": torch.float32, "gradient": torch.float32, "chance": False},
+    "8 bits, odd places": {"even": False},
+}  # fmt: skip
+
+
+def compiled(kernel: str, kind: dict[str, Any], capability: int) -> str:
+    """Disassembly of a kernel, and the usage of registers, of a GPU that need not be here."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = adamw_kernels.TYPES
+    k = adamw.Kind(**BF16_8 | kind)
+    function = getattr(adamw_kernels, kernel)
+    if kernel == "adamw_kernel":
+        pointers = ["*i64", "*i32", "*fp32", "*fp32"]
+        constants = (types[k.weight], types[k.gradient], types[k.code], k.levels, k.block, k.even)
+        given = [*pointers, "i32", *["fp32"] * 7]
+        constants = (*constants, True, k.chance, k.decoupled)
+    else:
+        given, constants = ["*i64", "*i32", "*fp32"], (types[k.gradient], k.even)
+    names = function.arg_names
+    signature = dict(zip(names, [*given, *["constexpr"] * len(constants)], strict=True))
+    values = {(len(given) + i,): value for i, value in enumerate(constants)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(given) if "*" in kind}
+    options = {"num_warps": adamw.WARPS, "enable_fp_fusion": False}
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(
+        ASTSource(function, signature, values, aligned), target=target, options=options
+    ).asm["cubin"]
+    tools = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(binary)
+        asked = ([tools / "cuobjdump", "-res-usage"], [tools / "nvdisasm", "-c"])
+        return "".join(
+            subprocess.run([*ask, file], capture_output=True, text=True, check=True).stdout
+            for ask in asked
+        )
+
+
+def facts_of(code: str) -> dict[str, Any]:
+    """Registers, spills, wide accesses and instructions of the loop a number."""
+    labels, lines = dict[str, int](), list[str]()
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            lines.append(re.sub(r"^@!?U?P\d+ ", "", found[1]))
+    ops = Counter(line.split()[0] for line in lines)
+    loops = [
+        at - labels[to[1]]
+        for at, line in enumerate(lines)
+        if (to := re.search(r"^BRA.*?(\.L_x_\d+)", line)) and labels.get(to[1], at) < at
+    ]
+    widths = {
+        f"{kind}.{bits}": sum(
+            n for op, n in ops.items() if op.startswith(kind) and op.endswith(f".{bits}")
+        )
+        for kind in ("LDG", "STG")
+        for bits in (128, 64)
+    }
+    return {
+        "registers": int(re.findall(r"REG:(\d+)", code)[0]),
+        "stack": int(re.findall(r"STACK:(\d+)", code)[0]),
+        "spills": sum(n for op, n in ops.items() if op.startswith(("STL", "LDL"))),
+        "shared": int(re.findall(r"SHARED:(\d+)", code)[0]),
+        "instructions": max(loops, default=0) / adamw.EACH,
+        **widths,
+    }
+
+
+def code() -> None:
+    for capability in CAPABILITIES:
+        for kernel, kinds in (("adamw_kernel", KINDS), ("squares_kernel", {"squares": {}})):
+            for name, kind in kinds.items():
+                facts = facts_of(compiled(kernel, kind, capability))
+                print(
+                    f"sm_{capability:<4}{name:24} {facts['registers']:3} registers, "
+                    f"{facts['spills']} spills, {facts['shared']} bytes shared, "
+                    f"{facts['instructions']:.0f} instructions a number; "
+                    + ", ".join(f"{k} {facts[k]}" for k in facts if "." in k)
+                )
+
+
+# ------------------------------------------------------------------------------------- the others
 
 
 def backend_of(take: Callable[[Any, Any], None]) -> Any:
@@ -55,15 +230,20 @@ def optimizer_of(tensors: int, *shape: int) -> AdamW8bit:
 
 
 def host_time(steps: int) -> None:
+    """All but the launches and the code that Inductor would write."""
     compiler = functools.partial(torch.compile, backend=backend_of(lambda *_: None))
     torchao, ours = optimizer_of(TENSORS, 64, 64), optimizer_of(TENSORS, 64, 64)
-    with replaced(torch, "compile", compiler):
-        low_bit.around_steps(ours, compiled=True)
+    adamw.Update(ours).attach()
+    with (
+        replaced(torch, "compile", compiler),
+        replaced(adamw_kernels, "adamw", lambda *_: None),
+        replaced(adamw, "runs_kernels", lambda _: True),
+    ):
         taken = in_turn({"torchao": torchao, "ours": ours}, steps)
     for name, each in taken.items():
-        print(f"{name:8} {statistics.median(each):.3f} ms of host time a tensor")
+        print(f"{name:8} {statistics.median(each):.4f} ms of host time a tensor")
     ratios = (b / a for a, b in zip(*taken.values(), strict=True))
-    print(f"ours / torchao {statistics.median(ratios):.2f}")
+    print(f"ours / torchao {statistics.median(ratios):.3f}")
 
 
 def in_turn(optimizers: dict[str, AdamW8bit], steps: int) -> dict[str, list[float]]:
@@ -78,28 +258,34 @@ def in_turn(optimizers: dict[str, AdamW8bit], steps: int) -> dict[str, list[floa
 
 
 def kernels() -> None:
+    """Inductor's code of torchao's update of a weight [4096, 4096], rounded to nearest."""
     from tests.benchmarks import inductor_code
 
     graphs: list[tuple[Any, Any]] = []
     compiler = functools.partial(torch.compile, backend=backend_of(lambda *x: graphs.append(x)))
-    for how in (compiler, low_bit.compiled_once(compiler)):
-        with replaced(torch, "compile", how):
-            optimizer_of(1, 4096, 4096).step()
-    for name, (graph, inputs) in zip(("torchao", "ours"), graphs, strict=True):
-        found = inductor_code.count(inductor_code.code_of(graph, inputs, "forward"))
-        print(f"{name:8} {found['kernels']} kernels, {found['bytes'] / 2**24:.1f} bytes a number")
+    with replaced(torch, "compile", compiler):
+        optimizer_of(1, 4096, 4096).step()
+    found = inductor_code.count(inductor_code.code_of(*graphs[0], "forward"))
+    print(f"torchao  {found['kernels']} kernels, {found['bytes'] / 2**24:.1f} bytes a number")
+
+
+def bits() -> None:
+    worker = [sys.executable, "-W", "ignore", "-m", "tests.update_worker"]
+    print(subprocess.run(worker, capture_output=True, text=True, check=True).stdout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--kernels", action="store_true")
+    what = parser.add_mutually_exclusive_group()
+    for run in (whole, code, kernels, bits):
+        what.add_argument(f"--{run.__name__}", dest="run", action="store_const", const=run)
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # torchao's states have no hash for torch's caches
-    if args.kernels:
-        kernels()
-    else:
+    if args.run is None:
         host_time(args.steps)
+    else:
+        args.run()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ from finetune.errors import ConfigError, MissingExtraError
 from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_here, check_optimizer_here
 from finetune.precision.planner import plan
-from finetune.precision.proof.movement import is_torchao, stored_bytes
+from finetune.precision.proof.movement import stored_bytes
 from finetune.runs.receipt import RunReport, changed_numbers
 from finetune.training import low_bit
+from finetune.training.adamw import Update
 from finetune.training.model import sketch
 from tests.conftest import A100, APPLE, CPU, H100, batch, slow_but
 from tests.run_folders import trained
@@ -136,8 +136,9 @@ def low_bit_adamw(name: str, parameters, lr: float = 1e-3) -> torch.optim.Optimi
 
 
 def eager_step(optimizer: torch.optim.Optimizer) -> None:
-    with low_bit.uncompiled():
-        optimizer.step()
+    undo = Update(optimizer).attach() if low_bit.steps_by_parts(optimizer) else lambda: None
+    optimizer.step()
+    undo()
 
 
 def test_small_and_odd_tensors_keep_plain_moments() -> None:
@@ -201,7 +202,7 @@ def test_replicas_round_alike_and_a_resumed_one_too(tmp_path) -> None:
             saved = torch.load(tmp_path / "saved.pt", weights_only=False)
             weight.data.copy_(saved["weight"])
             optimizer.load_state_dict(saved["optimizer"])
-        undo = low_bit.around_steps(optimizer, compiled=False)
+        undo = Update(optimizer).attach()
         torch.manual_seed(seed)
         found = []
         for number in range(begin, len(gradients)):
@@ -225,87 +226,11 @@ def test_replicas_round_alike_and_a_resumed_one_too(tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_the_update_of_torchao_is_not_compiled_on_a_cpu(tmp_path) -> None:
-    from torch._dynamo.eval_frame import _stance
-
+def test_the_update_of_torchao_is_not_compiled(tmp_path) -> None:
     torch._dynamo.reset()
     counters.clear()
     run(tmp_path, "train.optim=adamw_torch_8bit")
     assert not counters["frames"]
-    assert _stance.stance == "default"
-
-
-def test_a_step_that_is_broken_off_leaves_compiling_as_it_was() -> None:
-    weight = nn.Parameter(torch.randn(64, 64))
-    optimizer = low_bit_adamw(FP8_ADAMW, [weight])
-    undo = low_bit.around_steps(optimizer, compiled=False)
-    weight.grad = torch.randn(64, 64)
-    optimizer.param_groups[0]["lr"] = 1e-3  # torchao wants a tensor
-    with pytest.raises(RuntimeError, match="lr was changed"):
-        optimizer.step()
-    undo()
-    from torch._dynamo.eval_frame import _stance
-
-    assert _stance.stance == "default"
-
-
-def three_steps(name: str, *, compiled: bool) -> list[torch.Tensor]:
-    """Weights and states of BF16 tensors with blocks, strides, neither, in two groups."""
-    draw = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=draw).bfloat16()
-
-    both = [nn.Parameter(numbers(64, 128)) for _ in range(3)]
-    others = [nn.Parameter(numbers(128, 64).t()), nn.Parameter(numbers(64))]
-    optimizer: Any = low_bit_adamw(name, [{"params": both}, {"params": others}])
-    optimizer.param_groups[1]["weight_decay"] = 0.1
-    optimizer.bf16_stochastic_round = True
-    undo = low_bit.around_steps(optimizer, compiled=compiled)
-    for number in range(3):
-        for parameter in (*both, *others):
-            parameter.grad = numbers(*parameter.shape)
-        both[0].grad = numbers(128, 64).t()
-        both[1].grad = both[1].grad if number else None
-        optimizer.param_groups[0]["lr"].fill_(1e-2 / (1 + number))
-        optimizer.step()
-    undo()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    parts = [(x.codes.float(), x.scale) if is_torchao(x) else (x,) for x in states]
-    return [*both, *others, *(one for part in parts for one in part)]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
-@pytest.mark.parametrize("name", LOW_BIT_ADAMW[1:])
-def test_a_compiled_update_has_the_same_bits_and_iscompiled_once(name, monkeypatch) -> None:
-    """Whatever the shape, strides, number of the step and learning rate; rounded by chance."""
-    asked, real = [], torch.compile
-
-    def compiler(function: Any, **how: Any) -> Any:
-        asked.append(function.__name__)
-        return real(function, **how, backend="aot_eager")
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    torch._dynamo.reset()
-    eager = three_steps(name, compiled=False)
-    assert asked == ["single_param_adam"] * 14, "torchao asks for each tensor in each step"
-    asked.clear()
-    counters.clear()
-    compiled = three_steps(name, compiled=True)
-    assert asked == ["single_param_adam", "in_rows"]
-    assert counters["stats"]["unique_graphs"] == 4, "gradients with strides, without; two others"
-    assert all(map(torch.equal, eager, compiled))
-    assert torch.compile is compiler
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor writes C++ for a CPU")
-@pytest.mark.filterwarnings("ignore")  # inductor warns about its own environment
-def test_inductors_code_for_rows_has_the_bits_of_torchaos(monkeypatch) -> None:
-    ours = three_steps("adamw_torch_8bit", compiled=True)
-    monkeypatch.setattr(low_bit, "compiled_once", lambda compiler: compiler)
-    assert all(map(torch.equal, three_steps("adamw_torch_8bit", compiled=True), ours))
 
 
 @pytest.mark.long

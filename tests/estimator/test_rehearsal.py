@@ -19,7 +19,6 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError
-from finetune.estimator.caveats import caveats
 from finetune.estimator.gate import bound
 from finetune.estimator.knobs import setting, with_length
 from finetune.estimator.memory.footprint import tensor_footprint
@@ -214,14 +213,6 @@ def test_checkpointing_and_accumulation_act() -> None:
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
     waiting = several["forward"] - on["forward"] - gradients
     assert 0 < waiting < 2**20  # three more batches of ids
-
-
-@pytest.mark.long
-def test_an_uncompiled_optimizer_of_torchao_is_named_for_a_gpu() -> None:
-    config = load_recipe("tiny_full_bf16", ["train.optim=adamw_torch_8bit"]).config
-    for place, named in ((place_of("H100"), True), (place_of(), False)):
-        notes = caveats(predict_fast(config, place))
-        assert any("torchao compiles its optimizer" in note for note in notes) is named
 
 
 def test_a_loss_scale_is_launched_as_the_real_one() -> None:

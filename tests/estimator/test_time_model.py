@@ -320,12 +320,6 @@ def test_attention_takes_as_long_as_measured(kernel, documents, tokens, forward,
     assert both is None or found * 1e3 == pytest.approx(both, rel=within)
 
 
-def test_the_host_paces_many_small_updates_of_torchao():
-    x = operand(1, 4096)
-    updates = [op("finetune_estimator.update.default", [x, x], [], "optimizer")] * 291
-    assert ON_H100.step_time(updates).seconds == pytest.approx(0.0349, rel=0.01)
-
-
 # ------------------------------------------------------------------------------------------ fusion
 
 M, H = 1024, 4096

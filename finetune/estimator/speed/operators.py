@@ -117,6 +117,10 @@ def _base_name(name: str) -> str:
     return name.split(".")[1] if "." in name else name
 
 
+OF_ONE_LAUNCH = ("finetune_estimator.update.default", "finetune_estimator.squares.default")
+"""Operators of one tensor each, which one kernel does for all (`finetune.training.adamw`)."""
+
+
 def dtype_name(operand: Operand) -> str:
     """`bfloat16`, for a torch dtype or its name."""
     return str(operand.dtype).removeprefix("torch.")

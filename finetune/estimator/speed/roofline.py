@@ -40,6 +40,7 @@ from finetune.errors import ConfigError
 from finetune.estimator.memory.overheads import installed_torch, sdpa_kernel
 from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.operators import (
+    OF_ONE_LAUNCH,
     Precision,
     Product,
     attention_flops,
@@ -89,7 +90,6 @@ class Shared(_Row):
     pipeline_k: PositiveFloat
     dequantize: PositiveFloat
     kernel_us: PositiveFloat
-    compiled_update_us: PositiveFloat
     scatter_time: PositiveFloat
     scatter_ratio: PositiveFloat
 
@@ -245,16 +245,14 @@ class Roofline:
         Raises:
             ConfigError: the GPU lacks matrix units for a precision of the trace.
         """
-        classes, shared = classes_of(ops), self.efficiency.shared
+        classes = classes_of(ops)
         by_class: dict[str, float] = defaultdict(float)
         by_bound: dict[str, dict[Bound, float]] = defaultdict(lambda: defaultdict(float))
         useful = issued = ends = 0.0
         for launch in launches(ops, compiled):
             op = ops[launch.ops[0]]
             kernel = self.kernel_time(op, launch)
-            updates = op.name.startswith("finetune_estimator.update.")
-            each = shared.compiled_update_us if updates else self.host.microseconds(op.phase)
-            issued += each * 1e-6
+            issued += self.host.microseconds(op.phase) * 1e-6
             waited = max(0.0, issued - ends)
             ends = max(ends, issued) + kernel.seconds
             cls = _class(ops, launch, classes)
@@ -272,7 +270,7 @@ class Roofline:
     def kernel_time(self, op: Op, launch: Launch) -> Kernel:
         """Time of one kernel in isolation; `op` is its first operator."""
         memory = (launch.read + launch.written) / self._bandwidth(launch)
-        start = self.efficiency.shared.kernel_us * 1e-6
+        start = 0.0 if op.name in OF_ONE_LAUNCH else self.efficiency.shared.kernel_us * 1e-6
         compute = flops = 0.0
         if launch.kind == "gemm" and (product := product_of(op)):
             flops = product.flops

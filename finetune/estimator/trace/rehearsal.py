@@ -67,6 +67,7 @@ from finetune.estimator.trace.stand_ins import (
     SteadyScale,
     as_four_bit,
     casts_to_fuse,
+    clip_in_update,
     engine_maker,
     four_bit_weights,
     paged_states,
@@ -207,7 +208,9 @@ def rehearse(
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.library == "torchao":
-            stack.enter_context(torchao_updates(compiled=on_cuda))
+            stack.enter_context(torchao_updates(kernels=on_cuda))
+            if on_cuda and config.precision.compute != "fp16":
+                trainer.accelerator.clip_grad_norm_ = clip_in_update
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
         if gathered_as is not None:  # which Accelerate leaves to FSDP2
@@ -434,6 +437,14 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
 
         def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
             return dataset
+
+        def create_optimizer(self, *args: Any) -> Any:
+            optimizer = super().create_optimizer(*args)
+            if low_bit.steps_by_parts(optimizer):
+                from finetune.training.adamw import Update
+
+                Update(optimizer).attach()
+            return optimizer
 
         def _move_model_to_device(self, model: Any, device: Any) -> None:
             """Do nothing: fake parameters cannot be moved."""

@@ -22,10 +22,10 @@ the activation's dtype for each GEMM of forward and backward and never saved (bi
 *Loss scaling* (float16) checks the gradients for overflow. `SteadyScale` launches the same kernels
 as `torch.amp.GradScaler`, and never overflows, as in almost every step.
 
-*torchao's optimizers* compile their update. CPU runs step uncompiled (`finetune.training.low_bit`),
-with the temporaries of one parameter at a time, and so does the rehearsal. On a GPU the compiled
-update of a parameter counts as one kernel that updates states in place, as Inductor writes it for
-rows of blocks. Shards keep their shape there: two float32 copies of the largest may be missing.
+*torchao's optimizers* step on a CPU by torchao's function (`finetune.training.adamw`), with the
+temporaries of one parameter at a time, and so does the rehearsal. On a GPU one kernel updates all
+parameters in place and clips their gradients, whose norm is one pass (`clipping`). Both are counted
+parameter by parameter, for the bytes that they move and the host's time with each.
 
 *bitsandbytes' paged optimizers* store large states in managed memory, which the driver moves to the
 host when the GPU is full, outside PyTorch's allocator.
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -56,7 +56,6 @@ from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
-from finetune.training.low_bit import uncompiled
 
 # ------------------------------------------------------------------------------------ casts of ours
 
@@ -261,6 +260,7 @@ PAGED_FROM = 100_000
 """Elements from which bitsandbytes pages a state (`Optimizer8bit.get_state_buffer`)."""
 
 define("update(Tensor grad, Tensor(a!)[] states) -> ()", lambda *_: None)
+define("squares(Tensor grad) -> Tensor", lambda grad: grad.new_empty((), dtype=torch.float32))
 
 
 class SteadyScale:
@@ -293,20 +293,27 @@ class SteadyScale:
         return SCALE
 
 
-def _update_in_place(p: Tensor, grad: Tensor, *values: Any) -> None:
-    """`torchao.optim.adam.single_param_adam` as one kernel."""
-    states = [x for value in values if isinstance(value, Tensor) for x in plain_tensors(value)]
-    OPS.update(grad, [*plain_tensors(p), *states])
-
-
 @contextlib.contextmanager
-def torchao_updates(*, compiled: bool) -> Iterator[None]:
-    """Step torchao's optimizers without a compiler; `compiled` counts an update as one kernel."""
-    from torchao.optim import adam
+def torchao_updates(*, kernels: bool) -> Iterator[None]:
+    """Finish steps of torchao's optimizers without values, by `kernels` or its own function."""
+    from finetune.training import adamw
 
-    changes = [(adam, "single_param_adam", _update_in_place)] if compiled else []
-    with uncompiled(), replaced(changes):
+    def finish(_: Any, asked: list[adamw.Asked]) -> None:
+        for x in asked:
+            if kernels:
+                states = [part for state in (x.first, x.second) for part in plain_tensors(state)]
+                OPS.update(x.gradient, [*plain_tensors(x.weight), *states])
+            else:
+                adamw.single_param_adam(*x)
+
+    with replaced([(adamw.Update, "finish", finish)]):
         yield
+
+
+def clip_in_update(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Stand-in for `Accelerator.clip_grad_norm_` before an update that clips."""
+    squares = [OPS.squares(p.grad) for p in parameters if p.grad is not None]
+    return torch.stack(squares).sum().sqrt()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,157 @@
+"""The update of all tensors at once: torchao's bits, one launch, and the clipping factor in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao import optim
+
+from finetune.training import adamw, low_bit
+from finetune.training.adamw import Draws, Update, rounded
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="CUDA builds of torch bring Triton"
+)
+KINDS = (optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8, optim.Adam8bit)
+
+
+def steps(kind: type[Any], *, ours: bool) -> list[torch.Tensor]:
+    """Weights and states of tensors with blocks, strides, neither, in two groups, to nearest."""
+    draw = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).bfloat16()
+
+    both = [nn.Parameter(numbers(64, 128)) for _ in range(3)]
+    others = [nn.Parameter(numbers(128, 64).t()), nn.Parameter(numbers(64))]
+    groups = [{"params": both}, {"params": others, "weight_decay": 0.1}]
+    optimizer = kind(groups, lr=1e-2)
+    if ours:
+        Update(optimizer).attach()
+    for number in range(3):
+        for parameter in (*both, *others):
+            parameter.grad = numbers(*parameter.shape)
+        both[0].grad = numbers(128, 64).t()
+        both[1].grad = both[1].grad if number else None
+        optimizer.param_groups[0]["lr"].fill_(1e-2 / (1 + number))
+        with torch.compiler.set_stance("default" if ours else "force_eager"):
+            optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    parts = [(x.codes.float(), x.scale) if hasattr(x, "codes") else (x,) for x in states]
+    return [*both, *others, *(one for part in parts for one in part)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_kernels_has_torchaos_bits(kind) -> None:
+    assert all(map(torch.equal, steps(kind, ours=True), steps(kind, ours=False)))
+
+
+@needs_triton
+@pytest.mark.long
+def test_the_kernel_has_the_references_bits_in_the_interpreter() -> None:
+    """States of 8 bits, FP8, 4 bits and none, odd sizes and places, clipped, resumed, sharded."""
+    worker = [sys.executable, "-W", "ignore", "-m", "tests.update_worker"]
+    done = subprocess.run(worker, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) > 30
+    assert {case: x for case, x in found.items() if json.dumps(x) not in ("0", "true")} == {}
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_machine_code_spills_nothing_and_moves_vectors(capability) -> None:
+    from tests.benchmarks.optimizer_update import KINDS, compiled, facts_of
+
+    for name, kind in KINDS.items():
+        facts = facts_of(compiled("adamw_kernel", kind, capability))
+        assert facts["spills"] == 0, name
+        assert facts["registers"] <= 128, name
+    facts = facts_of(compiled("adamw_kernel", {}, capability))
+    assert (facts["LDG.128"], facts["STG.128"], facts["STG.64"]) == (2, 1, 2)
+    assert facts["LDG.64"] >= 2
+    assert facts["instructions"] < 155
+
+
+@needs_triton
+@pytest.mark.slow
+def test_an_8b_model_is_updated_by_two_launches_of_ten_bytes_a_number() -> None:
+    from tests.benchmarks.optimizer_update import counted_step, moved
+
+    shapes = [(4096, 4096)] * 9 + [(4096,)] * 5
+    found = list(counted_step(shapes))
+    assert [name for name, _ in found] == ["squares", "update", "update"]
+    numbers = 9 * 4096**2 + 5 * 4096
+    nbytes = [sum(moved(name, *facts) for name, facts in found if name == kind)
+              for kind in ("squares", "update")]  # fmt: skip
+    assert nbytes[0] / numbers == pytest.approx(2.0, abs=0.001)
+    assert nbytes[1] / numbers == pytest.approx(10 + 1 / 16, abs=0.001)
+
+
+# ---------------------------------------------------------------------------------------- rounding
+
+
+def test_the_random_bits_are_those_of_philox() -> None:
+    """Philox-4x32 of seven rounds, by its authors' table (Random123, `kat_vectors`)."""
+    halves = adamw._halves(8, 0, Draws(0, 0), torch.device("cpu")).tolist()
+    words = [low + (high << 16) for low, high in zip(halves[::2], halves[1::2], strict=True)]
+    assert words == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+
+
+def test_rounding_by_chance_keeps_the_mean_and_what_is_no_number() -> None:
+    x = torch.full((200_000,), 1.0 + 0.25 * 2**-7)
+    found = rounded(x, 3, Draws(5, 0)).float()
+    assert set(found.tolist()) == {1.0, 1.0 + 2**-7}
+    assert float((found - 1.0).mean()) == pytest.approx(0.25 * 2**-7, rel=0.02)
+    parts = [rounded(x[:512], 3, Draws(5, 0)), rounded(x[512:1024], 3, Draws(5, 512))]
+    assert torch.equal(torch.cat(parts).float(), found[:1024]), "a shard's are those of the whole"
+    assert not torch.equal(rounded(x, 4, Draws(5, 0)).float(), found)
+    assert not torch.equal(rounded(x, 3, Draws(6, 0)).float(), found)
+    every = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800000, -0x800000, 0]).int()
+    odd = rounded(every.view(torch.float32), 1, Draws(0, 0))
+    assert odd.isnan().tolist() == [True, True, False, False, False]
+    assert odd[2:].tolist() == [float("inf"), float("-inf"), 0.0]
+
+
+# ------------------------------------------------------------------------------------------- hooks
+
+
+def test_a_step_that_is_broken_off_leaves_compiling_as_it_was() -> None:
+    weight, plain = nn.Parameter(torch.randn(64, 64)), torch.compile
+    optimizer = optim.AdamWFp8([weight])
+    undo = Update(optimizer).attach()
+    weight.grad = torch.randn(64, 64)
+    optimizer.param_groups[0]["lr"] = 1e-3  # torchao wants a tensor
+    with pytest.raises(RuntimeError, match="lr was changed"):
+        optimizer.step()
+    undo()
+    assert torch.compile is plain
+
+
+def test_other_optimizers_are_left_to_themselves() -> None:
+    weight = nn.Parameter(torch.randn(4))
+    assert low_bit.steps_by_parts(optim.AdamW4bit([weight]))
+    assert not low_bit.steps_by_parts(torch.optim.AdamW([weight]))
+
+
+def test_an_optimizer_prepared_twice_steps_once(make_llama, setup_backend) -> None:
+    """As `trainer.train()` does when it is called again."""
+    accelerator, model = setup_backend("emulated"), make_llama()
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-3)
+    accelerator.prepare(model, optimizer)
+    model, prepared = accelerator.prepare(model, optimizer)
+    model(input_ids=torch.ones(1, 8).long(), labels=torch.ones(1, 8).long()).loss.backward()
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    largest = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
+    assert float(norm) > 1.0 >= float(largest) - 1e-5, "without kernels Accelerate clips"
+    prepared.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
