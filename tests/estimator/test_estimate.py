@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -630,12 +631,14 @@ def test_a_longer_row_is_checked_as_one_in_the_recipe(config):
 )
 def test_a_step_of_8b_is_predicted_as_an_h100_took_it(recipe, fp8, bf16, within, monkeypatch):
     """torchao asked for `torch.compile` at each tensor then, 0.6 ms of the host; torch clipped."""
-    issuing = roofline.Host.microseconds
+    alone = roofline.Roofline.kernel_time
 
-    def asking(self: roofline.Host, phase: str) -> float:
-        return 600.0 if phase == "optimizer" else issuing(self, phase)
+    def asked_for(self: roofline.Roofline, op: Any, launch: Any) -> roofline.Kernel:
+        kernel = alone(self, op, launch)
+        waits = 600e-6 if "estimator.update" in op.name else 0.0
+        return kernel._replace(seconds=max(kernel.seconds, waits))
 
-    monkeypatch.setattr(roofline.Host, "microseconds", asking)
+    monkeypatch.setattr(roofline.Roofline, "kernel_time", asked_for)
     monkeypatch.setattr(rehearsal, "clip_in_update", torch.nn.utils.clip_grad_norm_)
     rows = ("train.per_device_train_batch_size=4", "train.max_length=2048")
     config = load_recipe(recipe, (*rows, "train.gradient_accumulation_steps=1"))
