@@ -127,14 +127,14 @@ def logits() -> Iterator[tuple[str, int]]:
             z = whole.to(dtype, copy=True)
             for start, width in ((0, 2048), (2048, 3000), (5048, 252)):
                 slab = z[:, start : start + width]
-                run(slab, targets, statistics, start, *mapped, outputs, weigh)
+                run(slab, targets, statistics, start, *mapped, outputs, weigh, None, None)
             each.append((z, statistics))
         (wanted, sums), (found, own) = each
         fold = torch.logspace(-3, 1, 3000)[None] if cap else None
         both = (
             run(whole[:, 2048:5048].to(dtype, copy=True), targets, own.clone(), 2048,
-                *mapped, outputs, fold, cap is None)
-            for run in (kernels._cast_logits, triton_kernels.cast_logits)
+                *mapped, outputs, True, fold, cap is None)
+            for run in (kernels._observe_logits, triton_kernels.observe_logits)
         )  # fmt: skip
         codes, scales = zip(*both, strict=True)
         yield f"scales {dtype} {cap} {weigh}", apart(scales[1], scales[0], 0.01)
@@ -156,10 +156,12 @@ def logits() -> Iterator[tuple[str, int]]:
             yield f"gradient {case}", apart(slabs[1], slabs[0], max(torch.finfo(dtype).eps, 1e-5))
     sums = torch.zeros(kernels.STATISTICS, 6)
     whole[4, 2] = float("nan")
-    triton_kernels.observe_logits(whole, targets, sums, 0, 1.0, None, 1.0, [], False)
+    triton_kernels.observe_logits(whole, targets, sums, 0, 1.0, None, 1.0, [], False, None, None)
     yield "NaN stays in the sum", int(sums[1].isnan().tolist() != [i == 4 for i in range(6)])
     none = torch.empty(0, 64)
-    triton_kernels.observe_logits(none, targets[:0], none.t(), 0, 1.0, None, 1.0, [], True)
+    triton_kernels.observe_logits(
+        none, targets[:0], none.t(), 0, 1.0, None, 1.0, [], True, None, False
+    )
 
 
 if __name__ == "__main__":

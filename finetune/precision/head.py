@@ -50,13 +50,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.precision import gemm
 from finetune.precision.backends.base import Fp8Mixin, Owner, in_backward, multiplying
-from finetune.precision.kernels import (
-    STATISTICS,
-    LogitMap,
-    cast_logits,
-    grade_logits,
-    observe_logits,
-)
+from finetune.precision.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
 from finetune.precision.weights import (
     Arithmetic,
     cast,
@@ -238,10 +232,10 @@ class _Codes(NamedTuple):
 
     def observed(self, z: Tensor, *observing: Any) -> _Operand:
         how = self.how
-        if how.own and how.per_row and not how.emulate and "dgrad" not in how.high:
-            return cast_logits(z, *observing, fold=self._fold, pow2=how.pow2)
-        observe_logits(z, *observing, weigh=True)
-        return self.graded(z)
+        own = how.own and how.per_row and not how.emulate and "dgrad" not in how.high
+        casting = {"fold": self._fold, "pow2": how.pow2} if own else {}
+        codes = observe_logits(z, *observing, weigh=True, **casting)
+        return (codes[0], codes[1]) if codes else self.graded(z)
 
     def graded(self, g: Tensor) -> _Operand:
         return (g, None) if "dgrad" in self.how.high else cast(g, self.how, self._fold)

@@ -2,8 +2,7 @@
 
     cast_rows(x, fold, pow2)     [M, K] -> E4M3 codes [M, K], inverse scales [M, 1]
     transpose_codes(codes, g)    [N, K] -> [K, N], contiguous
-    observe_logits(z, ...)       [M, S] -> into statistics of M tokens, and z into their weights
-    cast_logits(z, ...)          the same, and these weights cast: codes [M, S], scales [M, 1]
+    observe_logits(z, ...)       [M, S] -> into statistics of M tokens, and z into weights or codes
     grade_logits(z, ...)         [M, S] -> their gradient, in place
 
 Written in ATen, the same is a chain of pointwise kernels that `torch.compile` has to fuse. Inductor
@@ -38,11 +37,7 @@ _library.define("transpose_codes(Tensor codes, Tensor? after) -> Tensor")
 _MAP = "float scale, float? softcap, float inv_t"
 _library.define(
     "observe_logits(Tensor(a!) z, Tensor targets, Tensor(b!) statistics, int start, "
-    f"{_MAP}, str[] outputs, bool weigh) -> ()"
-)
-_library.define(
-    "cast_logits(Tensor(a!) z, Tensor targets, Tensor(b!) statistics, int start, "
-    f"{_MAP}, str[] outputs, Tensor? fold, bool pow2) -> (Tensor, Tensor)"
+    f"{_MAP}, str[] outputs, bool weigh, Tensor? fold, bool? pow2) -> Tensor[]"
 )
 _library.define(
     "grade_logits(Tensor(a!) z, Tensor targets, Tensor log_z, Tensor? entropy, Tensor? g_probs, "
@@ -111,34 +106,26 @@ def observe_logits(
     outputs: Collection[str],
     *,
     weigh: bool,
-) -> None:
+    fold: Tensor | None = None,
+    pow2: bool | None = None,
+) -> list[Tensor]:
     """Update the statistics of tokens by a slab of their logits; weigh the slab for the gradient.
 
     Args:
-        z: logits [M, S] of the words from `start` on, of the type of their GEMM. With `weigh` each
-            becomes e^(z - m), times 1 - tanh² under a cap, and that of a label 0.
+        z: logits [M, S] of the words from `start` on, of the type of their GEMM; used up.
         targets: labels [M], int64.
         statistics: [STATISTICS, M], float32.
         outputs: what is wanted of `entropy`, `log_sum_sq_probs`, `mean_logits`, `is_top1`; rows for
             others stay.
+        weigh: let each logit become e^(z - m), times 1 - tanh² under a cap, and that of a label 0.
+        fold, pow2: with a `pow2`, True or False, such weights are not stored, but cast as by
+            `cast_rows`.
+
+    Returns:
+        Codes and inverse scales with `pow2`, else nothing.
     """
-    torch.ops.finetune.observe_logits(z, targets, statistics, start, *mapped, list(outputs), weigh)
-
-
-def cast_logits(
-    z: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    start: int,
-    mapped: LogitMap,
-    outputs: Collection[str],
-    *,
-    fold: Tensor | None,
-    pow2: bool,
-) -> tuple[Tensor, Tensor]:
-    """`observe_logits` that weighs, then `cast_rows`, without storing the weights between them."""
-    return torch.ops.finetune.cast_logits(
-        z, targets, statistics, start, *mapped, list(outputs), fold, pow2
+    return torch.ops.finetune.observe_logits(
+        z, targets, statistics, start, *mapped, list(outputs), weigh, fold, pow2
     )
 
 
@@ -201,7 +188,8 @@ def _labels(targets: Tensor, start: int, words: int) -> Tensor:
 def _observe_logits(
     z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
     softcap: float | None, inv_t: float, outputs: list[str], weigh: bool,
-) -> None:  # fmt: skip
+    fold: Tensor | None, pow2: bool | None,
+) -> list[Tensor]:  # fmt: skip
     y, t = _map(z, scale, softcap, inv_t)
     largest, total, x_total, squares, z_total, before, label, shrunk = statistics
     words, local = z.shape[1], targets - start
@@ -224,18 +212,11 @@ def _observe_logits(
     if weigh:
         e = e if t is None else e * (1 - t * t)
         z.copy_(e.masked_fill_(_labels(targets, start, words), 0.0))
+    return [] if pow2 is None else [*_cast_rows(z, fold, pow2)]
 
 
-def _cast_logits(
-    z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
-    softcap: float | None, inv_t: float, outputs: list[str], fold: Tensor | None, pow2: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _observe_logits(z, targets, statistics, start, scale, softcap, inv_t, outputs, True)
-    return _cast_rows(z, fold, pow2)
-
-
-def _empty_logits(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _empty_rows(z, None, False)
+def _empty_logits(z: Tensor, *rest: Any) -> list[Tensor]:
+    return [] if rest[-1] is None else [*_empty_rows(z, None, False)]
 
 
 def _grade_logits(
@@ -266,8 +247,7 @@ def _launch(name: str, reference: Any, *args: Any) -> Any:
 for _name, _reference, _empty in (
     ("cast_rows", _cast_rows, _empty_rows),
     ("transpose_codes", _transpose, _empty_transpose),
-    ("observe_logits", _observe_logits, lambda *_: None),
-    ("cast_logits", _cast_logits, _empty_logits),
+    ("observe_logits", _observe_logits, _empty_logits),
     ("grade_logits", _grade_logits, lambda *_: None),
 ):
     _library.impl(_name, _reference, "CompositeExplicitAutograd")  # any device not named below

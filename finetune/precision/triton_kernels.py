@@ -267,40 +267,25 @@ def transpose_codes(codes: Tensor, after: Tensor | None = None) -> Tensor:
 def observe_logits(
     z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
     softcap: float | None, inv_t: float, outputs: list[str], weigh: bool,
-) -> None:  # fmt: skip
+    fold: Tensor | None, pow2: bool | None,
+) -> list[Tensor]:  # fmt: skip
     """Launch `observe_logits_kernel`; see `kernels.observe_logits`."""
-    mapped = scale, softcap or 1.0, inv_t
-    flags = softcap is not None, *(name in outputs for name in OUTPUTS), weigh, False, False, False
-    _observe(z, targets, statistics, z, z, statistics, start, mapped, flags)
-
-
-def cast_logits(
-    z: Tensor, targets: Tensor, statistics: Tensor, start: int, scale: float,
-    softcap: float | None, inv_t: float, outputs: list[str], fold: Tensor | None, pow2: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch `observe_logits_kernel`; see `kernels.cast_logits`."""
-    codes = z.new_empty(z.shape, dtype=E4M3.dtype)
-    inverse = z.new_empty((z.shape[0], 1), dtype=torch.float32)
+    casts, (rows, columns) = pow2 is not None, z.shape
+    # In place of what is not read or written any pointer.
+    codes = z.new_empty(z.shape, dtype=E4M3.dtype) if casts else z
+    inverse = z.new_empty((rows, 1), dtype=torch.float32) if casts else statistics
     factors = statistics if fold is None else fold.contiguous()
-    mapped, folds = (scale, softcap or 1.0, inv_t), fold is not None
-    flags = softcap is not None, *(name in outputs for name in OUTPUTS), False, True, folds, pow2
-    _observe(z, targets, statistics, factors, codes, inverse, start, mapped, flags)
-    return codes, inverse
-
-
-def _observe(
-    z: Tensor, targets: Tensor, statistics: Tensor, fold: Tensor, codes: Tensor, inverse: Tensor,
-    start: int, mapped: tuple[float, ...], flags: tuple[bool, ...],
-) -> None:  # fmt: skip
-    """In place of what is not read or written by its flag: any pointer."""
-    if z.shape[0]:
+    if rows:
         with torch.cuda.device_of(z):
-            launch = cast(Any, observe_logits_kernel)[(z.shape[0],)]
+            launch = cast(Any, observe_logits_kernel)[(rows,)]
             launch(
-                z, targets, statistics, fold, codes, inverse, z.stride(0), statistics.stride(0),
-                start, z.shape[1], *mapped, OBSERVED, *flags,
+                z, targets, statistics, factors, codes, inverse,
+                z.stride(0), statistics.stride(0), start, columns, scale, softcap or 1.0, inv_t,
+                OBSERVED, softcap is not None, *(name in outputs for name in OUTPUTS),
+                weigh and not casts, casts, fold is not None, bool(pow2),
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
+    return [codes, inverse] if casts else []
 
 
 def grade_logits(

@@ -7,7 +7,6 @@ import torch
 
 from finetune.precision.kernels import (
     LogitMap,
-    cast_logits,
     cast_rows,
     grade_logits,
     observe_logits,
@@ -61,9 +60,10 @@ def test_logits(dtype, softcap) -> None:
         sums = sums.to(device)
         observe_logits(z[:, :16384], labels, sums, 0, mapped, outputs, weigh=True)
         last, again = z[:, 16384:], z[:, 16384:].clone()
-        codes, scales = cast_logits(
-            last, labels, sums, 16384, mapped, outputs, fold=fold.to(device), pow2=False
-        )
+        codes, scales = observe_logits(
+            last, labels, sums, 16384, mapped, outputs,
+            weigh=True, fold=fold.to(device), pow2=False,
+        )  # fmt: skip
         log_z = sums[0] + sums[1].log()
         h = log_z - sums[2] / sums[1]
         above = g_probs.to(device), g_entropy.to(device)

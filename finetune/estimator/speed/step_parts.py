@@ -103,9 +103,7 @@ _BY_KIND = {
     "dequantize": StepPart.DEQUANTIZE,
 }  # fmt: skip
 _SMALL = 2**16
-_LOSS = words(
-    "in_place observe_logits cast_logits grade_logits addmm_fp32 nll_loss_forward nll_loss_backward"
-)
+_LOSS = words("in_place observe_logits grade_logits addmm_fp32 nll_loss_forward nll_loss_backward")
 
 
 def classes_of(ops: Sequence[Op]) -> list[StepPart]:
