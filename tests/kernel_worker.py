@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import types
 from collections.abc import Iterator
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -22,7 +23,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from finetune.precision import kernels, triton_kernels
-from finetune.precision.formats import E4M3
+from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.scaling import cast_current
 
 TORCH = {
@@ -30,6 +31,7 @@ TORCH = {
     tl.bfloat16: torch.bfloat16,
     tl.float16: torch.float16,
     tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
 }
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 LENGTHS = (1, 37, 1024, 3000, 4096, 14336, 18944)
@@ -46,6 +48,7 @@ def convert(data, source, target, rounding):
 
 
 interpreter._convert_float = convert
+triton_kernels.libdevice = types.SimpleNamespace(exp=lambda x: tl.exp(x))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -164,6 +167,68 @@ def logits() -> Iterator[tuple[str, int]]:
     )
 
 
+SHAPES = ((1, 1), (37, 200), (64, 128), (130, 65))
+"""Odd shapes; those of models are multiples of a tile."""
+
+
+def guesses_for(x: Tensor, fmt, pow2: bool) -> Iterator[tuple[str, Tensor]]:
+    """Columns of last scales: none, the right one, and one too large and too small."""
+    right = kernels.cast_whole(x, torch.zeros(3), 1, fmt, pow2=pow2).scale
+    for name, value in {
+        "none": 0.0,
+        "right": right,
+        "large": right * 4,
+        "small": right / 4,
+    }.items():
+        yield name, torch.tensor([7.0, float(value), 9.0])
+
+
+def whole() -> Iterator[tuple[str, int]]:
+    torch.manual_seed(2)
+    for shape, fmt, pow2 in itertools.product(SHAPES, (E4M3, E5M2), (True, False)):
+        x = (torch.randn(shape) * torch.logspace(-6, 3, shape[1])).bfloat16()
+        for guess, table in guesses_for(x, fmt, pow2):
+            for plain, turned in ((True, True), (True, False), (False, True)):
+                given = x, table, 1, fmt.dtype, pow2, plain, turned
+                found, wanted = triton_kernels.cast_whole(*given), kernels._cast_whole(*given)
+                case = f"whole {shape} {fmt.name} pow2={pow2} guess={guess} {plain} {turned}"
+                yield case, different(found, wanted)
+            if pow2:
+                yield f"{case}: the next guess", different((table[1],), (wanted[2],))
+                yield f"{case}: others", int(table[0] != 7) + int(table[2] != 9)
+    for name, value in {"infinity": float("inf"), "NaN": float("nan"), "zeros": 0.0}.items():
+        x = torch.randn(40, 48) * (value != 0)
+        x[3, 5] = value
+        given = x.float(), torch.ones(3), 2, E4M3.dtype, True, True, True
+        yield (
+            f"whole {name}",
+            different(triton_kernels.cast_whole(*given), kernels._cast_whole(*given)),
+        )
+    slice = torch.randn(64, 96).bfloat16()[:, 16:80]
+    for x in (slice, slice.t()):
+        given = x, torch.ones(3), 0, E4M3.dtype, True, True, True
+        yield (
+            f"whole {x.stride()}",
+            different(triton_kernels.cast_whole(*given), kernels._cast_whole(*given)),
+        )
+
+
+def swiglus() -> Iterator[tuple[str, int]]:
+    torch.manual_seed(3)
+    for shape, pow2 in itertools.product(SHAPES, (True, False)):
+        dy, gate, up = ((torch.randn(shape) * 3).bfloat16() for _ in range(3))
+        for guess in (0.0, 64.0, 1e5):
+            tables = [torch.tensor([1.0, 1.0, guess]) for _ in range(2)]
+            given = gate, up, tables[0], 2, E4M3.dtype, pow2
+            found, wanted = triton_kernels.swiglu_cast(*given), kernels._swiglu_cast(*given)
+            yield f"swiglu {shape} pow2={pow2} guess={guess}", different(found, wanted)
+            given = dy, gate, up, wanted[1], *tables, 2, E4M3.dtype, E5M2.dtype, pow2
+            found = triton_kernels.swiglu_backward_cast(*given)
+            wanted = kernels._swiglu_backward_cast(*given)
+            yield f"swiglu backward {shape} pow2={pow2} guess={guess}", different(found, wanted)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps(dict(itertools.chain(casts(), transposes(), logits()))))
+    cases = itertools.chain(casts(), transposes(), logits(), whole(), swiglus())
+    print(json.dumps(dict(cases)))

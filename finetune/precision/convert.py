@@ -49,6 +49,7 @@ from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap, unswap
 from finetune.precision.weights import Arithmetic, tile_of
+from finetune.precision.whole import MlpMixin, joinable_mlps
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -125,6 +126,8 @@ class Conversion:
             assert self.backend is not None
             facts = planned_parameters(self.backend, modules[owner], layers)
             self._swap(modules[owner], ParameterMixin, **facts)
+        for module in list(joinable_mlps(self.model)):
+            self._swap(module, MlpMixin)
         for name, compute in self.plan.overrides.items():
             self._swap(self.model.get_submodule(name), OverrideMixin, fp8_dtype=DTYPES[compute])
         fused = iter_fusable(modules) if self.plan.precision.fused_adapters else ()

@@ -4,6 +4,8 @@
     transpose_codes(codes, g)    [N, K] -> [K, N], contiguous
     observe_logits(z, ...)       [M, S] -> into statistics of M tokens, and z into weights or codes
     grade_logits(z, ...)         [M, S] -> their gradient, in place
+    cast_whole(x, ...)           [R, C] -> codes [R, C], transposed ones [C, R], one scale
+    swiglu_cast, swiglu_backward_cast    the same of silu(gate) · up, and of its gradients
 
 Written in ATen, the same is a chain of pointwise kernels that `torch.compile` has to fuse. Inductor
 fuses it into the producer of x, but as often as there are readers: q, k and v get a buffer of codes
@@ -28,8 +30,8 @@ import torch
 from torch import Tensor
 
 from finetune.hardware.device import has_triton
-from finetune.precision.formats import E4M3
-from finetune.precision.scaling import cast_current
+from finetune.precision.formats import E4M3, E5M2, Format, amax, scale_from_amax
+from finetune.precision.scaling import cast_current, scaled
 
 _library = torch.library.Library("finetune", "FRAGMENT")
 _library.define("cast_rows(Tensor x, Tensor? fold, bool pow2) -> (Tensor, Tensor)")
@@ -236,6 +238,170 @@ def _grade_logits(
     z.copy_((g if t is None else g * (1 - t * t)) * scale)
 
 
+# One scale a tensor needs the amax of the whole, so it takes two readings: three bytes of five, to
+# cast a 16-bit operand, or five of seven into both orders. But a scale that is a power of two is
+# nearly always that of the step before. So the operand is cast under that one, in the pass that
+# finds the amax, and again only if the scale has turned out to be another. *No result depends on
+# the guess*, only time does: operators are functions of their operands, also in checkpoints, where
+# they run again, and kernels keep their guesses without anybody's knowledge.
+
+FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
+_library.define(
+    "cast_whole(Tensor x, Tensor guesses, int column, ScalarType dtype, bool pow2, bool plain, "
+    "bool turned) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "swiglu_cast(Tensor gate, Tensor up, Tensor guesses, int column, ScalarType dtype, bool pow2) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "swiglu_backward_cast(Tensor dy, Tensor gate, Tensor up, Tensor scale, Tensor gate_guesses, "
+    "Tensor up_guesses, int column, ScalarType act_dtype, ScalarType dtype, bool pow2) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+class Whole(NamedTuple):
+    """A matrix [R, C] under one scale: codes / scale, and the transposed codes.
+
+    Attributes:
+        codes: [R, C], empty if not asked for.
+        turned: [C, R], contiguous, empty if not asked for.
+        scale, inverse: float32 scalars.
+    """
+
+    codes: Tensor
+    turned: Tensor
+    scale: Tensor
+    inverse: Tensor
+
+
+def cast_whole(
+    x: Tensor, guesses: Tensor, column: int, fmt: Format, *, pow2: bool,
+    plain: bool = True, turned: bool = False,
+) -> Whole:  # fmt: skip
+    """Cast a matrix under one scale from its current amax.
+
+    Args:
+        x: floating type, [R, C].
+        guesses: float32 numbers of a layer, that in `column` being the last scale of this operand.
+        pow2: round the scale down to a power of two, which can be guessed.
+        plain, turned: which codes are wanted.
+
+    Returns:
+        The bits of `cast_current(x, fmt, None, pow2=pow2, packed=True)`.
+    """
+    op = torch.ops.finetune.cast_whole
+    return Whole(*op(x, guesses, column, fmt.dtype, pow2, plain, turned))
+
+
+def _cast_whole(
+    x: Tensor, guesses: Tensor, column: int, dtype: torch.dtype, pow2: bool,
+    plain: bool, turned: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    scale = scale_from_amax(amax(x), FORMATS[dtype], pow2=pow2)
+    codes = scaled(x.contiguous(), scale).to(dtype)
+    none = codes.new_empty(0)
+    back = _transpose(codes, None) if turned else none
+    return codes if plain else none.clone(), back, scale, scale.reciprocal()
+
+
+def empty_whole(
+    x: Tensor, guesses: Tensor, column: int, dtype: torch.dtype, pow2: bool,
+    plain: bool, turned: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Results of `cast_whole` without content."""
+    codes = x.new_empty(x.shape if plain else 0, dtype=dtype)
+    back = x.new_empty(x.shape[::-1] if turned else 0, dtype=dtype)
+    return codes, back, *_empty_scales(x)
+
+
+def _empty_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, each product rounded to the type of `gate`, as of activations in PyTorch."""
+    return _silu(gate) * up
+
+
+def _silu(gate: Tensor) -> Tensor:
+    wide = gate.float()
+    return (wide / ((-wide).exp() + 1.0)).to(gate.dtype)
+
+
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up under that of `swiglu`, rounded as autograd and Inductor do."""
+    wide = gate.float()
+    half = 1.0 / ((-wide).exp() + 1.0)
+    of_gate = (dy * up).float() * half * (wide * (1.0 - half) + 1.0)
+    return of_gate.to(gate.dtype), dy * _silu(gate)
+
+
+def swiglu_cast(
+    gate: Tensor, up: Tensor, guesses: Tensor, column: int, fmt: Format, *, pow2: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [M, F] of `swiglu(gate, up)`, scale and inverse scale, as of `cast_whole`."""
+    return torch.ops.finetune.swiglu_cast(gate, up, guesses, column, fmt.dtype, pow2)
+
+
+def _swiglu_cast(
+    gate: Tensor, up: Tensor, guesses: Tensor, column: int, dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, ...]:
+    codes, _, *scales = _cast_whole(swiglu(gate, up), guesses, column, dtype, pow2, True, False)
+    return codes, *scales
+
+
+def empty_swiglu(
+    gate: Tensor, up: Tensor, guesses: Tensor, column: int, dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, ...]:
+    """Results of `swiglu_cast` without content."""
+    return gate.new_empty(gate.shape, dtype=dtype), *_empty_scales(gate)
+
+
+def swiglu_backward_cast(
+    dy: Tensor, gate: Tensor, up: Tensor, scale: Tensor, guesses: tuple[Tensor, Tensor],
+    column: int, act: Format, fmt: Format, *, pow2: bool,
+) -> tuple[Tensor, Whole, Whole]:  # fmt: skip
+    """Casts of the backward of `swiglu`: all that it reads is [M, F], and read once.
+
+    Args:
+        scale: of the product in forward (`swiglu_cast`).
+        guesses: those of the layers of gate and up.
+        act, fmt: formats of the product and of gradients.
+
+    Returns:
+        Transposed codes of the product, [F, M], for the weight gradient of what it is multiplied
+        by; gradients of gate and up, in both orders.
+    """
+    op = torch.ops.finetune.swiglu_backward_cast
+    act_t, *rest = op(dy, gate, up, scale, *guesses, column, act.dtype, fmt.dtype, pow2)
+    return act_t, Whole(*rest[:2], *rest[4:6]), Whole(*rest[2:4], *rest[6:])
+
+
+def _swiglu_backward_cast(
+    dy: Tensor, gate: Tensor, up: Tensor, scale: Tensor, gate_guesses: Tensor,
+    up_guesses: Tensor, column: int, act_dtype: torch.dtype, dtype: torch.dtype, pow2: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    act_t = _transpose(scaled(swiglu(gate, up), scale).to(act_dtype), None)
+    gradients = zip(swiglu_backward(dy, gate, up), (gate_guesses, up_guesses), strict=True)
+    of_gate, of_up = (
+        _cast_whole(g, guesses, column, dtype, pow2, True, True) for g, guesses in gradients
+    )
+    return act_t, *of_gate[:2], *of_up[:2], *of_gate[2:], *of_up[2:]
+
+
+def empty_swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, scale: Tensor, gate_guesses: Tensor,
+    up_guesses: Tensor, column: int, act_dtype: torch.dtype, dtype: torch.dtype, pow2: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Results of `swiglu_backward_cast` without content."""
+    both = dy.shape, dy.shape[::-1]
+    gradients = [dy.new_empty(shape, dtype=dtype) for shape in (*both, *both)]
+    act_t = dy.new_empty(both[1], dtype=act_dtype)
+    return act_t, *gradients, *_empty_scales(dy), *_empty_scales(dy)
+
+
 def _launch(name: str, reference: Any, *args: Any) -> Any:
     if not has_triton():  # a build of torch for CUDA without it
         return reference(*args)
@@ -249,6 +415,9 @@ for _name, _reference, _empty in (
     ("transpose_codes", _transpose, _empty_transpose),
     ("observe_logits", _observe_logits, _empty_logits),
     ("grade_logits", _grade_logits, lambda *_: None),
+    ("cast_whole", _cast_whole, empty_whole),
+    ("swiglu_cast", _swiglu_cast, empty_swiglu),
+    ("swiglu_backward_cast", _swiglu_backward_cast, empty_swiglu_backward),
 ):
     _library.impl(_name, _reference, "CompositeExplicitAutograd")  # any device not named below
     _library.impl(_name, partial(_launch, _name, _reference), "CUDA")

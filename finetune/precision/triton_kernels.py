@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
-from finetune.precision.formats import E4M3, SMALLEST_INVERSE
+from finetune.precision import kernels
+from finetune.precision.formats import E4M3, SMALLEST_INVERSE, Format
 
 WHOLE = 16384
 """Longest row that stays in registers. Longer ones are read twice, the second time from the L2
@@ -48,10 +50,11 @@ def _load_row(x, fold, columns, inside, folds: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(largest, pow2: tl.constexpr):
-    """Scale of a row from the bits of its largest numbers, one a lane."""
-    amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(_LARGEST, tl.where(amax < _FLOOR, _FLOOR, amax))  # NaN < x is False: stays
+def _scale_of(bits, pow2: tl.constexpr, largest: tl.constexpr = _LARGEST,
+              floor: tl.constexpr = _FLOOR):  # fmt: skip
+    """Scale of numbers by the bits of their magnitudes, [N]; of E4M3 unless said otherwise."""
+    amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, tl.where(amax < floor, floor, amax))  # NaN < x is False: stays
     if pow2:  # the exponent's bits alone: down to a power of two
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
@@ -223,6 +226,170 @@ def grade_logits_kernel(
     tl.store(place, g.to(z.dtype.element_ty), mask=inside)
 
 
+# ------------------------------------------------------------------------------ one scale a tensor
+#
+# Two launches. If scales are powers of two, the first casts under the tensor's last scale, which it
+# reads from `guess`, and finds the amax in passing; the second has the scale that is right, and
+# casts again only if it is another one. Else the first finds the amax alone. Each program leaves
+# its own amax in `scratch`, and takes tiles in turns, so that the second launch is over at once
+# where nothing is left to do.
+
+SQUARE = (64, 64)
+"""Rows and columns of a tile that is written in both orders: whole sectors of 32 bytes each way."""
+SPAN = 4096
+"""Numbers that a program takes at a time where nothing is transposed."""
+PROGRAMS = 1024
+"""Programs of a launch at most: 7 or 8 for each multiprocessor of an H100."""
+TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_PROGRAMS = tl.constexpr(PROGRAMS)
+
+
+@triton.jit
+def _begin(guess, scratch, scale, inverse, largest: tl.constexpr, floor: tl.constexpr,
+           pow2: tl.constexpr, settles: tl.constexpr):  # fmt: skip
+    """Scale to cast under, and whether to: not again under the scale that was guessed.
+
+    `scratch` has the bits of each program's amax, and of the guess.
+    """
+    first = tl.program_id(0) == 0
+    if settles:
+        programs = tl.arange(0, _PROGRAMS)
+        found = tl.load(scratch + programs, mask=programs < tl.num_programs(0), other=0)
+        factor = _scale_of(found, pow2, largest, floor)
+        needed = True
+        if pow2:
+            needed = factor.to(tl.int32, bitcast=True) != tl.load(scratch + _PROGRAMS)
+        tl.store(guess, factor, mask=first)
+        tl.store(scale, factor, mask=first)
+        tl.store(inverse, tl.div_rn(1.0, factor), mask=first)
+    else:
+        factor = tl.load(guess)
+        needed = True
+        tl.store(scratch + _PROGRAMS, factor.to(tl.int32, bitcast=True), mask=first)
+    return factor, needed
+
+
+@triton.jit
+def _bits(y):
+    return y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def cast_whole_kernel(
+    x, guess, scratch, codes, turned, scale, inverse, rows, columns, stride,
+    kind: tl.constexpr, largest: tl.constexpr, floor: tl.constexpr, pow2: tl.constexpr,
+    settles: tl.constexpr, plain: tl.constexpr, turns: tl.constexpr,
+    tall: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """Cast a matrix under one scale, into `codes` and the transposed `turned`, in tiles."""
+    factor, needed = _begin(guess, scratch, scale, inverse, largest, floor, pow2, settles)
+    if needed:
+        across = tl.cdiv(columns, wide)
+        top = tl.zeros([tall], tl.int32)
+        for tile in range(tl.program_id(0), across * tl.cdiv(rows, tall), tl.num_programs(0)):
+            row = (tile // across).to(tl.int64) * tall + tl.arange(0, tall)
+            column = (tile % across).to(tl.int64) * wide + tl.arange(0, wide)
+            inside = (row[:, None] < rows) & (column[None, :] < columns)
+            at = row[:, None] * stride + column[None, :]
+            y = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            if not settles:
+                top = tl.maximum(top, tl.max(_bits(y), 1))
+            if settles or pow2:
+                code = (y * factor).to(kind)
+                if plain:
+                    tl.store(codes + row[:, None] * columns + column[None, :], code, mask=inside)
+                if turns:
+                    there = column[:, None] * rows + row[None, :]
+                    tl.store(turned + there, tl.trans(code), mask=tl.trans(inside))
+        if not settles:
+            tl.store(scratch + tl.program_id(0), tl.max(top, 0))
+
+
+@triton.jit
+def _silu(g, kind: tl.constexpr):
+    """silu(g) in float32, rounded to the type of the activations."""
+    return tl.div_rn(g, libdevice.exp(-g) + 1.0).to(kind).to(tl.float32)
+
+
+@triton.jit
+def swiglu_cast_kernel(
+    gate, up, guess, scratch, codes, scale, inverse, numbers,
+    kind: tl.constexpr, largest: tl.constexpr, floor: tl.constexpr, pow2: tl.constexpr,
+    settles: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Cast silu(gate) · up."""
+    of: tl.constexpr = gate.dtype.element_ty
+    factor, needed = _begin(guess, scratch, scale, inverse, largest, floor, pow2, settles)
+    if needed:
+        top = tl.zeros([block], tl.int32)
+        for piece in range(tl.program_id(0), tl.cdiv(numbers, block), tl.num_programs(0)):
+            at = piece * tl.full([], block, tl.int64) + tl.arange(0, block)
+            inside = at < numbers
+            g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+            u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+            y = (_silu(g, of) * u).to(of).to(tl.float32)
+            if not settles:
+                top = tl.maximum(top, _bits(y))
+            if settles or pow2:
+                tl.store(codes + at, (y * factor).to(kind), mask=inside)
+        if not settles:
+            tl.store(scratch + tl.program_id(0), tl.max(top, 0))
+
+
+@triton.jit
+def swiglu_backward_cast_kernel(
+    dy, gate, up, act_scale, gate_guess, up_guess, scratch,
+    act_t, dgate, dgate_t, dup, dup_t, gate_scale, gate_inverse, up_scale, up_inverse,
+    rows, columns,
+    act_kind: tl.constexpr, kind: tl.constexpr, largest: tl.constexpr, floor: tl.constexpr,
+    pow2: tl.constexpr, settles: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """Cast the gradients of gate and up in both orders, and silu(gate) · up, transposed."""
+    of: tl.constexpr = gate.dtype.element_ty
+    gate_factor, for_gate = _begin(
+        gate_guess, scratch, gate_scale, gate_inverse, largest, floor, pow2, settles
+    )
+    up_scratch = scratch + _PROGRAMS + 1
+    up_factor, for_up = _begin(
+        up_guess, up_scratch, up_scale, up_inverse, largest, floor, pow2, settles
+    )
+    if for_gate or for_up:
+        act_factor = tl.load(act_scale)
+        across = tl.cdiv(columns, wide)
+        gate_top = tl.zeros([tall], tl.int32)
+        up_top = tl.zeros([tall], tl.int32)
+        for tile in range(tl.program_id(0), across * tl.cdiv(rows, tall), tl.num_programs(0)):
+            row = (tile // across).to(tl.int64) * tall + tl.arange(0, tall)
+            column = (tile % across).to(tl.int64) * wide + tl.arange(0, wide)
+            inside = (row[:, None] < rows) & (column[None, :] < columns)
+            at = row[:, None] * columns + column[None, :]
+            there = column[:, None] * rows + row[None, :]
+            across_inside = tl.trans(inside)
+            d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+            u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+            silu = _silu(g, of)
+            to_up = (d * silu).to(of).to(tl.float32)
+            half = tl.div_rn(1.0, libdevice.exp(-g) + 1.0)  # the sigmoid of g
+            to_gate = (d * u).to(of).to(tl.float32) * half * (g * (1.0 - half) + 1.0)
+            to_gate = to_gate.to(of).to(tl.float32)
+            if not settles:
+                gate_top = tl.maximum(gate_top, tl.max(_bits(to_gate), 1))
+                up_top = tl.maximum(up_top, tl.max(_bits(to_up), 1))
+                act = ((silu * u).to(of).to(tl.float32) * act_factor).to(act_kind)
+                tl.store(act_t + there, tl.trans(act), mask=across_inside)
+            if settles or pow2:
+                code = (to_gate * gate_factor).to(kind)
+                tl.store(dgate + at, code, mask=inside)
+                tl.store(dgate_t + there, tl.trans(code), mask=across_inside)
+                code = (to_up * up_factor).to(kind)
+                tl.store(dup + at, code, mask=inside)
+                tl.store(dup_t + there, tl.trans(code), mask=across_inside)
+        if not settles:
+            tl.store(scratch + tl.program_id(0), tl.max(gate_top, 0))
+            tl.store(up_scratch + tl.program_id(0), tl.max(up_top, 0))
+
+
 def row_block(length: int) -> tuple[int, int]:
     """(numbers processed at a time, warps) for rows of this length: at most 32 a thread."""
     whole = max(triton.next_power_of_2(length), 128)
@@ -304,3 +471,81 @@ def grade_logits(
                 GRADED, softcap is not None, g_probs is not None, g_entropy is not None,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
+
+
+def _twice(
+    kernel: Any, x: Tensor, pieces: int, fmt: Format, *operands: Any, **constants: Any
+) -> None:
+    """Launch a kernel that guesses scales, and again to settle them."""
+    constants |= {"largest": fmt.max, "floor": fmt.max * SMALLEST_INVERSE}
+    launch = cast(Any, kernel)[(max(min(pieces, PROGRAMS), 1),)]
+    with torch.cuda.device_of(x):
+        for settles in (False, True):
+            launch(
+                *operands, kind=TRITON[fmt.dtype], settles=settles, **constants,
+                num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def _place(guesses: Tensor, column: int, x: Tensor) -> Tensor:
+    """Where the last scale of an operand is kept; on another device than that of `x` none is."""
+    here = guesses.device == x.device
+    return guesses[column] if here else torch.zeros((), dtype=torch.float32, device=x.device)
+
+
+def _scratch(x: Tensor, scales: int = 1) -> Tensor:
+    return torch.empty(scales * (PROGRAMS + 1), dtype=torch.int32, device=x.device)
+
+
+def _tiles(x: Tensor) -> int:
+    return triton.cdiv(x.shape[0], SQUARE[0]) * triton.cdiv(x.shape[1], SQUARE[1])
+
+
+def cast_whole(
+    x: Tensor, guesses: Tensor, column: int, dtype: torch.dtype, pow2: bool,
+    plain: bool, turned: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launch `cast_whole_kernel`; see `kernels.cast_whole`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    results = kernels.empty_whole(x, guesses, column, dtype, pow2, plain, turned)
+    scratch = _scratch(x)
+    _twice(
+        cast_whole_kernel, x, _tiles(x), kernels.FORMATS[dtype],
+        x, _place(guesses, column, x), scratch, *results, *x.shape, x.stride(0),
+        pow2=pow2, plain=plain, turns=turned, tall=SQUARE[0], wide=SQUARE[1],
+    )  # fmt: skip
+    return results
+
+
+def swiglu_cast(
+    gate: Tensor, up: Tensor, guesses: Tensor, column: int, dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, ...]:
+    """Launch `swiglu_cast_kernel`; see `kernels.swiglu_cast`."""
+    gate, up = gate.contiguous(), up.contiguous()
+    results = kernels.empty_swiglu(gate, up, guesses, column, dtype, pow2)
+    scratch = _scratch(gate)
+    _twice(
+        swiglu_cast_kernel, gate, triton.cdiv(gate.numel(), SPAN), kernels.FORMATS[dtype],
+        gate, up, _place(guesses, column, gate), scratch, *results, gate.numel(),
+        pow2=pow2, block=SPAN,
+    )  # fmt: skip
+    return results
+
+
+def swiglu_backward_cast(
+    dy: Tensor, gate: Tensor, up: Tensor, scale: Tensor, gate_guesses: Tensor,
+    up_guesses: Tensor, column: int, act_dtype: torch.dtype, dtype: torch.dtype, pow2: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launch `swiglu_backward_cast_kernel`; see `kernels.swiglu_backward_cast`."""
+    dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
+    results = kernels.empty_swiglu_backward(
+        dy, gate, up, scale, gate_guesses, up_guesses, column, act_dtype, dtype, pow2
+    )
+    scratch = _scratch(dy, 2)
+    _twice(
+        swiglu_backward_cast_kernel, dy, _tiles(dy), kernels.FORMATS[dtype],
+        dy, gate, up, scale, _place(gate_guesses, column, dy), _place(up_guesses, column, dy),
+        scratch, *results, *dy.shape,
+        act_kind=TRITON[act_dtype], pow2=pow2, tall=SQUARE[0], wide=SQUARE[1],
+    )  # fmt: skip
+    return results

@@ -47,6 +47,11 @@ LAYERS = {
     "FP8 LoRA": ("llama_8b_lora_fp8", ALL),
     "BF16 full": ("llama_8b_full_bf16", ("precision.compile=on",)),
     "FP8 full": ("llama_8b_full_fp8", ()),
+    "FP8 full, float32 scales": ("llama_8b_full_fp8", ("precision.power_of_two_scales=false",)),
+    "FP8 full, rowwise": (
+        "llama_8b_full_fp8",
+        ("precision.scaling=rowwise", "~precision.power_of_two_scales"),
+    ),
     "BF16 full, checkpointed": ("llama_8b_full_bf16", ("precision.compile=on", CHECKPOINTED)),
     "FP8 full, checkpointed": ("llama_8b_full_fp8", (CHECKPOINTED,)),
     "BF16 LoRA, rank 32": ("llama_8b_lora_bf16", (*RANK_32, "precision.compile=on")),

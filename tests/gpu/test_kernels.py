@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.kernels import (
     LogitMap,
     cast_rows,
+    cast_whole,
     grade_logits,
     observe_logits,
+    swiglu_backward_cast,
+    swiglu_cast,
     transpose_codes,
 )
 
@@ -73,3 +77,38 @@ def test_logits(dtype, softcap) -> None:
     for reference, kernel, error in zip(*found, (1e-4, rounding, 0.01, 0.13, 0.02), strict=True):
         close = torch.isclose(kernel.cpu(), reference, rtol=error, atol=1e-5)
         assert close.float().mean() > 0.999
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 200), (2048, 2048), (8192, 4096), (4096, 14336)])
+def test_casts_under_one_scale(shape, pow2) -> None:
+    """A wrong guess first, then a right one, which the kernel keeps."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * torch.logspace(-6, 3, shape[1])).bfloat16()
+    guesses = torch.full((3,), 8.0, device="cuda")
+    for fmt in (E4M3, E5M2, E5M2):
+        found = cast_whole(x.cuda(), guesses, 2, fmt, pow2=pow2, turned=True)
+        wanted = cast_whole(x, guesses.cpu(), 2, fmt, pow2=pow2, turned=True)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a.cpu().float(), b.float())
+
+
+@pytest.mark.parametrize("shape", [(37, 200), (1024, 8192), (2048, 14336)])
+def test_casts_of_swiglu(shape) -> None:
+    """Up to what the exponential of a GPU differs by: one code in ten thousand, by one step."""
+    torch.manual_seed(0)
+    dy, gate, up = (torch.randn(shape).bfloat16() for _ in range(3))
+    for _ in range(2):
+        results = []
+        for device in ("cuda", "cpu"):
+            d, g, u = (x.to(device) for x in (dy, gate, up))
+            guesses = [torch.ones(3, device=device) for _ in range(2)]
+            act = swiglu_cast(g, u, guesses[0], 0, E4M3, pow2=True)
+            scale = act[1]
+            act_t, *rest = swiglu_backward_cast(
+                d, g, u, scale, (guesses[0], guesses[1]), 2, E4M3, E5M2, pow2=True
+            )
+            results.append([x.cpu().float() for x in (act[0], act_t, *rest[0], *rest[1])])
+        for a, b in zip(*results, strict=True):
+            assert (a != b).float().mean() < 1e-3
+            torch.testing.assert_close(a, b, rtol=0.26, atol=2**-9)

@@ -20,8 +20,10 @@ input gradients of q, k and v on its way through the norm is, and silu(gate) * u
 *Columns.* A sum over tokens (gradients of norms and biases) goes through memory another way than
 the rows around it: its kernel is apart, and reads for itself what they read.
 
+*Casts for weight gradients* are put off until a later kernel reads their operand anyway.
+
 Limits: the size of a kernel is not limited. Inductor reads a little less: it joins column sums of
-several norms, and puts casts for weight gradients off until a kernel reads their operand anyway.
+several norms.
 """
 
 from __future__ import annotations
@@ -46,6 +48,10 @@ if TYPE_CHECKING:
 INLINED_READS = 4
 """Most stored values of which one with several readers is computed again in each: Inductor's
 `realize_reads_threshold` (torch 2.13)."""
+
+
+SMALL = 2**20
+"""Bytes of what is read again at no cost."""
 
 
 class Launch(NamedTuple):
@@ -75,6 +81,10 @@ class Place(NamedTuple):
     region: int
     generation: int
     columns: bool = False
+
+
+_Kernel = tuple[list[int], Place]
+"""Operators of a kernel, and its place."""
 
 
 def launches(
@@ -213,8 +223,59 @@ class _Fusion:
                     elif operand.storage >= 0 and len(operand.shape) > 1:  # not a shared vector
                         other = readers.setdefault((operand.storage, maker, place), node)
                         joined.union(node, other)
-        groups = (sorted(group) for group in joined.to_sets())
-        return [self._joined([index for index, _ in group], group[0][1]) for group in groups]
+        groups = [sorted(group) for group in joined.to_sets()]
+        kernels = [([index for index, _ in group], group[0][1]) for group in groups]
+        return [self._joined(members, place) for members, place in self._postponed(kernels)]
+
+    def _postponed(self, kernels: list[_Kernel]) -> list[_Kernel]:
+        """Kernels, of which some have taken over what an earlier one made for GEMMs that can wait.
+
+        As the transposed codes of an input, for the gradient of a weight: a later kernel reads the
+        input anyway.
+        """
+        reads = [self._reads(*kernel).keys() for kernel in kernels]
+        left = list[_Kernel]()
+        for (members, place), own in zip(kernels, reads, strict=True):
+            later = next(
+                (
+                    (others, its)
+                    for (others, its), theirs in zip(kernels, reads, strict=True)
+                    if (its.region, its.columns) == (place.region, place.columns)
+                    and its.generation > place.generation
+                    and theirs >= own
+                ),
+                None,
+            )
+            if later is None or not own or not self._can_wait(members, place):
+                left.append((members, place))
+                continue
+            for index in members:
+                self.places[index] = (self.places[index] - {place}) | {later[1]}
+            later[0][:] = sorted({*later[0], *members})
+        return left
+
+    def _can_wait(self, members: list[int], place: Place) -> bool:
+        """True if all that a kernel makes goes into GEMMs whose results leave the region."""
+        for index in members:
+            for reader in self._readers[index]:
+                computing = self.places[reader]  # it again, in their own kernels
+                if computing and all(self._hands_on(index, its) for its in computing):
+                    continue
+                here = (r for r in self._readers[reader] if self._in_one_region(reader, r))
+                if self._kinds[reader] != "gemm" or any(here):
+                    return False
+            if self._ends_kernel(index):
+                return False
+        return True
+
+    def _reads(self, members: list[int], place: Place) -> dict[tuple[int, int], float]:
+        """Bytes of each value that a kernel reads and does not make, but for small ones."""
+        return {
+            (operand.storage, maker): operand.nbytes
+            for index in members
+            for operand, maker in self._operands(index)
+            if not self._hands_on(maker, place) and operand.nbytes > SMALL
+        }
 
     def _operands(self, index: int) -> Iterator[tuple[Operand, int]]:
         return zip(self._ops[index].inputs, self._makers[index], strict=True)

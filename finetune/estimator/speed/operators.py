@@ -73,7 +73,7 @@ _GATHERS = words(
     "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
     "index_add_ index_copy_"
 )
-_CASTS = words("cast_rows transpose_codes")
+_CASTS = words("cast_rows transpose_codes cast_whole swiglu_cast swiglu_backward_cast")
 LAUNCH_NOTHING = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "

@@ -94,7 +94,7 @@ _NUMBERED = re.compile(r"(^|[./])\d+([./]|$)")
 _CASTING = words(
     "abs amax aminmax max clamp reciprocal _to_copy pad contiguous clone copy_ mul mul_ div div_ "
     "bitwise_and bitwise_and_ bitwise_or __lshift__ __rshift__ full_like new_ones log2 floor ceil "
-    "exp2 pow cast_transpose fp8_cast where cast_rows transpose_codes"
+    "exp2 pow cast_transpose fp8_cast where cast_rows transpose_codes cast_whole"
 )
 
 _MULTIPLYING = words("mul mul_ div div_")
@@ -150,7 +150,10 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
         name = base_name(op)
         read = [reader for operand in op.outputs for reader in readers.pop(operand.storage, ())]
         multiplies = name.endswith("scaled_mm") or name.removesuffix("_mm") in ENGINE
-        found[index] = name == "cast_rows"  # also where its scales are for something else
+        found[index] = name in (
+            "cast_rows",
+            "cast_whole",
+        )  # also where its scales are for something else
         if name in _CASTING and read and all(read):
             out = op.outputs[0]
             scales = dtype_name(out) == "float32" or out.nbytes <= _SMALL

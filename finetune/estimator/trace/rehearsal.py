@@ -226,9 +226,9 @@ def rehearse(
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
         trainer.visits = VisitRecorder(model, groups, trainer.recorder.trace)
         engine = conversion.frozen
-        fuses_casts = engine is not None and not engine.how.own_cast
+        fuses_casts = engine is None or not engine.how.own_cast
         if fuses_casts and compiles(resolution.precision, device):
-            stack.enter_context(casts_to_fuse(trainer.recorder))
+            stack.enter_context(casts_to_fuse(trainer.recorder, model))
         with trainer.recorder:
             trainer.train()
     return Rehearsal(

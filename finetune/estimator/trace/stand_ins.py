@@ -47,11 +47,11 @@ from finetune.config.schema import PrecisionConfig
 from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
-from finetune.precision import kernels, weights
+from finetune.precision import kernels, weights, whole
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import as_output, as_rows
-from finetune.precision.scaling import cast_current
+from finetune.precision.scaling import Operand, cast_current
 from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4
@@ -61,24 +61,65 @@ from finetune.storage.nf4 import nf4_bytes
 
 
 @contextlib.contextmanager
-def casts_to_fuse(recorder: Recorder) -> Iterator[None]:
+def casts_to_fuse(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Record casts in layers that are compiled later as the operators that Inductor fuses.
 
-    The first micro-step is eager, where a kernel of ours does them (`weights.cast`).
+    The first micro-step is eager, where kernels of ours do them (`weights.cast`, `whole.cast`).
+    Compiled, operators cast weights and gradients under scales that can be guessed, as recorded;
+    those of a joined MLP, which its operators cast in passing, are recorded to be fused.
     """
+
+    def is_inside(x: Tensor) -> bool:
+        module = recorder.owner(x)  # in backward the norm after the last layer, for its first cast
+        generates = recorder.phase in ("prompt", "token")  # which runs uncompiled
+        return not (module in recorder.around or "/" in module or generates)
 
     def reference(x: Tensor, fold: Tensor | None, pow2: bool) -> tuple[Tensor, Tensor]:
         wide = x if fold is None else x.float() * fold
         return cast_current(wide, E4M3, 1, pow2=pow2, packed=True)
 
     def cast_rows(x: Tensor, fold: Tensor | None = None, *, pow2: bool = False) -> Any:
-        module = recorder.owner(x)  # in backward the norm after the last layer, for its first cast
-        generates = recorder.phase in ("prompt", "token")  # which runs uncompiled
-        if module in recorder.around or "/" in module or generates:
+        if not is_inside(x):
             return kernels.cast_rows(x, fold, pow2=pow2)
         return recorder.as_kernel(reference, x, fold, pow2)
 
-    with replaced([(weights, "cast_rows", cast_rows)]):
+    eager_cast, eager_turn = whole.cast, whole.turn
+    mlps: list[Any] = [m for m in model.modules() if isinstance(m, whole.MlpMixin)]
+
+    def is_joined(operand: Operand, guesses: Tensor) -> bool:
+        of_gradients = (each for m in mlps for each in (m.gate_proj, m.up_proj))
+        layers = of_gradients if operand == "g" else (m.down_proj for m in mlps)
+        return operand != "w" and any(each.fp8_guesses is guesses for each in layers)
+
+    def cast_whole(
+        x: Tensor, operand: Operand, guesses: Tensor, how: whole.Tensorwise,
+        *, plain: bool = True, turned: bool = False,
+    ) -> Any:  # fmt: skip
+        fmt, guessed = how.formats[operand], how.own and how.pow2
+        joined = guessed and is_joined(operand, guesses)
+        if not is_inside(x) or (guessed and operand != "x" and not joined):
+            return eager_cast(x, operand, guesses, how, plain=plain, turned=turned)
+
+        def formula(x: Tensor) -> tuple[Tensor, ...]:
+            scale = guesses[0] if joined else whole.scale_of(x, fmt, pow2=how.pow2)
+            codes = (x.float() * scale).to(fmt.dtype)
+            back = codes.t().contiguous() if turned else codes
+            return codes, back, scale, scale.reciprocal()
+
+        return kernels.Whole(*recorder.as_kernel(formula, x))
+
+    def turn(x: Tensor, operand: Operand, scale: Tensor, how: whole.Tensorwise) -> Tensor:
+        if not is_inside(x):
+            return eager_turn(x, operand, scale, how)
+        return eager_turn(x, operand, scale, how._replace(own=False))
+
+    with replaced(
+        [
+            (weights, "cast_rows", cast_rows),
+            (whole, "cast", cast_whole),
+            (whole, "turn", turn),
+        ]
+    ):
         yield
 
 

@@ -1,6 +1,7 @@
 """Backend `torchao`: the GEMMs and casts of `torchao.float8.Float8Linear`.
 
-Their configuration is derived from torchao's recipes.
+Their configuration is derived from torchao's recipes. On FP8 GPUs layers with one scale per tensor
+give its bits by casts of ours (`finetune.precision.whole`).
 Differences from `convert_to_float8_training`:
 
 * A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it
@@ -27,10 +28,13 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from finetune.config.schema import Gemm, PrecisionConfig
-from finetune.precision.backends.base import Backend, Fp8Mixin
+from finetune.hardware.device import has_triton
+from finetune.precision.backends.base import Backend
 from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.planner import LayerPlan
+from finetune.precision.scaling import OPERANDS, formats_of
+from finetune.precision.whole import INNER_MULTIPLE, Tensorwise, WholeMixin
 
 
 def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfig:
@@ -130,10 +134,6 @@ def _to_float8(
     )
 
 
-INNER_MULTIPLE = 16
-"""`torch._scaled_mm` takes an inner dimension that is a multiple of this."""
-
-
 def _unpadded(mm: LinearMMConfig) -> LinearMMConfig:
     """The same GEMMs without padding, for tokens that are a multiple of 16.
 
@@ -144,7 +144,7 @@ def _unpadded(mm: LinearMMConfig) -> LinearMMConfig:
     return LinearMMConfig(*(gemm._replace(pad_inner_dim=False) for gemm in mm))
 
 
-class TorchaoMixin(Fp8Mixin):
+class TorchaoMixin(WholeMixin):
     """Forward of a linear layer that torchao multiplies.
 
     Attributes:
@@ -158,6 +158,8 @@ class TorchaoMixin(Fp8Mixin):
     fp8_unpadded_mm: LinearMMConfig
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        if self.fp8_whole is not None:
+            return self.whole_linear(x, w, bias, self.fp8_whole)
         config = self.fp8_config
         # wgrad contracts tokens: those of a last or packed batch need not be a multiple of 16.
         aligned = x.shape[:-1].numel() % INNER_MULTIPLE == 0
@@ -177,13 +179,19 @@ class TorchaoBackend(Backend):
     def __init__(self, precision: PrecisionConfig, *, emulate: bool) -> None:
         super().__init__(precision)
         self.config = ao_config(precision, emulate=emulate)
+        self.whole: Tensorwise | None = None
+        if precision.scaling == "tensorwise" and not emulate and not precision.gemms_kept_high:
+            formats, pow2 = formats_of(precision), bool(precision.pow2_scales)
+            self.whole = Tensorwise(formats, pow2, own=bool(has_triton()))
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         # Built only for its `linear_mm_config`: on meta it takes no memory.
         with torch.device("meta"):
             model = Float8Linear(1, 1, bias=False, config=self.config)
         mm = model.linear_mm_config
-        return {"fp8_config": self.config, "fp8_mm": mm, "fp8_unpadded_mm": _unpadded(mm)}
+        guesses = torch.zeros(len(OPERANDS), dtype=torch.float32)
+        facts = {"fp8_config": self.config, "fp8_mm": mm, "fp8_unpadded_mm": _unpadded(mm)}
+        return facts | {"fp8_whole": self.whole, "fp8_guesses": guesses}
 
     def effective(self) -> dict[str, Any]:
         config = self.config
