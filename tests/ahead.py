@@ -58,6 +58,36 @@ def cases() -> list[Case]:
     row = {"x": "*bf16", "fold": "*fp32", "codes": "*fp8e4nv", "inverse": "*fp32", "stride": "i32"}
     constants = {"length": ours.WHOLE, "block": block, "folds": True, "pow2": True}
     found.append(Case(ours.cast_rows_kernel, row, constants, warps))
+    return found + _under_one_scale(ours)
+
+
+def _under_one_scale(ours: Any) -> list[Case]:
+    """Both launches of each cast with one scale per tensor, in E5M2 if of gradients."""
+    from triton.language import float8e4nv, float8e5
+
+    def scales(*names: str) -> dict[str, str]:
+        each = ("guess", "scale", "inverse")
+        return {f"{n}_{e}" if n else e: "*fp32" for n in names for e in each}
+
+    (tall, wide), found = ours.SQUARE, list[Case]()
+    matrix = {"rows": "i32", "columns": "i32", "scratch": "*i32"}
+    e4m3, e5m2 = "*fp8e4nv", "*fp8e5"
+    for settles in (False, True):
+        shared = {"largest": 448.0, "floor": 448.0 * 2.0**-126, "pow2": True, "settles": settles}
+        tile = shared | {"tall": tall, "wide": wide}
+        for turns in (False, True):
+            each = {"x": "*bf16", "codes": e4m3, "turned": e4m3, "stride": "i32"}
+            constants = tile | {"kind": float8e4nv, "plain": True, "turns": turns}
+            each |= matrix | scales("")
+            found.append(Case(ours.cast_whole_kernel, each, constants, ours.WARPS))
+        each = {"gate": "*bf16", "up": "*bf16", "codes": e4m3, "scratch": "*i32", "numbers": "i32"}
+        constants = shared | {"kind": float8e4nv, "block": ours.SPAN}
+        found.append(Case(ours.swiglu_cast_kernel, each | scales(""), constants, ours.WARPS))
+        each = dict.fromkeys(("dy", "gate", "up"), "*bf16") | {"act_scale": "*fp32", "act_t": e4m3}
+        each |= dict.fromkeys(("dgate", "dgate_t", "dup", "dup_t"), e5m2)
+        each |= matrix | scales("gate", "up")
+        constants = tile | {"kind": float8e5, "act_kind": float8e4nv}
+        found.append(Case(ours.swiglu_backward_cast_kernel, each, constants, ours.WARPS))
     return found
 
 
@@ -74,7 +104,9 @@ def compiled(case: Case, capability: int) -> dict[str, int]:
     aligned = {
         (names.index(n),): [["tt.divisibility", 16]]
         for n, kind in case.signature.items()
-        if kind.startswith("*") or n.endswith("stride") or n in ("columns", "start")
+        if kind.startswith("*")
+        or n.endswith("stride")
+        or n in ("columns", "start", "rows", "numbers")
     }
     source = ASTSource(case.kernel, signature, constants, aligned)
     options = {"num_warps": case.warps, "enable_fp_fusion": False}

@@ -199,6 +199,7 @@ class TorchaoBackend(Backend):
         rowwise = any(c.scaling_granularity is ScalingGranularity.AXISWISE for c in casts)
         return {
             "engine": "torchao.float8",
+            "casts": "torchao.float8" if self.whole is None else "finetune",
             "scaling": "rowwise" if rowwise else "tensorwise",
             "x": config.cast_config_input.short_str(),
             "w": config.cast_config_weight.short_str(),
