@@ -158,15 +158,23 @@ PINNED: dict[str, dict[str, Any]] = {
     },
     "BF16 full": {"saved": 1075, "kernels": (6, 6), "gemms": (7, 14), "moved": (1.48, 2.64)},
     "FP8 full": {
+        "saved": 706, "kernels": (28, 25), "fp8_gemms": (7, 14), "code_stores": (3, 8),
+        "moved": (2.32, 4.05),
+    },
+    "FP8 full, float32 scales": {
         "saved": 706, "kernels": (36, 29), "fp8_gemms": (7, 14), "code_stores": (9, 9),
         "moved": (3.23, 4.84),
+    },
+    "FP8 full, rowwise": {
+        "saved": 706, "kernels": (14, 61), "fp8_gemms": (7, 14), "code_stores": (9, 19),
+        "moved": (2.05, 8.56),
     },
     "BF16 full, checkpointed": {
         "saved": 0, "kernels": (6, 10), "gemms": (7, 20), "moved": (1.48, 3.38),
     },
     "FP8 full, checkpointed": {
-        "saved": 0, "kernels": (36, 57), "fp8_gemms": (7, 20), "code_stores": (9, 19),
-        "moved": (3.23, 6.33),
+        "saved": 0, "kernels": (28, 51), "fp8_gemms": (7, 20), "code_stores": (3, 14),
+        "moved": (2.32, 6.13),
     },
     "BF16 LoRA, rank 32": {
         "saved": 1084, "kernels": (20, 5), "gemms": (21, 35), "moved": (1.50, 2.15),
@@ -206,9 +214,11 @@ PREDICTED = {
     "BF16 LoRA": (1.00, 1.00),
     "FP8 LoRA": (1.00, 1.04),
     "BF16 full": (1.00, 1.02),
-    "FP8 full": (1.03, 1.06),
+    "FP8 full": (1.04, 1.04),
+    "FP8 full, float32 scales": (1.03, 1.10),
+    "FP8 full, rowwise": (1.30, 0.88),
     "BF16 full, checkpointed": (1.00, 1.01),
-    "FP8 full, checkpointed": (1.03, 1.09),
+    "FP8 full, checkpointed": (1.04, 0.94),
     "BF16 LoRA, rank 32": (1.00, 1.00),
     "FP8 LoRA, rank 32": (1.00, 1.04),
     "BF16 LoRA, checkpointed": (1.00, 1.00),
