@@ -12,6 +12,7 @@ import json
 import os
 import types
 from collections.abc import Iterator
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"  # its default changes in Triton 3.10
@@ -168,7 +169,9 @@ def logits() -> Iterator[tuple[str, int]]:
 
 
 SHAPES = ((1, 1), (37, 200), (64, 128), (130, 65))
-"""Odd shapes; those of models are multiples of a tile."""
+"""Odd shapes, and whole tiles."""
+WIDE = ((70, 2048), (66, 4096), (65, 14336))
+"""Rows of a 1B and of an 8B model, of more tiles than there are programs."""
 
 
 def guesses_for(x: Tensor, fmt, pow2: bool) -> Iterator[tuple[str, Tensor]]:
@@ -204,6 +207,11 @@ def whole() -> Iterator[tuple[str, int]]:
             f"whole {name}",
             different(triton_kernels.cast_whole(*given), kernels._cast_whole(*given)),
         )
+    for shape in WIDE:
+        given = torch.randn(shape).bfloat16(), torch.ones(3), 2, E5M2.dtype, True, True, True
+        with mock.patch.object(triton_kernels, "PROGRAMS", 32):
+            found = triton_kernels.cast_whole(*given)
+        yield f"whole {shape}", different(found, kernels._cast_whole(*given))
     slice = torch.randn(64, 96).bfloat16()[:, 16:80]
     for x in (slice, slice.t()):
         given = x, torch.ones(3), 0, E4M3.dtype, True, True, True
@@ -215,7 +223,7 @@ def whole() -> Iterator[tuple[str, int]]:
 
 def swiglus() -> Iterator[tuple[str, int]]:
     torch.manual_seed(3)
-    for shape, pow2 in itertools.product(SHAPES, (True, False)):
+    for shape, pow2 in itertools.product((*SHAPES, WIDE[1]), (True, False)):
         dy, gate, up = ((torch.randn(shape) * 3).bfloat16() for _ in range(3))
         for guess in (0.0, 64.0, 1e5):
             tables = [torch.tensor([1.0, 1.0, guess]) for _ in range(2)]

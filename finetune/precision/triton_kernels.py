@@ -494,7 +494,7 @@ def _place(guesses: Tensor, column: int, x: Tensor) -> Tensor:
 
 
 def _scratch(x: Tensor, scales: int = 1) -> Tensor:
-    return torch.empty(scales * (PROGRAMS + 1), dtype=torch.int32, device=x.device)
+    return torch.empty(scales * (_PROGRAMS.value + 1), dtype=torch.int32, device=x.device)
 
 
 def _tiles(x: Tensor) -> int:
