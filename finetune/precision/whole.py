@@ -223,11 +223,13 @@ class WholeMixin(Fp8Mixin):
     fp8_whole: Tensorwise | None
     fp8_guesses: Tensor
 
-    def whole_linear(self, x: Tensor, w: Tensor, bias: Tensor | None, how: Tensorwise) -> Tensor:
-        """x [..., K], w [N, K] -> [..., N]."""
-        if self.fp8_guesses.device != x.device and not torch.compiler.is_compiling():
-            self.fp8_guesses = self.fp8_guesses.to(x.device)
-        return as_output(WholeLinear.apply(as_rows(x), w, self.fp8_guesses, how), x, bias)
+
+def whole_linear(layer: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K], w [N, K] -> [..., N], of what has the attributes of a `WholeMixin`."""
+    if layer.fp8_guesses.device != x.device and not torch.compiler.is_compiling():
+        layer.fp8_guesses = layer.fp8_guesses.to(x.device)
+    y = WholeLinear.apply(as_rows(x), w, layer.fp8_guesses, layer.fp8_whole)
+    return as_output(y, x, bias)
 
 
 class MlpMixin(Swapped):

@@ -28,13 +28,13 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from finetune.config.schema import Gemm, PrecisionConfig
-from finetune.hardware.device import has_triton
+from finetune.hardware.device import has_launcher, has_triton
 from finetune.precision.backends.base import Backend
 from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import OPERANDS, formats_of
-from finetune.precision.whole import INNER_MULTIPLE, Tensorwise, WholeMixin
+from finetune.precision.whole import INNER_MULTIPLE, Tensorwise, WholeMixin, whole_linear
 
 
 def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfig:
@@ -159,7 +159,7 @@ class TorchaoMixin(WholeMixin):
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         if self.fp8_whole is not None:
-            return self.whole_linear(x, w, bias, self.fp8_whole)
+            return whole_linear(self, x, w, bias)
         config = self.fp8_config
         # wgrad contracts tokens: those of a last or packed batch need not be a multiple of 16.
         aligned = x.shape[:-1].numel() % INNER_MULTIPLE == 0
@@ -182,7 +182,8 @@ class TorchaoBackend(Backend):
         self.whole: Tensorwise | None = None
         if precision.scaling == "tensorwise" and not emulate and not precision.gemms_kept_high:
             formats, pow2 = formats_of(precision), bool(precision.pow2_scales)
-            self.whole = Tensorwise(formats, pow2, own=bool(has_triton()))
+            launches = has_triton() and (not torch.cuda.is_available() or has_launcher())
+            self.whole = Tensorwise(formats, pow2, own=bool(launches))
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         # Built only for its `linear_mm_config`: on meta it takes no memory.
