@@ -5,11 +5,12 @@
     python -m tests.benchmarks.optimizer_update --code      the kernels' machine code, for four GPUs
     python -m tests.benchmarks.optimizer_update --kernels   Inductor's code of torchao's own update
     python -m tests.benchmarks.optimizer_update --bits      bits against torchao's function
+    python -m tests.benchmarks.optimizer_update --gpu       time and bandwidth of an 8B's layers
 
-None needs a GPU; all need Triton. Bytes are counted on the arguments of launches, which the code
-under test makes for the tensors of the model, without memory. `--code` compiles ahead of time and
-reads the disassembly: registers, spills, widths of loads and stores, and the instructions of the
-loop for each number (of slow paths, too, which few numbers take).
+None but the last needs a GPU; all need Triton. Bytes are counted on the arguments of launches,
+which the code under test makes for the tensors of the model, without memory. `--code` compiles
+ahead of time and reads the disassembly: registers, spills, widths of loads and stores, and the
+instructions of the loop for each number (of slow paths, too, which few numbers take).
 """
 
 from __future__ import annotations
@@ -269,6 +270,39 @@ def kernels() -> None:
     print(f"torchao  {found['kernels']} kernels, {found['bytes'] / 2**24:.1f} bytes a number")
 
 
+def gpu() -> None:
+    """Milliseconds of clipping and of the step, of as many layers of an 8B as fit."""
+    layer = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3 + [(4096,)] * 2
+    room = torch.cuda.mem_get_info()[0] / (6.5 * sum(torch.Size(s).numel() for s in layer))
+    shapes = layer * min(32, int(room))
+    weights = [nn.Parameter(torch.randn(s, device="cuda").bfloat16()) for s in shapes]
+    numbers = sum(w.numel() for w in weights)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer = AdamW8bit(weights, bf16_stochastic_round=True)
+    update = adamw.Update(optimizer)
+    update.attach()
+    parts: dict[str, tuple[Callable[[], Any], float]] = {
+        "squares": (lambda: clipping.clip([update], weights, 1.0), 2.0),
+        "update": (optimizer.step, 10.06),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(13):
+        for name, (run, _) in parts.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            taken[name].append(begin.elapsed_time(end))
+    for name, (_, nbytes) in parts.items():
+        ms = statistics.median(taken[name][3:])
+        print(
+            f"{name:8} {ms:.2f} ms of {numbers / 1e9:.2f} billion numbers (host included), "
+            f"{nbytes * numbers / ms / 1e9:.2f} TB/s; {ms * 8.03e9 / numbers:.1f} ms for an 8B"
+        )
+
+
 def bits() -> None:
     worker = [sys.executable, "-W", "ignore", "-m", "tests.update_worker"]
     print(subprocess.run(worker, capture_output=True, text=True, check=True).stdout)
@@ -278,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--steps", type=int, default=30)
     what = parser.add_mutually_exclusive_group()
-    for run in (whole, code, kernels, bits):
+    for run in (whole, code, kernels, bits, gpu):
         what.add_argument(f"--{run.__name__}", dest="run", action="store_const", const=run)
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # torchao's states have no hash for torch's caches

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torchao import optim
 
 from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.kernels import (
@@ -16,6 +18,8 @@ from finetune.precision.kernels import (
     swiglu_cast,
     transpose_codes,
 )
+from finetune.training.adamw import Update, runs_kernels
+from finetune.training.clipping import clip
 
 pytestmark = pytest.mark.gpu
 
@@ -112,3 +116,48 @@ def test_casts_of_swiglu(shape) -> None:
         for a, b in zip(*results, strict=True):
             assert (a != b).float().mean() < 1e-3
             torch.testing.assert_close(a, b, rtol=0.26, atol=2**-9)
+
+
+@pytest.mark.parametrize("chance", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8])
+def test_updates(kind, dtype, chance, monkeypatch) -> None:
+    """Three clipped steps: weights, codes and scales; on the CPU torchao's function."""
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.sqrt(x.double()).float())
+    found = []
+    for device in ("cpu", "cuda"):
+        draw = torch.Generator().manual_seed(0)
+        weights = [
+            nn.Parameter(torch.randn(size, generator=draw).to(device, dtype))
+            for size in (40_960, 4096, 4352, 257, 1)
+        ]
+        optimizer = kind(weights, lr=1e-2, weight_decay=0.1, bf16_stochastic_round=chance)
+        update = Update(optimizer)
+        update.attach()
+        for _ in range(3):
+            for w in weights:
+                w.grad = torch.randn(w.shape, generator=draw).to(device, dtype)
+            factor = torch.tensor(0.3, device=device)
+            update.take_factor = lambda factor=factor: factor
+            optimizer.step()
+        states = [x for s in optimizer.state.values() for x in (s["exp_avg"], s["exp_avg_sq"])]
+        parts = [y for x in states for y in ((x.codes, x.scale) if hasattr(x, "codes") else (x,))]
+        found.append([x.detach().cpu().float() for x in (*weights, *parts)])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_norm_of_gradients() -> None:
+    if not runs_kernels(torch.device("cuda")):
+        pytest.skip("Triton is not here, so torch clips")
+    weights = [nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (100_000, 257)]
+    update = Update(optim.AdamW8bit(weights))
+    for w in weights:
+        w.grad = torch.randn_like(w)
+    norm = clip([update], weights, 1.0)
+    assert norm is not None
+    every = torch.cat([w.grad.double() for w in weights if w.grad is not None])
+    assert float(norm) == pytest.approx(float(every.norm()), rel=1e-6)
+    factor = update.take_factor()
+    assert factor is not None
+    assert float(factor) == pytest.approx(1 / float(norm), rel=1e-5)
