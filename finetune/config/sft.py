@@ -25,6 +25,14 @@ _OF_LONG_RUNS = (
     *("logging_steps", "logging_first_step", "resume_from_checkpoint", *EARLY_STOPPING),
 )
 
+LENGTHS = 128
+"""What lengths of batches are multiples of on a GPU, unless a recipe says otherwise.
+
+cuDNN plans attention for each length anew, in 0.1 to 2 seconds. Multiples of 64 would be as good,
+but at odd ones its backward under a mask of padding can give NaN on Hopper (pytorch/pytorch, issue
+196678; huggingface/trl, issue 7181).
+"""
+
 
 def without_effect(train: Mapping[str, Any]) -> list[str]:
     """Keys that Transformers passes over in silence, where a checkpoint is lost by it.
@@ -95,6 +103,10 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
             disable_tqdm=True,
             **{**settings, **train},
         )
+    padded = "pad_to_multiple_of" in known and not method.writes
+    if padded and not on_cpu and "pad_to_multiple_of" not in train:
+        # Up to the longest row, whose end may be that of the model's positions.
+        args.pad_to_multiple_of = math.gcd(LENGTHS, getattr(args, "max_length", None) or LENGTHS)
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
     args._n_gpu = min(args.n_gpu, 1)
     steps = config.data.min_steps if args.max_steps <= 0 else None

@@ -377,9 +377,42 @@ def gemm_engine(scaling: str, capability: tuple[int, int], cuda: tuple[int, int]
 def cuda_of(torch_version: tuple[int, ...], built_for: str | None) -> tuple[int, int]:
     """CUDA of a torch: what it was built for, else that of the usual wheel of its version.
 
-    `pip install torch` gives CUDA 12.8 up to 2.10 and 13.0 from 2.11 on.
+    `pip install torch` gives CUDA 12.8 up to 2.10, 13.0 from 2.11 and 13.2 from 2.15 on.
     """
     if built_for is not None:
         major, minor = built_for.split(".")[:2]
         return int(major), int(minor)
+    if torch_version >= (2, 15):
+        return (13, 2)
     return (13, 0) if torch_version >= (2, 11) else (12, 8)
+
+
+VarlenKernel = Literal["cuDNN", "FlashAttention-2"]
+NO_EMPTY_DOCUMENTS = 92500
+"""cuDNN, as torch numbers it, below which documents without tokens give NaN.
+
+Source: NVIDIA/cudnn-frontend, issue 943; `FixedDocuments` fills batches up with such documents.
+"""
+
+
+def varlen_kernel(
+    capability: tuple[int, int],
+    torch_version: tuple[int, ...],
+    cudnn: int | None,
+    *,
+    head_dim: int,
+    windowed: bool = False,
+) -> VarlenKernel:
+    """The kernel of torch's `varlen_attn` that causal attention within documents is to take.
+
+    Source: `_cudnn_rejection_reasons` in torch/nn/attention/varlen.py of torch 2.15; before, causal
+    attention had FlashAttention-2 alone.
+
+    Args:
+        cudnn: `torch.backends.cudnn.version()`; None: what the wheel of `torch_version` brings
+            (2.15.0: 9.26).
+        windowed: a query sees some of the tokens before it only.
+    """
+    fits = capability[0] in (9, 10) and head_dim <= 128 and head_dim % 8 == 0 and not windowed
+    known = torch_version >= (2, 15) and (cudnn is None or cudnn >= NO_EMPTY_DOCUMENTS)
+    return "cuDNN" if fits and known else "FlashAttention-2"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,30 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache  # asked for at each attention
+def installed_torch() -> tuple[int, int, int]:
+    """Version of the installed torch."""
+    return _release(version("torch") or "0")
+
+
+@functools.cache
+def torch_of_gpus() -> tuple[int, int, int]:
+    """Version of torch that a GPU runs: the one here, unless its build has no CUDA.
+
+    Then the newest that was tested, which `requirements/gpu.txt` brings.
+    """
+    here = version("torch") or "0"
+    without_cuda = "+cpu" in here or sys.platform == "darwin"
+    return _release(table()["ran"]["torch"][-1] if without_cuda else here)
+
+
+def _release(found: str) -> tuple[int, int, int]:
+    from packaging.version import Version
+
+    release = Version(found)
+    return release.major, release.minor, release.micro
 
 
 def installed() -> dict[str, str]:

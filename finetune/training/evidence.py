@@ -15,7 +15,7 @@ from finetune.config.schema import PrecisionConfig
 from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, expand_segments, gemm_engine
 from finetune.hardware.requirements import Resolution, emulates
-from finetune.hardware.versions import installed, standings
+from finetune.hardware.versions import installed, installed_torch, standings
 from finetune.logging import HIDDEN_WARNINGS
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import Conversion
@@ -126,7 +126,7 @@ def receipt_of(
             "forced": dict(conversion.plan.overrides) if conversion else {},
             "compile": compiled,
             "kernels": _kernels(conversion),
-            "attention": executed_attention(conversion.model, device) if conversion else "",
+            "attention": executed_attention(conversion.model) if conversion else "",
             "evaluation": p.eval if fp8 else "high",
             "references": references if fp8 else [],
             "adapters": fused_adapters(conversion.fused) if conversion else "",
@@ -157,8 +157,7 @@ def _gemm(p: PrecisionConfig, device: Device) -> str:
         return "emulated"
     if p.backend == "te" and p.frozen != "fp8":
         return "Transformer Engine"
-    numbers = torch.__version__.split("+")[0].split(".")[:2]
-    cuda = cuda_of(tuple(int(n) for n in numbers), torch.version.cuda)
+    cuda = cuda_of(installed_torch(), torch.version.cuda)
     return gemm_engine(p.scaling, device.capability, cuda)
 
 
@@ -211,9 +210,7 @@ def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
     return "e2m1" if precision.low == "fp4" else precision.fp8_format
 
 
-def conditions_of(
-    trainer: Any, device: Device, conversion: Conversion | None, compiled: str
-) -> dict[str, Any]:
+def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) -> dict[str, Any]:
     """Executed settings that a fair pair of runs has to share, as plain data.
 
     They are read from the objects that trained (optimizer, prepared model and its configuration),
@@ -259,7 +256,7 @@ def conditions_of(
             "order": str(args.train_sampling_strategy),
         },
         "checkpointing": _checkpointing(args, model),
-        "attention": executed_attention(model, device),
+        "attention": executed_attention(model),
         "compile": compiled.partition(":")[0],
         "fused kernels": {
             "liger": args.use_liger_kernel and (args.liger_kernel_config or True),

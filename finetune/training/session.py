@@ -315,7 +315,7 @@ class Session:
 
     def conditions(self, trainer: Any) -> dict[str, Any]:
         """Settings of the model that trains, which a fair pair of runs has to share."""
-        return conditions_of(trainer, self.device, self.conversion, self.compiled)
+        return conditions_of(trainer, self.conversion, self.compiled)
 
 
 def _describe_storage(model: nn.Module) -> None:

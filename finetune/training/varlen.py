@@ -6,8 +6,10 @@ boundaries of the documents, `cu_seq_lens_q` as TRL's collators give them, repla
 
     3 documents of 2, 4 and 1 tokens    cu_seq_lens_q = [0 2 6 7]; [0 2 6 7 7 7] is the same
 
-* *CUDA*: `torch.nn.attention.varlen.varlen_attn`, FlashAttention-2 of torch's own wheel, or the
-  implementation that `torch.nn.attention.activate_flash_attention_impl` has made the current one.
+* *CUDA*: `torch.nn.attention.varlen.varlen_attn`. cuDNN's kernel on Hopper and data-centre
+  Blackwell from torch 2.15 on (`hardware.device.varlen_kernel`), elsewhere FlashAttention-2 of
+  torch's own wheel, or the implementation that `activate_flash_attention_impl` of
+  `torch.nn.attention` has made the current one.
 * *Elsewhere*: `finetune::varlen_attention`, a loop over blocks of queries in plain torch. It is one
   opaque operator, as the kernel is, so that compiled graphs, traces and counts of FLOPs are alike.
 
@@ -15,7 +17,8 @@ Calls without boundaries stay right, too. Rows without padding are documents of 
 without a mask, or this operator under a sliding window. Packed `position_ids` alone give
 boundaries, at the cost of one synchronization per layer. Padded rows and steps with a cache run
 SDPA under Transformers' mask. Forward and mask are registered in Transformers by `register`.
-`FixedDocuments` gives compiled layers one shape for all batches.
+`FixedDocuments` gives nearly all batches one shape: each other one costs compiled layers a graph,
+and cuDNN two plans, which take 0.1 to 2 seconds.
 
 Shapes: q [T, H, D]; k [T, Hkv, D]; v [T, Hkv, Dv]; H is a multiple of Hkv.
 """
@@ -29,18 +32,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import attention
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from finetune.errors import ConfigError
-from finetune.hardware.device import Device
+from finetune.hardware.device import varlen_kernel
+from finetune.hardware.versions import installed_torch
 
 NAME = "varlen"
 UNLIMITED = -1
 """Left window of full causal attention."""
 BLOCK = 512
 """Queries at a time, which bounds the scores in memory to [H, BLOCK, document]."""
+ROOM = 8
+"""Documents x longest, per token of a batch, up to which cuDNN's kernel is taken.
+
+Its backward holds gradients of queries in float32 and of keys and values for every query head, for
+all documents as if each were the longest (cudnn-frontend's `CompositeSDPABackwardNode`; torch 2.15
+does not tell it the number of tokens): 8 times 256 MiB for 8,192 tokens and 32 heads of 128.
+"""
+KERNEL = "varlen_kernel"
+"""Attribute of a layer's attention: name of the kernel that it has last run, for receipts."""
 _TAKES = frozenset(inspect.signature(varlen_attn).parameters)
 """Arguments of torch's function: 2.11 has no scale, 2.12 no `enable_gqa`."""
 
@@ -250,9 +264,13 @@ def varlen_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Transformers counts the query itself in its window; the kernel does not.
     window = UNLIMITED if sliding_window is None else sliding_window - 1
-    boundaries = cu_seq_lens_q.to(torch.int32)
+    boundaries, longest = cu_seq_lens_q.to(torch.int32), max_length_q or len(q)
+    kernel = _kernel(q, len(boundaries) - 1, longest, window)
+    # Layers run uncompiled first, to be observed; a graph would be guarded by what is written.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        setattr(module, KERNEL, kernel)
     if query.is_cuda:
-        out = _on_cuda(q, k, v, boundaries, max_length_q or len(q), scale, window)
+        out = _on_cuda(q, k, v, boundaries, longest, scale, window, kernel)
     else:
         out = varlen_attention(q, k, v, boundaries, scale, window)
     return out.unflatten(0, (batch, length)), None
@@ -263,9 +281,36 @@ def runs_on_cuda() -> bool:
     return "window_size" in _TAKES
 
 
+def _kernel(q: Tensor, documents: int, longest: int, window: int) -> str:
+    """Name of the kernel for queries [T, H, D]."""
+    if not q.is_cuda:
+        return "a loop over documents"
+    kernel = _kernel_here(q.shape[-1], window != UNLIMITED)
+    wide = kernel == "cuDNN" and documents * longest > ROOM * len(q)
+    return "FlashAttention-2" if wide else kernel
+
+
+@torch.compiler.assume_constant_result
+def _kernel_here(head_dim: int, windowed: bool) -> str:
+    """Name of the kernel on this GPU for batches that are not too wide (`ROOM`)."""
+    current: Any = getattr(attention, "current_flash_attention_impl", lambda: None)
+    if (chosen := current()) is not None:  # what a user has activated is what he gets
+        return chosen.replace("FA", "FlashAttention-")
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return "FlashAttention-2"
+    return varlen_kernel(
+        torch.cuda.get_device_capability(),
+        installed_torch(),
+        torch.backends.cudnn.version() or 0,
+        head_dim=head_dim,
+        windowed=windowed,
+    )
+
+
 def _on_cuda(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float, window: int,
+    kernel: str,
+) -> Tensor:  # fmt: skip
     more: dict[str, Any] = {"window_size": (window, 0)}
     if "scale" in _TAKES:
         more["scale"] = scale
@@ -276,7 +321,9 @@ def _on_cuda(
         more["enable_gqa"] = q.shape[1] != k.shape[1]
     short = q.shape[-1] - v.shape[-1]  # multi-head latent attention: values are narrower
     wide = F.pad(v, [0, short]) if short else v
-    out: Any = varlen_attn(q, k, wide, boundaries, boundaries, longest, longest, **more)
+    # torch takes cuDNN only if both boundaries are one object: a view of them is another.
+    ends = boundaries if kernel == "cuDNN" else boundaries[:]
+    out: Any = varlen_attn(q, k, wide, boundaries, ends, longest, longest, **more)
     return out[..., : v.shape[-1]] if short else out
 
 
@@ -345,24 +392,11 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, varlen_mask)
 
 
-# ------------------------------------------------------------------------------------------ kernel
-
-
-def _flash_in_use() -> str | None:
-    from torch.nn import attention
-
-    current: Any = getattr(attention, "current_flash_attention_impl", lambda: None)
-    return current()
-
-
-def executed_attention(model: Any, device: Device) -> str:
-    """Implementation of a loaded model, and with `varlen` its kernel, for receipts."""
+def executed_attention(model: nn.Module) -> str:
+    """Implementation of a model, and with `varlen` the kernels of its last steps, for receipts."""
     name = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
-    if name != NAME:
-        return name
-    kernels = {None: "FlashAttention-2", "FA3": "FlashAttention-3", "FA4": "FlashAttention-4"}
-    kernel = kernels.get(_flash_in_use(), _flash_in_use())
-    return f"{NAME}, {kernel if device.kind == 'cuda' else 'a loop over documents'}"
+    ran = {str(getattr(m, KERNEL)) for m in model.modules() if hasattr(m, KERNEL)}
+    return ", ".join([name, " and ".join(sorted(ran))]) if name == NAME and ran else name
 
 
 # ----------------------------------------------------------------------------------------- batches
@@ -371,19 +405,22 @@ def executed_attention(model: Any, device: Device) -> str:
 class FixedDocuments:
     """TRL's collator with boundaries of one shape, so that compiled layers keep one graph.
 
-    With at most 4 documents, of at most 9 tokens, [0 3 7 9] and [0 5 9] become [0 3 7 9 9] and
-    [0 5 9 9 9], and the longest has 9 tokens in both. Documents without tokens cost nothing.
+    With usually 4 documents, of at most 9 tokens, [0 3 7 9] and [0 5 9] become [0 3 7 9 9] and
+    [0 5 9 9 9], and the longest has 9 tokens in both. Documents without tokens cost nothing. Tokens
+    of padding, which the collator makes documents of their own, become one document.
 
     Args:
         collate: `torch_call` of the collator.
-        documents, longest: bounds of a batch; None where the rows are not known beforehand: the
-            next power of two of each batch.
+        documents: number that most batches do not exceed, padding included; doubled until it
+            suffices, so that other batches have few shapes.
+        longest: bound of a document; None where rows are not known beforehand: the next power of
+            two of each batch.
     """
 
     def __init__(
         self,
         collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
-        documents: int | None,
+        documents: int,
         longest: int | None,
     ) -> None:
         self.collate, self.documents, self.longest = collate, documents, longest
@@ -391,9 +428,13 @@ class FixedDocuments:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collate(rows)
         if "cu_seq_lens_q" in batch:
-            ends, longest = batch["cu_seq_lens_q"], int(batch["max_length_q"])
-            size = max(self.documents or 0, len(ends) - 1)
-            size = size if self.documents else _power_of_two(size)
+            given, tokens = batch["cu_seq_lens_q"], sum(len(row["input_ids"]) for row in rows)
+            ends = torch.cat([given[given < tokens], given.new_tensor([tokens])])
+            if tokens < int(given[-1]):
+                ends = torch.cat([ends, given[-1:]])
+            size, longest = self.documents, int(ends.diff().max())
+            while size < len(ends) - 1:
+                size *= 2
             # The last end again: each repetition is an empty document.
             padded = F.pad(ends, (0, size + 1 - len(ends)), value=int(ends[-1]))
             longest = max(longest, self.longest) if self.longest else _power_of_two(longest)
@@ -406,21 +447,23 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+USUAL = 0.9
+"""Share of rows that have no more documents than each row of a usual batch."""
+
+
 def fix_documents(trainer: Any) -> None:
-    """Give the batches of a padding-free trainer boundaries of one shape."""
+    """Give the batches of a padding-free trainer boundaries of few shapes."""
     args, collator = trainer.args, trainer.data_collator
     if not trainer.padding_free or not hasattr(collator, "torch_call"):
         return
     sets = [data for data in (trainer.train_dataset, trainer.eval_dataset) if data is not None]
     lengths = [row for data in sets for row in _lengths(data)]
     rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
-    # Each token of padding is a document of its own.
-    spare = (args.pad_to_multiple_of or 1) - 1
-    documents = max(map(len, lengths), default=0) * rows
+    numbers = sorted(map(len, lengths))
+    # Rows of a batch have more on average in few batches. One more is of padding.
+    documents = numbers[int(USUAL * (len(numbers) - 1))] * rows + 1 if numbers else 1
     longest = max((length for row in lengths for length in row), default=0)
-    fixed = FixedDocuments(
-        collator.torch_call, documents + spare if documents else None, longest or None
-    )
+    fixed = FixedDocuments(collator.torch_call, documents, longest or None)
     collator.torch_call = fixed  # an attribute of this collator, whose type TRL asks for
 
 

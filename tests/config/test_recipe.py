@@ -111,6 +111,23 @@ def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
     assert [args.get_warmup_steps(steps) <= steps / 9 for steps in (20, 200, 2000)] == [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("given", "multiple"),
+    [
+        (["~train.pad_to_multiple_of"], 128),
+        (["~train.pad_to_multiple_of", "train.max_length=96"], 32),  # no longer than the rows
+        (["train.pad_to_multiple_of=16"], 16),
+        (["train.method=grpo", "~train.pad_to_multiple_of", "~train.max_length"], None),
+    ],
+)
+def test_lengths_are_rounded_on_a_gpu_unless_the_recipe_says_how(given, multiple, tmp_path):
+    # Transformers refuses BF16 off the CPU where there is no GPU.
+    config = load_recipe("tiny_dpo_bf16", [*given, "precision.compute=fp32"]).config
+    args = [sft_config(config, tmp_path, {}, on_cpu=on_cpu) for on_cpu in (False, True)]
+    assert args[0].pad_to_multiple_of == multiple
+    assert args[1].pad_to_multiple_of == (multiple if "~" not in given[0] else None)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_resolved_recipe_is_the_same_recipe(name, tmp_path):
     recipe = load_recipe(name)

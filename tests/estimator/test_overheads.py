@@ -14,11 +14,12 @@ from finetune.estimator.memory.overheads import (
     attention_forward_extra,
     context_bytes,
     cublas_workspace,
-    installed_torch,
     library_workspaces,
     nccl_bytes,
     sdpa_kernel,
 )
+from finetune.hardware import versions
+from finetune.hardware.versions import installed_torch
 
 # Llama 3 8B, 2 rows of 4096.
 LLAMA = {"batch": 2, "heads": 32, "kv_heads": 8, "queries": 4096, "keys": 4096, "head_dim": 128}
@@ -119,6 +120,18 @@ def test_installed_version_without_torch():
     code = "import sys, finetune.estimator.memory.overheads as h; h.library_workspaces((9, 0)); "
     code += "import finetune.estimator.memory.overheads; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "predicted"),
+    [("2.13.0+cpu", "the newest tested"), ("2.13.0", (2, 13, 0)), ("2.11.0+cu130", (2, 11, 0))],
+)
+def test_gpus_are_predicted_for_the_torch_that_can_run_there(found, predicted, monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda _: found)
+    monkeypatch.setattr(sys, "platform", "linux")
+    if predicted == "the newest tested":
+        predicted = versions._release(versions.table()["ran"]["torch"][-1])
+    assert versions.torch_of_gpus.__wrapped__() == predicted
 
 
 def test_context_is_of_the_nearest_capability():

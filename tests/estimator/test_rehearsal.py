@@ -24,7 +24,7 @@ from finetune.estimator.knobs import setting, with_length
 from finetune.estimator.memory.footprint import tensor_footprint
 from finetune.estimator.predict import in_eager_kernels, predict_fast
 from finetune.estimator.speed.step_parts import StepPart, classes_of, in_layer
-from finetune.estimator.trace import rehearsal
+from finetune.estimator.trace import fake_cuda, rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
 from finetune.estimator.trace.trace import layer_of
@@ -328,10 +328,16 @@ def test_padded_rows_have_a_mask_under_varlen_too() -> None:
 def test_attention_of_packed_rows_is_cast_as_autocast_would() -> None:
     """Weights in float32 make rotated queries in float32; the kernel takes, and saves, 16 bits."""
     found = on_h100(load_recipe("llama_1b_full_bf16").config)
-    flash = [
-        op for op in found.trace.ops if op.name == "finetune_estimator.flash_attention.default"
-    ]
-    assert {x.dtype for op in flash for x in op.inputs} == {torch.bfloat16}
+    ran = [op for op in found.trace.ops if op.name == "finetune_estimator.attention.default"]
+    assert {x.dtype for op in ran for x in op.inputs} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("version", [(2, 14, 1), (2, 15, 0)])
+def test_packed_rows_are_cudnns_from_torch_2_15_on(version, monkeypatch) -> None:
+    monkeypatch.setattr(fake_cuda, "torch_of_gpus", lambda: version)
+    found = on_h100(load_recipe("llama_1b_full_bf16").config)
+    ran = {op.name for op in found.trace.ops if "attention.default" in op.name}
+    assert ran == {f"finetune_estimator.{'' if version[1] == 15 else 'flash_'}attention.default"}
 
 
 @pytest.mark.slow

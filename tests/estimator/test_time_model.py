@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
-from finetune.estimator.memory.overheads import installed_torch
 from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.operators import (
@@ -37,6 +36,7 @@ from finetune.estimator.trace.fsdp_groups import Group
 from finetune.estimator.trace.trace import Op, Operand, Recorder
 from finetune.hardware.device import OUTER_VECTOR_CUDA, cuda_of
 from finetune.hardware.gpus import named_gpu
+from finetune.hardware.versions import torch_of_gpus
 from tests.benchmarks.score.setting import ATTENTION_LINEARS, MLP_LINEARS, Setting, Shape
 from tests.benchmarks.score.workload import adapter_parameters, in_layers, write_step
 from tests.conftest import slow_but
@@ -211,7 +211,7 @@ def test_rowwise_scales_cost_more_in_cutlass(gpu_name, factor):
     plain, rows = gemm(4096, 4096, 4096, FP8), gemm(4096, 4096, 4096, FP8, scale=(4096, 1))
     more = seconds_of(rows, gpu_name)[0] / seconds_of(plain, gpu_name)[0]
     # The wheels of torch 2.10 are for CUDA 12.8, whose cuBLAS has no row-wise scales on an H100.
-    outer_vector = gpu_name == "H100" and cuda_of(installed_torch(), None) >= OUTER_VECTOR_CUDA
+    outer_vector = gpu_name == "H100" and cuda_of(torch_of_gpus(), None) >= OUTER_VECTOR_CUDA
     assert factor < more < 1.05 if outer_vector else more > factor
 
 

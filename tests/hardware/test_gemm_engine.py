@@ -1,4 +1,4 @@
-"""The library that multiplies FP8 by GPU, scaling and CUDA, and what follows from it."""
+"""The kernels by GPU, scaling, torch and CUDA: of FP8 products, and of attention to documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from finetune.config.schema import PrecisionConfig
 from finetune.estimator.speed.roofline import efficiency_of
-from finetune.hardware.device import Device, cuda_of, gemm_engine
+from finetune.hardware.device import Device, cuda_of, gemm_engine, varlen_kernel
 from finetune.hardware.gpus import named_gpu
 from finetune.hardware.requirements import backend_verdict, resolve
 
@@ -30,7 +30,8 @@ def test_engine(scaling, capability, cuda, engine) -> None:
 
 def test_cuda_is_that_of_this_torch_or_of_the_usual_wheel() -> None:
     assert cuda_of((2, 10, 0), "13.0") == (13, 0)
-    assert [cuda_of((2, minor, 0), None) for minor in (10, 11)] == [(12, 8), (13, 0)]
+    usual = [cuda_of((2, minor, 0), None) for minor in (10, 11, 15)]
+    assert usual == [(12, 8), (13, 0), (13, 2)]
 
 
 def test_rows_are_slow_where_cutlass_multiplies_them() -> None:
@@ -47,3 +48,24 @@ def test_rows_are_refused_where_nothing_multiplies_them() -> None:
     assert "use precision.scaling=tensorwise or backend=emulated" in no.reason
     tensors = rows.model_copy(update={"scaling": "tensorwise"})
     assert resolve(tensors, RTX5090).precision.backend == "torchao"
+
+
+@pytest.mark.parametrize(
+    ("capability", "minor", "cudnn", "more", "kernel"),
+    [
+        ((9, 0), 15, None, {}, "cuDNN"),
+        ((10, 0), 15, 92600, {}, "cuDNN"),
+        ((10, 3), 15, 92500, {"head_dim": 64}, "cuDNN"),
+        ((9, 0), 14, 92600, {}, "FlashAttention-2"),
+        ((9, 0), 10, None, {}, "FlashAttention-2"),
+        ((9, 0), 15, 92400, {}, "FlashAttention-2"),  # NaN of documents without tokens
+        ((9, 0), 15, 0, {}, "FlashAttention-2"),
+        ((9, 0), 15, None, {"windowed": True}, "FlashAttention-2"),
+        ((9, 0), 15, None, {"head_dim": 192}, "FlashAttention-2"),
+        ((8, 0), 15, None, {}, "FlashAttention-2"),
+        ((12, 0), 15, None, {}, "FlashAttention-2"),
+    ],
+)
+def test_kernel_of_documents(capability, minor, cudnn, more, kernel) -> None:
+    given = {"head_dim": 128} | more
+    assert varlen_kernel(capability, (2, minor, 0), cudnn, **given) == kernel

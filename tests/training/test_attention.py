@@ -314,8 +314,84 @@ def test_torchs_function_gets_the_arguments_that_it_takes(takes, monkeypatch) ->
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(varlen, "_TAKES", frozenset(takes))
     for window in (UNLIMITED, 5):
-        found = varlen._on_cuda(q, k, v, ends, 64, 0.3, window)
+        found = varlen._on_cuda(q, k, v, ends, 64, 0.3, window, "FlashAttention-2")
         torch.testing.assert_close(found, varlen_attention(q, k, v, ends, 0.3, window))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch_takes_cudnn_exactly_where_it_is_to(compiled, monkeypatch) -> None:
+    """torch 2.15 compares boundaries by identity, in a graph as outside of it."""
+    torch.manual_seed(0)
+    q, k = torch.randn(TOKENS, 4, 16), torch.randn(TOKENS, 2, 16)
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, **_):
+        ran = q.new_full((1,), float(cu_q is cu_k))
+        return varlen_attention(q, k, v, cu_q, scale, UNLIMITED) + ran
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "_TAKES", frozenset({"scale", "enable_gqa"}))
+    run = varlen._on_cuda
+    if compiled:
+        run = torch.compile(run, backend="eager", fullgraph=True)
+    plain = varlen_attention(q, k, k, boundaries(*LENGTHS), 0.3, UNLIMITED)
+    for name, is_one in (("cuDNN", 1.0), ("FlashAttention-2", 0.0)):
+        found = run(q, k, k, boundaries(*LENGTHS), 64, 0.3, UNLIMITED, name)
+        torch.testing.assert_close(found, plain + is_one)
+
+
+class Gpu:
+    """What is asked of queries on a GPU."""
+
+    is_cuda, shape = True, (8192, 32, 128)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """torch 2.15 with cuDNN 9.26 on an H100."""
+    monkeypatch.setattr(varlen, "installed_torch", lambda: (2, 15, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_cudnn_is_taken_where_its_buffers_are_small(monkeypatch) -> None:
+    def kernel(documents, longest, window=UNLIMITED):
+        return varlen._kernel(Gpu(), documents, longest, window)
+
+    assert [kernel(4, 2048), kernel(32, 256), kernel(32, 2048)] == ["cuDNN"] * 3
+    assert kernel(33, 2048) == "FlashAttention-2"
+    assert kernel(4, 2048, window=512) == "FlashAttention-2"
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert kernel(4, 2048) == "FlashAttention-2"
+    monkeypatch.setattr(varlen.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert kernel(4, 2048) == "FlashAttention-3"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cudnn", "kernel"),
+    [
+        ((2, 15, 0), 92600, "varlen, cuDNN"),
+        ((2, 15, 0), 92400, "varlen, FlashAttention-2"),
+        ((2, 13, 0), 92600, "varlen, FlashAttention-2"),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_the_receipt_says_which_kernel_ran(
+    torch_version, cudnn, kernel, model, monkeypatch
+) -> None:
+    assert varlen.executed_attention(model) == "varlen"  # nothing ran
+    monkeypatch.setattr(varlen, "installed_torch", lambda: torch_version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    plain = varlen._kernel
+    monkeypatch.setattr(varlen, "_kernel", lambda _, *more: plain(Gpu(), *more))
+    with torch.no_grad():
+        model(**packed())
+    assert varlen.executed_attention(model) == "varlen"  # no training
+    model(**packed())
+    assert varlen.executed_attention(model) == kernel
 
 
 def test_the_witness_can_count_the_kernel_of_any_torch() -> None:
@@ -411,6 +487,10 @@ def test_sinks_are_seen(make_llama) -> None:
 # ---------------------------------------------------------------------------------------- batches
 
 
+def rows_of(tokens: int) -> list[dict]:
+    return [{"input_ids": [0] * tokens}]
+
+
 def test_boundaries_of_all_batches_have_one_shape() -> None:
     batches = iter([(3, 4, 2), (5, 4), (1, 8)])
 
@@ -418,7 +498,7 @@ def test_boundaries_of_all_batches_have_one_shape() -> None:
         return packed(next(batches))
 
     fixed = FixedDocuments(collate, 4, 9)
-    found = [fixed([]) for _ in range(3)]
+    found = [fixed(rows_of(9)) for _ in range(3)]
     assert [b["cu_seq_lens_q"].tolist() for b in found] == [
         [0, 3, 7, 9, 9], [0, 5, 9, 9, 9], [0, 1, 9, 9, 9],
     ]  # fmt: skip
@@ -427,17 +507,30 @@ def test_boundaries_of_all_batches_have_one_shape() -> None:
 
 
 def test_boundaries_of_unknown_rows_grow_by_powers_of_two() -> None:
-    batch = FixedDocuments(lambda _: packed((3, 4, 2)), None, None)([])
+    batch = FixedDocuments(lambda _: packed((3, 4, 2)), 1, None)(rows_of(9))
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 7, 9, 9]
     assert batch["max_length_q"] == 4
 
 
-def test_bounds_come_from_the_rows_of_a_trainer() -> None:
+def test_padding_is_one_document() -> None:
+    """127 of one token each took as many rows of cuDNN's buffers as the longest has tokens."""
+    batch = FixedDocuments(lambda _: packed((3, 4, 1, 1, 1)), 3, 4)(rows_of(7))
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 7, 10]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    last = FixedDocuments(lambda _: packed((3, 1)), 2, 4)(rows_of(4))  # of one token, no padding
+    assert last["cu_seq_lens_q"].tolist() == [0, 3, 4]
+
+
+def test_a_batch_of_unusually_many_documents_has_twice_as_many_boundaries() -> None:
+    batch = FixedDocuments(lambda _: packed((1, 2, 3, 4)), 3, 8)(rows_of(10))
+    assert batch["cu_seq_lens_q"].tolist() == [0, 1, 3, 6, 10, 10, 10]
+
+
+def test_the_usual_number_of_documents_comes_from_the_rows_of_a_trainer() -> None:
+    """One row of tiny documents is no reason to make each batch as large."""
     collator = SimpleNamespace(torch_call=lambda _: packed((3, 4, 2)))
-    rows = {"seq_lengths": [[3, 4], [2], [5, 1, 1]]}
-    args = SimpleNamespace(
-        per_device_train_batch_size=2, per_device_eval_batch_size=1, pad_to_multiple_of=4
-    )
+    rows = {"seq_lengths": [[3, 4], [2], [5, 1, 1], *[[6, 1]] * 8, [1] * 40]}
+    args = SimpleNamespace(per_device_train_batch_size=2, per_device_eval_batch_size=1)
 
     class Rows(dict):
         column_names = ("input_ids", "seq_lengths")
@@ -447,7 +540,7 @@ def test_bounds_come_from_the_rows_of_a_trainer() -> None:
         train_dataset=Rows(rows), eval_dataset=None,
     )  # fmt: skip
     varlen.fix_documents(trainer)
-    assert (collator.torch_call.documents, collator.torch_call.longest) == (2 * 3 + 3, 5)
+    assert (collator.torch_call.documents, collator.torch_call.longest) == (2 * 2 + 1, 6)
 
 
 @pytest.mark.slow
@@ -485,7 +578,7 @@ def test_eight_batches_of_other_documents_are_one_graph(model, make_llama) -> No
         cuts = torch.randperm(TOKENS - 1, generator=generator)[: 1 + seed % 7].sort().values + 1
         lengths = torch.diff(torch.cat([torch.tensor([0]), cuts, torch.tensor([TOKENS])])).tolist()
         made = packed(lengths, seed, use_cache=False)
-        row = FixedDocuments(lambda _, made=made: made, 8, TOKENS)([])
+        row = FixedDocuments(lambda _, made=made: made, 8, TOKENS)(rows_of(TOKENS))
         logits, gradient = outcome(model, [row])
         if not seed % 5:
             expected = apart(plain, row["input_ids"], lengths)

@@ -20,7 +20,10 @@ The kernel behind `scaled_dot_product_attention` depends on version, GPU and mas
 * `flash`: FlashAttention 2, of torch's SDPA and of the `flash-attn` package;
 * `flash3`: FlashAttention 3 (`flash_attn_3`, Hopper);
 * `efficient`: CUTLASS memory-efficient attention, which takes masks and float32;
-* `cudnn`: cuDNN, whose buffers come in one piece from the caching allocator.
+* `cudnn`: cuDNN, whose buffers come in one piece from the caching allocator. Over documents it is
+  `finetune.hardware.device.varlen_kernel` that picks it, and the buffers are those of as many rows
+  of the longest document: of equal ones no more than of their tokens, else up to 8 times as much
+  (`finetune.training.varlen.ROOM`), which is not predicted.
 
 Sources: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.4, 2.9 and 2.13 and the pull requests
 168175 (one workspace for both libraries) and 175344 (32 MiB on Blackwell); outside the allocator,
@@ -39,23 +42,15 @@ every query head is a conservative assumption.
 
 from __future__ import annotations
 
-import functools
-from importlib import metadata
 from typing import Literal
 
+from finetune.hardware.versions import torch_of_gpus
 from finetune.units import MIB
 
 Link = Literal["nvlink", "pcie"]
 Kernel = Literal["flash", "flash3", "efficient", "cudnn"]
 FLOAT32 = 4
 """Bytes of an element."""
-
-
-@functools.cache  # asked for at each attention
-def installed_torch() -> tuple[int, int, int]:
-    """Version of the installed torch, without importing it."""
-    major, minor, patch = metadata.version("torch").split("+")[0].split(".")[:3]
-    return int(major), int(minor), int("".join(filter(str.isdigit, patch)) or 0)
 
 
 # ------------------------------------------------------------------------ workspaces, context, NCCL
@@ -79,7 +74,7 @@ def library_workspaces(
     One for the thread of forward and one for that of backward. Before torch 2.11, cuBLASLt (FP8
     GEMMs, and linear layers with a bias) has 1 MiB of its own for each.
     """
-    version = torch_version or installed_torch()
+    version = torch_version or torch_of_gpus()
     blas = cublas_workspace(capability, version)
     return [blas, blas] if version >= (2, 11) else [blas, MIB, blas, MIB]
 

@@ -37,7 +37,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat
 from finetune.config.paths import ASSETS
 from finetune.config.yaml import read_text
 from finetune.errors import ConfigError
-from finetune.estimator.memory.overheads import installed_torch, sdpa_kernel
+from finetune.estimator.memory.overheads import sdpa_kernel
 from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.operators import (
     OF_ONE_LAUNCH,
@@ -53,6 +53,7 @@ from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace.trace import Op
 from finetune.hardware.device import cuda_of, gemm_engine
 from finetune.hardware.gpus import Gpu, Peak
+from finetune.hardware.versions import torch_of_gpus
 
 TABLE = ASSETS / "efficiency.yaml"
 
@@ -159,7 +160,7 @@ def efficiency_of(
 
     Args:
         attention: default PyTorch's choice there.
-        torch: version of torch, which decides what multiplies row-wise scales; default here's.
+        torch: version of torch, which decides what multiplies row-wise scales; default of GPUs.
 
     Raises:
         ConfigError: no family of the table has the GPU's compute capability.
@@ -177,10 +178,10 @@ def efficiency_of(
         )
     own = next((row for row in table.devices if gpu.name in row.names), None)
     if attention is None:
-        picked = sdpa_kernel(gpu.capability, installed_torch(), head_dim=128, masked=False)
+        picked = sdpa_kernel(gpu.capability, torch_of_gpus(), head_dim=128, masked=False)
         attention = "cudnn" if picked == "cudnn" else "flash"
     flash, slower = family.attention["flash"], table.shared.masked_attention
-    cuda = cuda_of(torch or installed_torch(), None)
+    cuda = cuda_of(torch or torch_of_gpus(), None)
     common = table.shared
     if gemm_engine("rowwise", gpu.capability, cuda) == "cuBLASLt outer-vector":
         common = common.model_copy(update={"rowwise": family.outer_vector or common.rowwise})

@@ -46,9 +46,10 @@ from finetune.estimator.memory.overheads import (
     Kernel,
     attention_backward_extra,
     attention_forward_extra,
-    installed_torch,
     sdpa_kernel,
 )
+from finetune.hardware.device import varlen_kernel
+from finetune.hardware.versions import torch_of_gpus
 from finetune.precision import gemm, weights
 from finetune.precision.backends.base import Owner
 from finetune.precision.head import Head
@@ -202,7 +203,7 @@ def attention_on(capability: tuple[int, int]) -> Callable[..., Tensor]:
             attn_mask = attn_mask.to(query.dtype)
         kernel = sdpa_kernel(
             capability,
-            installed_torch(),
+            torch_of_gpus(),
             head_dim=query.shape[-1],
             masked=attn_mask is not None,
             itemsize=query.element_size(),
@@ -213,18 +214,24 @@ def attention_on(capability: tuple[int, int]) -> Callable[..., Tensor]:
 
 
 FLASH = "finetune_flash"
-KERNELS: dict[str, Kernel] = {
-    "varlen": "flash",
+KERNELS: dict[str, Kernel | None] = {
+    "varlen": None,
     "flash_attention_2": "flash",
     "flash_attention_3": "flash3",
 }
-"""Kernels that take documents of different lengths, by implementation of attention."""
+"""Kernels that take documents of different lengths, by implementation of attention; None: by the
+GPU and torch (`varlen_kernel`).
+"""
 
 
-def choose_attention(model: nn.Module, name: str | None) -> None:
-    """Apply a resolved `model.attention` to a model sketched with its default, in place."""
+def choose_attention(model: nn.Module, name: str | None, capability: tuple[int, int]) -> None:
+    """Apply a resolved `model.attention` to a model sketched with its default, in place.
+
+    Args:
+        capability: compute capability of the GPU.
+    """
     if name in KERNELS:
-        _register_flash(KERNELS[name])
+        _register_flash(KERNELS[name], capability)
         name = FLASH
     for module in model.modules() if name is not None else ():
         config: Any = getattr(module, "config", None)
@@ -232,7 +239,7 @@ def choose_attention(model: nn.Module, name: str | None) -> None:
             config._attn_implementation = name
 
 
-def _register_flash(kernel: Kernel) -> None:
+def _register_flash(kernel: Kernel | None, capability: tuple[int, int]) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -248,11 +255,19 @@ def _register_flash(kernel: Kernel) -> None:
             query, key, value = (_split(x, documents) for x in (query, key, value))
         # A trace sees operands alone: one with an element for each token that a query sees.
         seen = None if sliding_window is None else key[0, 0, :sliding_window, 0]
-        out = fused(query, key, value, seen, True, kernel).transpose(1, 2)
+        picked = kernel or _of_documents(capability, query.shape[-1], seen is not None)
+        out = fused(query, key, value, seen, True, picked).transpose(1, 2)
         return out.reshape(-1, length, *out.shape[2:]), None
 
     ALL_ATTENTION_FUNCTIONS.register(FLASH, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, flash_attention_mask)
+
+
+def _of_documents(capability: tuple[int, int], head_dim: int, windowed: bool) -> Kernel:
+    """Kernel of torch's `varlen_attn`."""
+    here = torch.backends.cudnn.version()  # None where this torch has no CUDA
+    picked = varlen_kernel(capability, torch_of_gpus(), here, head_dim=head_dim, windowed=windowed)
+    return "cudnn" if picked == "cuDNN" else "flash"
 
 
 def _split(x: Tensor, documents: int) -> Tensor:

@@ -180,7 +180,7 @@ def rehearse(
             stack.enter_context(on_gpu(device.capability or (9, 0)))
         name = attention.implementation
         masked = name == VARLEN and not padding_free(config.train)  # as padded rows run
-        choose_attention(model, "sdpa" if masked else name)
+        choose_attention(model, "sdpa" if masked else name, device.capability or (9, 0))
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         published = is_published_fp8(cast(Any, model).config)  # left there if codes are held
         store_base(model, "fp8" if published else config.model.storage)

@@ -70,8 +70,8 @@ def as_published(job: Job) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (predict, "rehearse", rehearse_rows),
         (predict, "_made", lambda wanted: wanted.make()),  # each with libraries of its own
-        (overheads, "installed_torch", lambda: job.torch),
-        (fake_cuda, "installed_torch", lambda: job.torch),
+        (overheads, "torch_of_gpus", lambda: job.torch),
+        (fake_cuda, "torch_of_gpus", lambda: job.torch),
         (rehearsal, "check_settings", lambda _, *planned: plan(*planned)),
         (rehearsal, "store_base", store),
         (peft, "get_peft_model", adapt),
