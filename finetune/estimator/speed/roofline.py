@@ -101,16 +101,18 @@ class Efficiency(_Row):
     Attributes:
         gemm: Fraction of the dense peak, by operand precision.
         attention: Fraction of the BF16 peak, by direction: of the kernel behind SDPA.
-        flash: Same of FlashAttention-2, which documents of different lengths run.
+        flash: Same of FlashAttention-2, which documents of different lengths run but where cuDNN
+            takes them.
         masked: Same with an explicit mask, which neither flash nor cuDNN attention supports.
-        short: Tokens of a sequence that reaches half of `attention`, and half of `flash`; 0: any.
+        short: Tokens of a sequence that reaches half of `attention`, and half of `flash`, by
+            direction; none: any.
     """
 
     gemm: dict[str, PositiveFloat]
     attention: dict[Direction, PositiveFloat]
     flash: dict[Direction, PositiveFloat]
     masked: dict[Direction, PositiveFloat]
-    short: tuple[float, float]
+    short: tuple[dict[Direction, float], dict[Direction, float]]
     shared: Shared
 
 
@@ -120,7 +122,7 @@ class _Family(_Row):
     gemm: dict[str, PositiveFloat]
     outer_vector: PositiveFloat | None = None
     attention: dict[AttentionKernel, dict[Direction, PositiveFloat]]
-    short: dict[AttentionKernel, PositiveFloat] = {}
+    short: dict[AttentionKernel, dict[Direction, float]] = {}
     origin: str
 
 
@@ -190,7 +192,7 @@ def efficiency_of(
         attention=family.attention.get(attention, flash),
         flash=flash,
         masked={direction: share * slower for direction, share in flash.items()},
-        short=(family.short.get(attention, 0.0), family.short.get("flash", 0.0)),
+        short=(family.short.get(attention, {}), family.short.get("flash", {})),
         shared=common,
     )
 
@@ -283,10 +285,10 @@ class Roofline:
             plain, short = (shares.flash if flash else shares.attention), shares.short[flash]
             wide = dtype_name(op.inputs[0]) == "float32"  # the kernel of masks takes it alone
             reached = shares.masked if masked or wide else plain
-            direction = "backward" if is_backward_attention(op) else "forward"
+            direction: Direction = "backward" if is_backward_attention(op) else "forward"
             peak = wide_peak(self.gpu) if wide else self.gpu.half_peak
             tokens = op.inputs[0].shape[-2]  # of q, in backward of its output's gradient
-            shorter = 1 if reached is shares.masked else 1 + short / tokens
+            shorter = 1 if reached is shares.masked else 1 + short.get(direction, 0) / tokens
             compute = flops * shorter / (peak * reached[direction])
         body = max(compute, memory)
         if body < start:
