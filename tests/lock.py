@@ -1,6 +1,7 @@
 """The lock: versions of all libraries, for Python 3.11 to 3.14, that both README commands install.
 
-`requirements/lock.txt` is a file of constraints, which pip and uv read alike:
+Files of constraints, which pip and uv read alike. `requirements/libraries.txt` has all but torch,
+which `lock.txt` and `gpu.txt` add to it, for machines without a GPU and with one:
 
     pip install -e '.[test]' -c requirements/lock.txt
     python -m tests.lock          # exits with 1 where what is installed differs from the lock
@@ -24,9 +25,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-LOCK = ROOT / "requirements" / "lock.txt"
+FOLDER = ROOT / "requirements"
+TORCH = {
+    "lock.txt": ("2.13.0", "a CPU: its build is quick to get"),
+    "gpu.txt": ("2.15.0", "a GPU: cuDNN's attention over packed documents"),
+}
+"""File -> torch that it adds to `libraries.txt`, and on what and why."""
 HELD = {
-    "torch==2.13.0": "its CPU build is quick to get",
     "transformers==5.23.0": "5.24 adds adapters of its own with peft 0.22 only, not yet released",
 }
 """What `renew` keeps, and why."""
@@ -35,10 +40,11 @@ EXTRAS = ("dev", "docs", "energy", "notebooks", "tracking")
 _OF_CUDA = re.compile(r"(nvidia(?!-ml-py)|cuda)-|triton=")
 
 
-def locked() -> dict[str, str]:
+def locked(file: str = "lock.txt") -> dict[str, str]:
     """Distribution -> version for this Python and machine."""
-    lines = LOCK.read_text(encoding="utf-8").splitlines()
-    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    texts = [(FOLDER / each).read_text(encoding="utf-8") for each in ("libraries.txt", file)]
+    lines = "\n".join(texts).splitlines()
+    pins = [Requirement(line) for line in lines if line and line[0] not in "#-"]
     return {
         canonicalize_name(each.name): str(each.specifier).removeprefix("==")
         for each in pins
@@ -64,15 +70,20 @@ def renew() -> None:
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--no-annotate", "--no-header"]
     command += [*extras, "--python-version", "3.11", "pyproject.toml", "-"]
+    torch = f"torch=={TORCH['lock.txt'][0]}"
+    held = "\n".join([*HELD, torch])
     pins = subprocess.run(
-        command, cwd=ROOT, check=True, text=True, capture_output=True, input="\n".join(HELD)
+        command, cwd=ROOT, check=True, text=True, capture_output=True, input=held
     ).stdout
-    kept = [line for line in pins.splitlines() if not _OF_CUDA.match(line)]
+    kept = [line for line in pins.splitlines() if not _OF_CUDA.match(line) and line != torch]
     head = [
         "# Made by `python -m tests.lock renew`. Constraints for pip and uv; see tests/lock.py."
     ]
     head += [f"# held: {pin}, {why}" for pin, why in HELD.items()]
-    LOCK.write_text("\n".join([*head, *kept, ""]), encoding="utf-8")
+    (FOLDER / "libraries.txt").write_text("\n".join([*head, *kept, ""]), encoding="utf-8")
+    for file, (version, why) in TORCH.items():
+        text = f"# The lock; torch on {why}.\n-c libraries.txt\ntorch=={version}\n"
+        (FOLDER / file).write_text(text, encoding="utf-8")
 
 
 def ranges() -> Iterator[str]:

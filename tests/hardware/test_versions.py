@@ -18,7 +18,7 @@ from finetune.errors import ConfigError
 from finetune.hardware import versions
 from finetune.hardware.versions import check, concerns, standing, table
 from tests.conftest import H100
-from tests.lock import locked
+from tests.lock import TORCH, locked
 
 RAN = table()["ran"]
 NEWEST = {name: each[-1] for name, each in RAN.items()}
@@ -46,6 +46,12 @@ def test_the_lock_has_versions_that_are_tested() -> None:
     pins = locked()
     for name in RAN.keys() - {"python", "transformer-engine", "liger-kernel", "triton"}:
         assert standing(name, pins[canonicalize_name(name)]) == "tested", name
+
+
+def test_gpus_have_the_torch_that_predictions_are_for() -> None:
+    assert locked("gpu.txt") == locked() | {"torch": RAN["torch"][-1]}
+    for file, (version, _) in TORCH.items():
+        assert locked(file)["torch"] == version
 
 
 @pytest.mark.parametrize("name", ["transformers", "trl", "peft", "torch", "accelerate", "datasets"])
