@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -448,7 +449,7 @@ def _power_of_two(number: int) -> int:
 
 
 USUAL = 0.9
-"""Share of rows that have no more documents than each row of a usual batch."""
+"""Share of batches that have no more documents than there are boundaries for."""
 
 
 def fix_documents(trainer: Any) -> None:
@@ -459,12 +460,22 @@ def fix_documents(trainer: Any) -> None:
     sets = [data for data in (trainer.train_dataset, trainer.eval_dataset) if data is not None]
     lengths = [row for data in sets for row in _lengths(data)]
     rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
-    numbers = sorted(map(len, lengths))
-    # Rows of a batch have more on average in few batches. One more is of padding.
-    documents = numbers[int(USUAL * (len(numbers) - 1))] * rows + 1 if numbers else 1
     longest = max((length for row in lengths for length in row), default=0)
-    fixed = FixedDocuments(collator.torch_call, documents, longest or None)
+    fixed = FixedDocuments(collator.torch_call, _usual([*map(len, lengths)], rows), longest or None)
     collator.torch_call = fixed  # an attribute of this collator, whose type TRL asks for
+
+
+def _usual(numbers: list[int], rows: int) -> int:
+    """Documents that most batches of so many rows do not exceed, with one of padding.
+
+    Rows that are packed last have the shortest documents and most of them: `rows` times the most
+    would be boundaries for several times what most batches have.
+    """
+    if not numbers:
+        return 1
+    random.Random(0).shuffle(numbers)
+    sums = sorted(sum(numbers[i : i + rows]) for i in range(0, len(numbers), rows))
+    return sums[int(USUAL * (len(sums) - 1))] + 1
 
 
 def _lengths(data: Any) -> Iterable[list[int]]:

@@ -529,7 +529,7 @@ def test_a_batch_of_unusually_many_documents_has_twice_as_many_boundaries() -> N
 def test_the_usual_number_of_documents_comes_from_the_rows_of_a_trainer() -> None:
     """One row of tiny documents is no reason to make each batch as large."""
     collator = SimpleNamespace(torch_call=lambda _: packed((3, 4, 2)))
-    rows = {"seq_lengths": [[3, 4], [2], [5, 1, 1], *[[6, 1]] * 8, [1] * 40]}
+    rows = {"seq_lengths": [[3, 4], [2], [5, 1, 1], *[[6, 1]] * 36, [1] * 40]}
     args = SimpleNamespace(per_device_train_batch_size=2, per_device_eval_batch_size=1)
 
     class Rows(dict):
@@ -541,6 +541,7 @@ def test_the_usual_number_of_documents_comes_from_the_rows_of_a_trainer() -> Non
     )  # fmt: skip
     varlen.fix_documents(trainer)
     assert (collator.torch_call.documents, collator.torch_call.longest) == (2 * 2 + 1, 6)
+    assert varlen._usual([], 4) == 1
 
 
 @pytest.mark.slow
