@@ -1,6 +1,7 @@
 """What `torch.compile` makes of one decoder layer: bytes saved for backward, kernels, bytes moved.
 
     python -m tests.benchmarks.compiled_layer [--tokens 8192] [--json]
+    python -m tests.benchmarks.compiled_layer --gpu     time and bandwidth of our casts, on a GPU
 
 One layer of Llama 3.1 8B, built, adapted and converted as in a run, on fake tensors; without
 gradient checkpointing unless the name says so. Saved: storages that AOTAutograd's partition keeps,
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -198,6 +200,45 @@ def counts(layers: list[str], tokens: int) -> Iterator[tuple[str, dict[str, Any]
         yield name, found
 
 
+def casts(tokens: int) -> Iterator[tuple[str, float, float]]:
+    """Name, milliseconds and TB/s of each cast of a full layer, guessed right and wrong."""
+    from finetune.precision.formats import E4M3, E5M2
+    from finetune.precision.kernels import cast_whole, swiglu_backward_cast, swiglu_cast
+
+    x, w = torch.randn(tokens, 4096), torch.randn(14336, 4096)
+    dy, gate, up = torch.randn(3, tokens, 14336, dtype=torch.bfloat16, device="cuda")
+    x, w = x.to(dy), w.to(dy)
+    guesses, scale = torch.zeros(2, 3, device="cuda"), torch.ones((), device="cuda")
+    runs: dict[str, tuple[Callable[[], Any], float]] = {
+        "a weight": (lambda: cast_whole(w, guesses[0], 1, E4M3, pow2=True), 3.0 * w.numel()),
+        "a gradient": (
+            lambda: cast_whole(x, guesses[0], 2, E5M2, pow2=True, turned=True),
+            4.0 * x.numel(),
+        ),
+        "SwiGLU": (lambda: swiglu_cast(gate, up, guesses[0], 0, E4M3, pow2=True), 5.0 * up.numel()),
+        "SwiGLU's backward": (
+            lambda: swiglu_backward_cast(
+                dy, gate, up, scale, (guesses[0], guesses[1]), 2, E4M3, E5M2, pow2=True
+            ),
+            11.0 * up.numel(),
+        ),
+    }
+    for name, (run, moved) in runs.items():
+        for right in (True, False):
+            taken = []
+            for _ in range(13):
+                if not right:
+                    guesses.zero_()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                run()
+                end.record()
+                torch.cuda.synchronize()
+                taken.append(begin.elapsed_time(end))
+            ms = statistics.median(taken[3:])
+            yield f"{name}, {'guessed' if right else 'cast twice'}", ms, moved / ms / 1e9
+
+
 def row(name: str, found: dict[str, Any]) -> str:
     """Line of the table."""
     cells = [f"{found['saved'] / 1e6:,.0f} ({found['model']['saved'] / 1e6:,.0f})"]
@@ -218,7 +259,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layer", action="append", choices=LAYERS, help="left out: all")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--gpu", action="store_true", help="time our casts, on this GPU")
     args = parser.parse_args()
+    if args.gpu:
+        for name, ms, rate in casts(args.tokens):
+            print(f"{name:32} {ms:.3f} ms, {rate:.2f} TB/s of what a right guess moves")
+        return
     warnings.simplefilter("ignore")
     every = dict(counts(args.layer or list(LAYERS), args.tokens))
     if args.json:
