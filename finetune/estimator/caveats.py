@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
+from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free
 from finetune.estimator.knobs import answer_of, attends_by_mask, setting
 from finetune.estimator.predict import Prediction
-from finetune.hardware.device import shown_capability
+from finetune.hardware.device import Device, shown_capability, varlen_kernel
 from finetune.hardware.requirements import TAKEN, pays_to_compile
+from finetune.hardware.versions import torch_of_gpus
 from finetune.storage.pretrained import load_shape
+from finetune.units import GIB
 
 ONE_MACHINE = (
     "all GPUs are taken to be in one machine: over a network communication takes longer than "
@@ -38,6 +41,7 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
     if on_gpu and padding_free(train) and not masked:
         yield (
             "attention is timed for documents that fill their rows: shorter ones take less of it"
+            + _of_unequal(config, place.device)
         )
     if place.gpu is None and on_gpu and not place.here:
         yield (
@@ -110,6 +114,22 @@ def _too_short(prediction: Prediction) -> Iterator[str]:
     pays = pays_to_compile(config.precision, gpu.half_peak, flops, layers, steps * each)
     if not pays:
         yield f"a run this short is not compiled ({pays.reason}); precision.compile=on is predicted"
+
+
+def _of_unequal(config: RunConfig, device: Device) -> str:
+    """What cuDNN's backward holds for documents of several lengths, beyond what is predicted."""
+    from finetune.training.varlen import ROOM
+
+    text = load_shape(config.model).get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kernel = varlen_kernel(device.capability or (0, 0), torch_of_gpus(), None, head_dim=width)
+    if kernel != "cuDNN":
+        return ""
+    tokens = setting(config, "per_device_train_batch_size") * (setting(config, "max_length") or 0)
+    # Gradients of queries in float32, of keys and values in 16 bits for every head of queries.
+    more = (ROOM - 1) * tokens * heads * width * 8
+    return f"; of several lengths, cuDNN's backward holds up to {more / GIB:.1f} GiB more"
 
 
 def _of_several(prediction: Prediction) -> Iterator[str]:
