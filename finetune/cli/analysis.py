@@ -240,7 +240,10 @@ def diagnose(
         int | None, typer.Option(max=MOST_STEPS, help="Steps to time, and to profile.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for diagnosis.json; left out: nothing is kept.")
+        Path | None,
+        typer.Option(
+            help="Folder for diagnosis.json and trace.json.gz; left out: nothing is kept."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option(help="Run although memory seems too small.")] = False,
     as_json: AsJson = False,
@@ -256,7 +259,8 @@ def diagnose(
 
     main_process = rank() == 0
     progress = output(stderr=True, quiet=not main_process)
-    found = look(checked, weights=weights, steps=steps, force=force, console=progress)
+    trace = out / "trace.json.gz" if out is not None and main_process else None
+    found = look(checked, weights=weights, steps=steps, force=force, console=progress, trace=trace)
     if not main_process:
         return
     if as_json:
@@ -268,7 +272,7 @@ def diagnose(
         again = shlex.join([again, *(overrides or ())])
         console.print(whole(f"next: python -m finetune compare {again}"), crop=False)
     if out is not None:
-        progress.print(whole(f"diagnosis: {found.save(out)}"), crop=False)
+        progress.print(whole(f"diagnosis: {found.save(out)}; trace: {trace}"), crop=False)
 
 
 # ------------------------------------------------------------------------------------------- report

@@ -67,7 +67,7 @@ from finetune.training.run_folder import start_folder
 from finetune.training.session import Session
 from finetune.training.trainer import make_trainer
 
-How = Literal["finetune", "stock", "shipped"]
+How = Literal["finetune", "stock", "shipped", "shipped-te"]
 Liger = Literal["", "wanted", "needed"]
 FP8 = {"compute": "fp8", "backend": "torchao", "emulation": "allow", "compile": "off"}
 ROWS = FP8 | {"frozen": "fp8", "scaling": "rowwise"}
@@ -83,7 +83,7 @@ class Step:
         name: name of its row.
         precision: the `precision` section; of `stock` and `shipped`, what is nearest.
         how: `finetune`, a run of finetune; `stock`, TRL and PEFT without it; `shipped`,
-            accelerate's own FP8 by torchao.
+            accelerate's own FP8 by torchao; `shipped-te`, by Transformer Engine.
         liger: `wanted`, its kernels take part where they can; `needed`, there is no run without.
         train: changes of the `train` section.
     """
@@ -107,6 +107,7 @@ LORA = (
     Step("stock", BF16 | {"fused_adapters": False}, how="stock", liger=""),
     Step("fused"),
     Step("shipped", how="shipped", liger=""),
+    Step("shipped, TE", how="shipped-te", liger=""),
     Step(
         "flags kept",
         FP8 | {"frozen": "bf16", "scaling": "tensorwise", "fused_adapters": False},
@@ -134,6 +135,7 @@ FULL = (
     Step("FP8 delayed, Transformer Engine", FP8 | {"backend": "te", "scaling": "delayed"},
          train=_FUSED),
     Step("shipped", how="shipped", liger="", train=_FUSED),
+    Step("shipped, TE", how="shipped-te", liger="", train=_FUSED),
 )  # fmt: skip
 LADDERS: dict[str, tuple[Step, ...]] = {"lora": LORA, "full": FULL}
 REFERENCES: dict[str, tuple[str, ...]] = {
@@ -217,7 +219,7 @@ def climb(
     unpredicted = [  # Liger's kernels are not rehearsed: they take less memory and time
         step.name
         for step, config in zip(taken, configs, strict=True)
-        if step.how == "shipped" or config.train.get("use_liger_kernel")
+        if step.how.startswith("shipped") or config.train.get("use_liger_kernel")
     ]
     measuring = Measuring(
         variants, points, place_here(device), steps, rounds, force, say=say, unpredicted=unpredicted
@@ -243,7 +245,7 @@ def has_liger(device: Device) -> Verdict:
 def train_stock(how: str, file: str, seed: str, *options: str) -> None:
     """Train a recipe without a session of finetune, and leave a run folder as `run` does."""
     recipe, device = load_recipe(file, [seed]), this_device()
-    config, shipped = recipe.config, how == "shipped"
+    config, shipped = recipe.config, {"shipped": Shipped, "shipped-te": ShippedByEngine}.get(how)
     folder = Path(options[options.index("--out") + 1]) / recipe.name / how
     start_folder(folder, recipe, folder)
     tokenizer, _ = load_tokenizer(config.model)
@@ -262,7 +264,7 @@ def train_stock(how: str, file: str, seed: str, *options: str) -> None:
             stored=(),
             attention=OWN,
             callbacks=[MetricsWriter(folder / "metrics.jsonl", label), meter, timer, movement],
-            kind=Shipped if shipped else None,
+            kind=shipped,
         ).train()
     receipt = Receipt(movement.status, {"ran": label}, environment=environment(device))
     receipt.memory = meter.reading()
@@ -273,15 +275,29 @@ class Shipped(SFTTrainer):
     """`SFTTrainer` under accelerate's FP8, by torchao; emulated by torchao where there is none."""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args = super()._build_accelerator_args(**kwargs)
+        handlers = [*(args.get("kwargs_handlers") or ()), self.handler()]
+        return args | {"mixed_precision": "fp8", "kwargs_handlers": handlers}
+
+    @staticmethod
+    def handler() -> Any:
         from accelerate.utils import AORecipeKwargs
 
-        args = super()._build_accelerator_args(**kwargs)
         recipe = AORecipeKwargs()
         assert recipe.config is not None  # its own default
         hardware = bool(this_device().has_fp8)
         recipe.config = dataclasses.replace(recipe.config, emulate=not hardware)
-        handlers = [*(args.get("kwargs_handlers") or ()), recipe]
-        return args | {"mixed_precision": "fp8", "kwargs_handlers": handlers}
+        return recipe
+
+
+class ShippedByEngine(Shipped):
+    """`SFTTrainer` under accelerate's FP8, by Transformer Engine with its usual settings."""
+
+    @staticmethod
+    def handler() -> Any:
+        from accelerate.utils import TERecipeKwargs
+
+        return TERecipeKwargs()
 
 
 @dataclass

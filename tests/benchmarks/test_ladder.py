@@ -57,8 +57,8 @@ def test_a_step_is_what_its_name_says(ladder, step) -> None:
     config = step.of(recipe)
     precision, name = config.precision, step.name
     assert (config.lora, config.data) == (recipe.lora, recipe.data)
-    assert (step.how == "finetune") is (name not in ("stock", "shipped", "fused optimizer",
-                                                     "fused kernels"))  # fmt: skip
+    others = ("stock", "shipped", "shipped, TE", "fused optimizer", "fused kernels")
+    assert (step.how == "finetune") is (name not in others)
     assert (precision.compute == "fp8") is ("FP8" in name or name == "flags kept")
     assert precision.compile == ("on" if "compiled" in name else "off")
     assert (precision.frozen == "fp8") is (ladder == "lora" and name.startswith("FP8"))

@@ -9,6 +9,7 @@ import runpy
 import shlex
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from tests.docs.commands import check
 from tests.docs.test_findings import commands_of
 from tests.gpu.hour import __main__ as hour
 from tests.gpu.hour import kernels, parts
-from tests.gpu.hour.parts import PARTS, PROMISES, promises_markdown, read_part
+from tests.gpu.hour.parts import PARTS, PROMISES, promises_markdown, read_benchmark, read_part
 
 BY_NAME = {part.name: part for part in PARTS}
 MACHINE = {"gpu": "H100", "driver": "1", "limits": "", "versions": {"torch": "2.11"}, "commit": "c"}
@@ -97,15 +98,15 @@ def test_a_process_that_ends_badly_is_a_reason(code, reason, tmp_path, monkeypat
 
 def test_a_part_is_lost_alone_and_is_tried_again(machine, monkeypatch, tmp_path, capsys) -> None:
     executed = Executed(monkeypatch)
-    words = ["--out", str(tmp_path), "--parts", "gemm,attention,te,tests"]
+    words = ["--out", str(tmp_path), "--parts", "gemm,attention,te_full,tests"]
     assert hour.main(words) == 0
     said = capsys.readouterr().out
     assert states(tmp_path) == {
         "doctor": "measured", "tests": "not measured", "gemm": "measured",
-        "attention": "measured", "te": "not measured",
+        "attention": "measured", "te_full": "not measured",
     }  # fmt: skip
     assert "it wrote no result" in said
-    assert "not measured: tests, te. To try them again: python -m tests.gpu.hour --out" in said
+    assert "not measured: te_full, tests. To try them again: python -m tests.gpu.hour --out" in said
     assert len(executed.commands) == 4, "te is not installed"
     hour.main(words)
     assert [words[0] for words in executed.commands[4:]] == ["pytest"]
@@ -120,7 +121,9 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
     machine, monkeypatch, tmp_path, capsys
 ) -> None:
     Executed(monkeypatch, interrupt="tests.gpu.agreement")
-    monkeypatch.setattr(hour, "PARTS", [BY_NAME[n] for n in ("doctor", "gemm", "agreement", "te")])
+    monkeypatch.setattr(
+        hour, "PARTS", [BY_NAME[n] for n in ("doctor", "gemm", "agreement", "te_full")]
+    )
     assert hour.main(["--out", str(tmp_path)]) == hour.INTERRUPTED
     assert states(tmp_path) == {"doctor": "measured", "gemm": "measured"}
     assert f"Go on: python -m tests.gpu.hour --out {tmp_path}" in capsys.readouterr().out
@@ -140,7 +143,7 @@ def test_a_lent_gpu_is_given_back_in_time(machine, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(hour, "execute", short)
     monkeypatch.setattr(hour, "PATIENCE_S", 0)
     monkeypatch.setattr(hour, "LEAST_S", 0.01)
-    words = ["--out", str(tmp_path), "--parts", "gemm,attention", "--within", "0.005"]
+    words = ["--out", str(tmp_path), "--parts", "gemm,agreement", "--within", "0.005"]
     assert hour.main(words) == hour.INTERRUPTED
     assert max(limits) <= 0.3
     assert states(tmp_path) == {"doctor": "measured"}
@@ -149,7 +152,7 @@ def test_a_lent_gpu_is_given_back_in_time(machine, monkeypatch, tmp_path, capsys
     assert hour.main(words[:-2]) == 0
     assert states(tmp_path)["gemm"] == "measured"
     monkeypatch.setattr(hour, "LEAST_S", 60)
-    again = ["--out", str(tmp_path), "--parts", "te", "--within", "0.1"]
+    again = ["--out", str(tmp_path), "--parts", "te_full", "--within", "0.1"]
     assert hour.main(again) == hour.INTERRUPTED, "not begun, with so little time left"
 
 
@@ -263,28 +266,24 @@ def test_the_real_commands_get_as_far_as_a_gpu(machine, monkeypatch, tmp_path) -
         jobs.append(job)
         pretend(job.file, job.seed, job.out, os.environ, measured=True)
 
-    memory = SimpleNamespace(allocated=0.1 * GIB, outside=0, reserved=0)
-    expected = SimpleNamespace(footprint=memory, pace=SimpleNamespace(seconds=0.125))
+    memory = SimpleNamespace(allocated=0.1 * GIB, outside=0, reserved=0, kinds=Counter())
+    expected = SimpleNamespace(footprint=memory, pace=SimpleNamespace(seconds=0.125, traffic=None))
     expected.place = SimpleNamespace(device=CPU)
     monkeypatch.setattr("finetune.analysis.benchmark.benchmark.predict", lambda *_: expected)
     run_points_with(monkeypatch, pretended)
     in_this_process(monkeypatch)
     monkeypatch.setattr(hour.Hour, "_lacks", lambda *_: "")
-    parts = [part for part in PARTS if part.files == "--out {folder}"]
+    parts = [part for part in PARTS if part.read is read_benchmark]
     monkeypatch.setattr(hour, "PARTS", parts)
     assert hour.main(["--out", str(tmp_path)]) == 0
-    assert {*states(tmp_path).values()} == {"measured"}
+    absent = {name for name, state in states(tmp_path).items() if state != "measured"}
+    assert absent == {"te_full", "te_lora"}, "refused on a CPU"
     configs = [job.variant.recipe.config for job in jobs]
     assert {tokens_of(config) for config in configs} == {8192}
     assert {config.train["max_steps"] for config in configs} == {WARM_UP + 10}
-    assert {config.model.name.split("/")[-1] for config in configs} == {
-        "Llama-3.1-8B-Instruct", "Llama-3.2-1B-Instruct",
-    }  # fmt: skip
-    kept = [config.train["gradient_checkpointing"] for config in configs]
-    assert kept.count(False) == 2
+    assert {config.model.name.split("/")[-1] for config in configs} == {"Llama-3.1-8B-Instruct"}
     ranks = [config.lora.r for config in configs if config.lora]
-    assert {rank: ranks.count(rank) for rank in (8, 32)} == {8: 6, 32: 2}
-    assert any(config.precision.backend == "te" for config in configs)
+    assert {rank: ranks.count(rank) for rank in (8, 32)} == {8: 10, 32: 2}
     text = (tmp_path / "hour.md").read_text()
     assert "| `lora_r8` | llama_8b_lora_fp8 | 54,613 | 150 | 125 | +20.0% | 0.08 | 0.1 |" in text
     assert "0.67x over llama_8b_lora_bf16, predicted 1.00x" in text
@@ -315,17 +314,15 @@ def test_a_rehearsal_runs_every_kind_of_part_once(machine, monkeypatch, tmp_path
 
     run_points_with(monkeypatch, measure)
     in_this_process(monkeypatch)
-    names = [
-        p.name for p in PARTS if p.name not in ("full", "lora_r32", "lora_r8_no_checkpointing")
-    ]
+    names = [p.name for p in PARTS if p.name not in ("full", "lora_r32")]
     words = ["--rehearse", "--out", str(tmp_path), "--parts", ",".join(names)]
     assert hour.main(words) == 0
     done = states(tmp_path)
     absent = {name for name, state in done.items() if state != "measured"}
-    assert absent == {"tests", "te"}
+    assert absent == {"tests", "te_full", "te_lora"}
     text = (tmp_path / "hour.md").read_text()
     assert text.startswith("## Rehearsal of the GPU hour, no figures")
-    assert text.count("Not measured: CPUs have no FP8 matrix units.") == 2
+    assert text.count("Not measured: CPUs have no FP8 matrix units.") == 3
     found = json.loads((tmp_path / "hour.json").read_text())
     attention = found["parts"]["attention"]["result"]
     ran = {row["kernel"] for row in attention if "reason" not in row}

@@ -33,6 +33,7 @@ from finetune.analysis.diagnose.observer import Observer
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.analysis.experiment.fairness import settle_compile
+from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
@@ -64,6 +65,7 @@ def diagnose(
     steps: int | None = None,
     force: bool = False,
     console: Console | None = None,
+    trace: Path | None = None,
 ) -> Diagnosis:
     """Find out which precision ran, where the time went, and why FP8 is or is not faster.
 
@@ -76,14 +78,22 @@ def diagnose(
         steps: optimizer steps to time, and to profile; default three, or one if it is long.
         force: run even if the memory bound says it cannot fit.
         console: console for progress output; default none.
+        trace: file for the trace of the profiled steps (`.json.gz`), which Perfetto opens.
 
     Raises:
-        FinetuneError: as the run itself would raise.
+        FinetuneError: as the run itself would raise; or the recipe's model writes its own rows.
     """
     if steps is not None and steps < 1:
         raise ConfigError(f"{steps} steps to look at", where=f"--steps {steps}", fix="1 or more")
     run = load_recipe(run) if isinstance(run, str) else run
     name, config = (run.name, run.config) if isinstance(run, Recipe) else (run.model.name, run)
+    if (method := method_of(config.train)).writes:
+        raise ConfigError(
+            f"the steps of {name} cannot be taken apart: its model writes what it learns from",
+            where=f"train.method={method.name}",
+            why="each step has other rows, and most of it is generation",
+            fix="python -m finetune estimate shows the parts of its step, a run's report its speed",
+        )
     synthetic, device = weights == "random", this_device()
     if synthetic:
         overrides = (*overrides, "model.weights=random")
@@ -100,7 +110,7 @@ def diagnose(
         tempfile.TemporaryDirectory() as folder,
         session_of(ahead.resolution, console) as running,
     ):
-        observer = Observer(running, steps)
+        observer = Observer(running, steps, trace)
         rows, tokenizer, notes = _rows(config, observer.total, synthetic=synthetic)
         train = shortened(config.train, observer.total)
         short = config.model_copy(update={"train": train})

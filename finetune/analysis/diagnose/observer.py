@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -157,6 +158,7 @@ class Observer(TrainerCallback):
     """Observes `steps` timed and as many profiled steps of one trainer.
 
     Attributes:
+        trace: file for the trace of the profiled steps, which Perfetto opens; None for none.
         step_seconds: mean of the timed steps.
         tokens: tokens of a micro-batch, with padding and without.
         events: events of the profiled steps.
@@ -165,6 +167,7 @@ class Observer(TrainerCallback):
 
     session: Session
     steps: int
+    trace: Path | None = None
     step_seconds: float = 0.0
     tokens: tuple[int, int] = (0, 0)
     events: list[Any] = field(default_factory=list)
@@ -231,6 +234,8 @@ class Observer(TrainerCallback):
         self._now()
         self._looking.enter_context(Ranges(self._conversion))
         self._looking.callback(lambda: self.events.extend(profiler.events() or []))
+        if self.trace is not None:
+            self._looking.callback(profiler.export_chrome_trace, str(self.trace))
         self._looking.enter_context(profiler)
         self._looking.enter_context(record_function(WINDOW))
         self._looking.callback(self._now)

@@ -20,7 +20,8 @@ from finetune.analysis.benchmark.result import Benchmark
 
 BENCHMARK = "python -m finetune benchmark"
 LADDER = "python -m tests.benchmarks.ladder"
-POINT = '--grid "batch=4 length=2048" --rounds 1 train.gradient_accumulation_steps=1'
+SETTINGS = "train.gradient_accumulation_steps=1"
+POINT = f'--grid "batch=4 length=2048" --rounds 1 {SETTINGS}'
 """8,192 tokens a step: ten timed steps and five before them in each of two processes."""
 
 TINY = '--grid "batch=1 length=16" --rounds 1 --steps 1'
@@ -91,6 +92,16 @@ def read_printed(folder: Path) -> Result:
     return Result(found["rows"], found["markdown"], found.get("failed", ""))
 
 
+def read_diagnosis(folder: Path) -> Result:
+    """Milliseconds of a step by part; the trace lies beside it."""
+    found = json.loads((folder / "diagnosis.json").read_text("utf-8"))
+    time = found["time"]
+    lines = ["| part | ms a step |", "|---|---|"]
+    lines += [f"| {row['part']} | {row['seconds'] * 1e3:.4g} |" for row in time["parts"]]
+    lines.append(f"| *step* | {found['step_seconds'] * 1e3:.4g} |")
+    return Result(found, "\n".join([*lines, "", "Trace: `trace.json.gz`, for Perfetto."]))
+
+
 def read_tests(folder: Path) -> Result:
     """Counts of pytest's JUnit file, and the names of what failed."""
     cases = list(ET.parse(folder / "tests.xml").getroot().iter("testcase"))
@@ -122,15 +133,76 @@ def read_benchmark(folder: Path) -> Result:
     return Result(json.loads(text), shown, why if nothing else "")
 
 
-def _pair(name: str, title: str, recipe: str, tiny: str, more: str = "") -> Part:
+def _pair(name: str, title: str, recipe: str, tiny: str, rounds: int = 1) -> Part:
     """A recipe in BF16 and FP8, compiled alike."""
-    command = f"{BENCHMARK} {recipe}_bf16 --vs {recipe}_fp8 {POINT}{more}"
-    rehearsal = f"{BENCHMARK} {tiny}_bf16 --vs {tiny}_fp8 {TINY}{more}"
+    point = POINT.replace("--rounds 1", f"--rounds {rounds}")
+    command = f"{BENCHMARK} {recipe}_bf16 --vs {recipe}_fp8 {point}"
+    rehearsal = f"{BENCHMARK} {tiny}_bf16 --vs {tiny}_fp8 {TINY}"
     return Part(name, title, command, rehearsal, read_benchmark, "--out {folder}")
+
+
+def _engine(method: str, more: str = "") -> Part:
+    """An 8B recipe under Transformer Engine."""
+    words = f"precision.backend=te precision.scaling=delayed{more}"
+    return Part(
+        f"te_{method}",
+        f"Transformer Engine, llama_8b_{method}_fp8",
+        f"{BENCHMARK} llama_8b_{method}_fp8 {POINT} {words}",
+        f"{BENCHMARK} tiny_{method}_fp8 {TINY} {words}",
+        read_benchmark,
+        "--out {folder}",
+        needs="te",
+    )
 
 
 PARTS = (
     Part("doctor", "This machine", *2 * ("python -m finetune doctor --json",), read_doctor),
+    Part(
+        "trace_full",
+        "Where a full step's time goes",
+        f"python -m finetune diagnose llama_8b_full_fp8 --weights random --steps 2 {SETTINGS} "
+        "precision.backend=torchao train.per_device_train_batch_size=4 train.max_length=2048",
+        "python -m finetune diagnose tiny_full_fp8 --weights random --steps 1",
+        read_diagnosis,
+        "--out {folder}",
+    ),
+    _pair("full", "Full fine-tuning", "llama_8b_full", "tiny_full", rounds=3),
+    _pair("lora_r8", "LoRA, rank 8", "llama_8b_lora", "tiny_lora", rounds=3),
+    _engine("full"),
+    _engine("lora", " precision.frozen=bf16"),
+    _pair("lora_r32", "LoRA, rank 32", "llama_8b_lora32", "tiny_lora"),
+    Part(
+        "stock",
+        "LoRA, rank 8, by the stock libraries and accelerate's own FP8",
+        f"{LADDER} lora llama_8b_lora_fp8 --only stock --only shipped --only 'shipped, TE' {POINT}",
+        f"{LADDER} lora tiny_lora_fp8 --only stock {TINY} train.gradient_checkpointing=auto",
+        read_benchmark,
+        "--out {folder}",
+    ),
+    Part(
+        "attention",
+        "Attention kernels, 8,192 tokens",
+        "python -m tests.gpu.hour.kernels attention",
+        "python -m tests.gpu.hour.kernels attention --shrink 128",
+        read_printed,
+        "--json",
+    ),
+    Part(
+        "grpo",
+        "A step of GRPO",
+        "python -m tests.gpu.hour.answers llama_8b_grpo_lora_fp8",
+        "python -m tests.gpu.hour.answers tiny_grpo_fp8 train.max_completion_length=4",
+        read_printed,
+        "--json",
+    ),
+    Part(
+        "gemm",
+        "GEMM rates, 8,192 tokens",
+        "python -m tests.gpu.hour.kernels gemm",
+        "python -m tests.gpu.hour.kernels gemm --shrink 256",
+        read_printed,
+        "--json",
+    ),
     Part(
         "tests",
         "The same assertions on hardware",
@@ -142,56 +214,12 @@ PARTS = (
         codes=(0, 1),  # 1: some test failed, and is in the file
     ),
     Part(
-        "gemm",
-        "GEMM rates, 8,192 tokens",
-        "python -m tests.gpu.hour.kernels gemm",
-        "python -m tests.gpu.hour.kernels gemm --shrink 256",
-        read_printed,
-        "--json",
-    ),
-    Part(
-        "attention",
-        "Attention kernels, 8,192 tokens",
-        "python -m tests.gpu.hour.kernels attention",
-        "python -m tests.gpu.hour.kernels attention --shrink 128",
-        read_printed,
-        "--json",
-    ),
-    Part(
         "agreement",
         "Engines against the emulation, SNR in dB",
         "python -m tests.gpu.agreement",
         "python -m tests.gpu.agreement --tokens 16 --k 64 --n 32",
         read_printed,
         "--json",
-    ),
-    _pair("lora_r8", "LoRA, rank 8", "llama_8b_lora", "tiny_lora"),
-    _pair("full", "Full fine-tuning", "llama_8b_full", "tiny_full"),
-    _pair("lora_r32", "LoRA, rank 32", "llama_8b_lora32", "tiny_lora"),
-    _pair(
-        "lora_r8_no_checkpointing",
-        "LoRA, rank 8, without gradient checkpointing",
-        "llama_8b_lora",
-        "tiny_lora",
-        " train.gradient_checkpointing=false",
-    ),
-    Part(
-        "te",
-        "Transformer Engine, full fine-tuning of a 1B",
-        f'{LADDER} full llama_1b_full_fp8 --only "FP8 tensorwise, compiled" '
-        f'--only "FP8 delayed, Transformer Engine" {POINT}',
-        f'{LADDER} full tiny_full_fp8 --only "FP8 delayed, Transformer Engine" {TINY}',
-        read_benchmark,
-        "--out {folder}",
-        needs="te",
-    ),
-    Part(
-        "stock",
-        "LoRA, rank 8, by the stock libraries",
-        f"{LADDER} lora llama_8b_lora_fp8 --only stock {POINT}",
-        f"{LADDER} lora tiny_lora_fp8 --only stock {TINY} train.gradient_checkpointing=auto",
-        read_benchmark,
-        "--out {folder}",
     ),
 )
 """In the order in which they run: what an interrupted hour should have comes first."""
@@ -263,12 +291,6 @@ PROMISES = (
     ),
     Promise("full, FP8 over BF16, tokens/s", "full", ("full", "bf16"), "speed"),
     Promise("full, FP8 over BF16, memory", "full", ("full", "bf16"), "memory"),
-    Promise(
-        "LoRA r=8 without checkpointing, FP8 over BF16, tokens/s",
-        "lora_r8_no_checkpointing",
-        ("lora_r8_no_checkpointing", "bf16"),
-        "speed",
-    ),
 )
 
 
