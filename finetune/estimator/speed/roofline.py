@@ -90,6 +90,7 @@ class Shared(_Row):
     masked_attention: PositiveFloat
     pipeline_k: PositiveFloat
     dequantize: PositiveFloat
+    update_instructions: dict[str, PositiveFloat]
     kernel_us: PositiveFloat
     scatter_time: PositiveFloat
     scatter_ratio: PositiveFloat
@@ -290,6 +291,11 @@ class Roofline:
             tokens = op.inputs[0].shape[-2]  # of q, in backward of its output's gradient
             shorter = 1 if reached is shares.masked else 1 + short.get(direction, 0) / tokens
             compute = flops * shorter / (peak * reached[direction])
+        elif op.name in OF_ONE_LAUNCH:
+            every = self.efficiency.shared.update_instructions
+            each = max(every.get(dtype_name(x), 0.0) for x in op.inputs)
+            starts = self.gpu.tflops.get("fp32", math.inf) * 1e12 / 2
+            compute = math.prod(op.inputs[0].shape) * each / starts
         body = max(compute, memory)
         if body < start:
             return Kernel(body + start, flops, "launch")
