@@ -222,11 +222,26 @@ def make_llama():
 @pytest.fixture
 def te_engine(monkeypatch):
     """Transformer Engine on a machine that says it is an H100: its own Python, or a stand-in."""
-    import finetune.training.session
     from tests import te
 
-    monkeypatch.setattr(finetune.training.session, "this_device", lambda: H100)
+    on_h100(monkeypatch)
     return te.install(monkeypatch)
+
+
+def on_h100(monkeypatch) -> None:
+    """Let sessions see an H100, where layers would compile: to themselves, but under `traced`."""
+    import finetune.training.session
+
+    own = torch.nn.Module.compile
+
+    def compile(module: torch.nn.Module, **asked: str) -> None:
+        if asked:
+            own(module, **asked)
+        else:
+            module._compiled_call_impl = module._call_impl
+
+    monkeypatch.setattr(finetune.training.session, "this_device", lambda: H100)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
 
 
 @pytest.fixture

@@ -300,8 +300,9 @@ def has_transformer_engine() -> Verdict:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         no = f"transformer-engine is installed but does not import: {first_line(error)}"
         return Verdict(False, no)
-    if not hasattr(te, "autocast"):
-        return Verdict(False, "transformer-engine is older than 2.9, the first with te.autocast")
+    if not hasattr(te.Float8CurrentScalingQuantizer, "inner_tensor_specs"):
+        old = "transformer-engine is older than 2.20: its casts do not say what buffers they make"
+        return Verdict(False, old)
     return Verdict(True, f"transformer-engine {version('transformer-engine') or 'importable'}")
 
 

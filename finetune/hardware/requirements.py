@@ -76,10 +76,10 @@ def _limits(
             no = f"torch cannot multiply row-wise scales on {here} yet (torch 2.10, CUDA 13.0)"
             yield no, {"scaling": "tensorwise"}
         return
-    if scaling == "delayed" and precision.compile_requested == "on":
-        # Its casts write into a history that every layer shares; TE refuses it in as many words.
-        yield f"{engine} cannot compile delayed scaling", {"compile": "off"}
     if name == "emulated":
+        if scaling == "delayed" and precision.compile_requested == "on":
+            # Its casts write into a history that every layer shares.
+            yield f"{engine} cannot compile delayed scaling", {"compile": "off"}
         return
     if rowwise:
         yield f"{engine} has no {scaling} scaling", {}
@@ -276,12 +276,12 @@ def _check_kernels(precision: PrecisionConfig, device: Device, backend: str) -> 
 
 
 def compiles(precision: PrecisionConfig, device: Device) -> bool:
-    """True if decoder layers are compiled: with torchao's or our casts on a GPU, or as asked."""
+    """True if decoder layers are compiled: in FP8 on a GPU, if not emulated, or as asked."""
     requested = precision.compile_requested
     if requested != "auto" or device.kind != "cuda":
         return requested == "on"
-    eager_casts = precision.backend == "torchao" or precision.frozen == "fp8"
-    return precision.compute == "fp8" and eager_casts
+    real = precision.backend != "emulated" or precision.frozen == "fp8"
+    return precision.compute == "fp8" and real
 
 
 COMPILING_S = 45.0

@@ -88,7 +88,6 @@ class Conversion:
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
         self._swapped: list[nn.Module] = []
-        self._checkpointed: list[tuple[nn.Module, Any]] = []
         self.is_applied = False
         for engine in self.engines:  # layers outlive the root: PEFT's `merge_and_unload()`
             engine.conversion = self
@@ -193,11 +192,9 @@ class Conversion:
         for module in self._swapped:
             # The first call for a module undoes all of its swaps; another one changes nothing.
             unswap(module)
-        for module, function in self._checkpointed:
-            module.__dict__["_gradient_checkpointing_func"] = function
         for module in self.compiled:
             module._compiled_call_impl = None  # undoes `nn.Module.compile`
-        self._swapped, self._checkpointed, self.compiled, self.head = [], [], [], None
+        self._swapped, self.compiled, self.head = [], [], None
         self.fused.clear()
         self.around.clear()
         self.is_applied = False
@@ -251,8 +248,6 @@ class Conversion:
             if self.backend is not None:
                 # A call in backward is a recomputation, part of the step that began already.
                 if steps and not in_backward():
-                    if self.backend.wraps_checkpointing:
-                        self._wrap_checkpointing()
                     self.backend.begin_step()
                 elif not steps:
                     stack.enter_context(self.backend.unrecorded())
@@ -277,20 +272,6 @@ class Conversion:
         if self.backend is None:
             return contextlib.nullcontext()
         return self.backend.computing(low=self.plan.precision.eval == "fp8")
-
-    def _wrap_checkpointing(self) -> None:
-        # Trainers enable checkpointing at moments of their own, so this looks again each step.
-        assert self.backend is not None
-        for module in self.model.modules():
-            function = module.__dict__.get("_gradient_checkpointing_func")
-            if function is None or hasattr(function, "finetune_wraps"):
-                continue
-            wrapped = self.backend.wrap_checkpoint(function)
-            wrapped.finetune_wraps = function  # pyright: ignore[reportFunctionMemberAccess]
-            # An older entry is of a function that Transformers has replaced since.
-            self._checkpointed = [(m, f) for m, f in self._checkpointed if m is not module]
-            self._checkpointed.append((module, function))
-            module.__dict__["_gradient_checkpointing_func"] = wrapped
 
 
 class RootMixin(ObservedMixin):

@@ -8,10 +8,9 @@ A recipe's session takes its resolution from preflight, the helper's makes its o
 planned when it is prepared.
 
 *Compiling* (`precision.compile`). Each decoder layer is compiled separately, after the witnessed
-step, since a model first run under the witness is never compiled. `auto` compiles where FP8 casts
-are separate kernels that the compiler can fuse: torchao's, and those of frozen weights, on a GPU;
-and where the run is long enough (`pays_to_compile`). Transformer Engine has fused casts already; on
-a CPU nothing is gained.
+step, since a model first run under the witness is never compiled. `auto` compiles what runs in FP8
+on a GPU: there is much to fuse around products that are fast, and torchao's casts are separate
+kernels otherwise; and where the run is long enough (`pays_to_compile`). On a CPU nothing is gained.
 """
 
 from __future__ import annotations
@@ -216,10 +215,10 @@ class Session:
     def _why_uncompiled(self, conversion: Conversion) -> str:
         """The reason why decoder layers are not compiled, empty if they are."""
         p, requested = self.precision, self.precision.compile_requested
-        eager_casts = p.backend == "torchao" or conversion.frozen is not None
-        unfused = p.compute == "fp8" and eager_casts and self.device.kind == "cuda"
+        real = p.backend != "emulated" or conversion.frozen is not None
+        unfused = p.compute == "fp8" and real and self.device.kind == "cuda"
         if requested == "off":
-            return "off, as configured" + "; casts are not fused, slower than BF16" * unfused
+            return "off, as configured" + "; nothing is fused, slower than BF16" * unfused
         if requested == "auto" and not unfused:
             return f"off (not needed on {self.device.kind.upper()})"
         if conversion.compilable:

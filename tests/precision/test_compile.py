@@ -583,10 +583,9 @@ def test_a_compiled_adapter_has_the_gradients_of_eager_mode() -> None:
         assert there.any()
 
 
-@pytest.mark.parametrize("backend", ["auto", "te", "emulated"])
-def test_delayed_scaling_is_not_compiled(te_engine, backend) -> None:
+def test_emulated_delayed_scaling_is_not_compiled(te_engine) -> None:
     with pytest.raises(PrecisionError) as caught:
         setup_fp8_mixed_precision_training(
-            backend, scaling="delayed", compile="on", emulation="allow", cpu=True
+            "emulated", scaling="delayed", compile="on", emulation="allow", cpu=True
         )
-    assert "use compile='off'" in caught.value.why
+    assert "use compile='off' or backend=te" in caught.value.why

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import finetune.training.session
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
 from tests import te
-from tests.conftest import H100, batch, train
+from tests.conftest import batch, on_h100, train
 from tests.te.fetch import is_here
 
 
@@ -20,7 +19,7 @@ def te_engine(request, monkeypatch):
     """Both engines in turn, so that neither departs from the other."""
     if request.param == "own" and not is_here():
         pytest.skip("needs Transformer Engine's wheel: python -m tests.te.fetch")
-    monkeypatch.setattr(finetune.training.session, "this_device", lambda: H100)
+    on_h100(monkeypatch)
     return te.install(monkeypatch, real=request.param == "own")
 
 
@@ -33,28 +32,22 @@ def prepared(make_llama, te_engine):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_scales_advance_once_a_training_forward(prepared, te_engine, checkpointing) -> None:
-    accelerator, model, _ = prepared
+def test_history_holds_one_amax_a_training_forward(prepared, te_engine, checkpointing) -> None:
+    accelerator, model, conversion = prepared
     if checkpointing:
         model.activation_checkpointing_enable()
         model.enable_input_require_grads()
     for step in range(1, 4):
         accelerator.backward(model(**batch(seed=step)).loss)
-        assert te_engine.updates["forward"] == step, "not again in recomputation"
+        state = conversion.backend.state_tensors()
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            history = state[f"0.{direction}.amax_history"]
+            assert (history[:, 0] > 0).sum() == step, "not again in recomputation"
     model.eval()
     with torch.no_grad():
         model(**batch())
-    assert te_engine.updates["forward"] == 3, "not in evaluation"
+    assert (state["0.scaling_fwd.amax_history"][:, 0] > 0).sum() == 3, "not in evaluation"
     assert te_engine.depth == 0
-
-
-def test_history_holds_one_amax_a_step(prepared) -> None:
-    accelerator, model, conversion = prepared
-    for step in range(3):
-        accelerator.backward(model(**batch(seed=step)).loss)
-    state = conversion.backend.state_tensors()
-    history = state["0.scaling_fwd.amax_history"]
-    assert (history[:, 0] > 0).sum() == 3
     assert set(state) == {
         f"{i}.{direction}.{name}"
         for i in range(14)
@@ -102,21 +95,18 @@ def test_any_number_of_tokens(prepared, length) -> None:
     assert get_receipt().precision["ran"] == "fp8"
 
 
-def test_parameters_are_lent_not_copied(prepared) -> None:
-    _, model, conversion = prepared
-    for layer in conversion.plan.fp8_layers:
-        module = model.get_submodule(layer.name)
-        seen = []
-        hook = module.fp8_engine.register_forward_pre_hook(lambda e, _, s=seen: s.append(e.weight))
-        model(**batch())
-        hook.remove()
-        assert seen[0] is module.weight
-        assert module.fp8_engine.weight.is_meta, "and given back"
-        assert "fp8_engine" not in dict(module.named_children())
+def test_nothing_of_the_engine_is_in_the_model(make_llama, te_engine) -> None:
+    """One copy of each weight, plain names in the state dict, no module more."""
+    plain = make_llama()
+    parameters, modules = dict(plain.named_parameters()), dict(plain.named_modules())
+    model = setup_fp8_mixed_precision_training("te", cpu=True).prepare(plain)
+    model(**batch())
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert dict(model.named_modules()).keys() == modules.keys()
     assert not [key for key in model.state_dict() if "extra_state" in key]
 
 
-def test_gpt2_weights_are_lent_transposed(te_engine) -> None:
+def test_gpt2_weights_are_multiplied_transposed(te_engine) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -132,11 +122,15 @@ def test_gpt2_weights_are_lent_transposed(te_engine) -> None:
     assert {r.wgrad for r in receipt.layers if r.role == "base"} == {"fp8"}
 
 
-def test_a_layer_called_by_itself_runs_in_fp8(te_engine) -> None:
+def test_a_layer_called_by_itself_begins_a_step(te_engine) -> None:
+    """Some scripts call parts of a model; its scales move nevertheless, and layers' beside it."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     precision = PrecisionConfig(compute="fp8", backend="te", scaling="delayed")
     convert.apply(model, planner.plan(model, precision))
-    assert not te_engine.in_fp8
-    model[0](torch.randn(16, 64, requires_grad=True)).sum().backward()
-    assert te_engine.layers == 1, "delayed scaling state was made: TE's autocast was on"
-    assert te_engine.depth == 0
+    for size in (1.0, 4.0):
+        model[0](torch.full((16, 64), size, requires_grad=True)).sum().backward()
+    (scale, history, g_scale, _), idle = (layer.fp8_states for layer in model)
+    assert scale[0] == 448, "that of the first call"
+    assert history[0, 0] == 4
+    assert g_scale[0] != 1
+    assert idle[0][0] == 1

@@ -476,19 +476,6 @@ def test_misspelt_setting_leaves_nothing_in_force() -> None:
     assert Accelerator.__init__ is plain
 
 
-def test_checkpointing_enabled_anew(make_llama, te_engine) -> None:
-    """Each new checkpointing function is wrapped, and the user's own comes back."""
-    accelerator = setup_fp8_mixed_precision_training("te", cpu=True)
-    model = accelerator.prepare(make_llama())
-    for _ in range(2):
-        model.activation_checkpointing_enable()
-        function = model.model.layers[0]._gradient_checkpointing_func
-        accelerator.backward(model(**batch()).loss)
-        assert model.model.layers[0]._gradient_checkpointing_func.finetune_wraps is function
-    teardown_fp8_mixed_precision_training()
-    assert model.model.layers[0]._gradient_checkpointing_func is function
-
-
 @pytest.mark.parametrize(
     ("backend", "scaling"),
     [("emulated", "tensorwise"), ("torchao", "rowwise"), ("te", "tensorwise"), ("te", "delayed")],

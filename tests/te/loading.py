@@ -19,7 +19,6 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -142,17 +141,13 @@ def _load() -> dict[str, types.ModuleType]:
 
 
 class Engine:
-    """The engine in force: what it keeps process-wide, and what it was seen to do.
-
-    Attributes:
-        updates: how often the scales of `forward` and of `backward` were updated.
-    """
+    """The engine in force: what it keeps process-wide, and what it was seen to do."""
 
     is_real = True
 
     def __init__(self, patch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
         """Put the engine into `sys.modules` for one test, on a GPU of this compute capability."""
-        modules, self.updates = _load(), Counter()
+        modules = _load()
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         own = torch.Tensor.is_cuda
@@ -164,14 +159,6 @@ class Engine:
         patch.setattr(torch.Tensor, "is_cuda", property(is_cuda))
         self._quantization = modules[f"{ENGINE}.pytorch.quantization"]
         manager = self._quantization.FP8GlobalStateManager
-        update = manager.reduce_and_update_fp8_tensors
-
-        def counted(forward: bool = True) -> None:
-            if manager.quantization_state.global_scale_buffer:
-                self.updates["forward" if forward else "backward"] += 1
-            update(forward=forward)
-
-        patch.setattr(manager, "reduce_and_update_fp8_tensors", staticmethod(counted))
         manager.reset()
         self.become(capability)
 
@@ -198,12 +185,6 @@ class Engine:
     def in_fp8(self) -> bool:
         """True within an autocast."""
         return self._state.fp8_enabled
-
-    @property
-    def layers(self) -> int:
-        """Layers whose scales of forward are in the engine's buffers."""
-        buffers = self._state.global_scale_buffer.items()
-        return sum(len(scales) for key, scales in buffers if key.startswith("forward"))
 
     def watch_forwards(self, patch: pytest.MonkeyPatch) -> list[bool]:
         """A list that grows by an entry a forward of a layer: True in FP8."""

@@ -4,27 +4,25 @@
 the same fixture and the same assertions as the engine's own Python (`loading`). It has the contract
 that our backend relies on, and is strict about it:
 
-* `te.Linear(in_features, out_features, bias=, params_dtype=, device=)`; FP8 only inside
-  `te.autocast(enabled, recipe=)`, BF16 outside it, as in TE;
-* tokens, inputs and outputs must be multiples of 16 in FP8; weights must be contiguous;
-* all GEMMs go through `transformer_engine_torch.generic_gemm(A, transa, B, transb, ...)`, in
-  layouts TN (fprop), NN (dgrad), NT (wgrad), with A the weight or the input;
-* no wgrad for a frozen weight;
-* delayed scaling: amaxes enter row 0 of each history. Leaving the outermost autocast with gradients
-  enabled updates every forward scale, the backward of the first layer of an autocast those of
-  gradients. During recomputation the scales of the first forward are used.
+* a layer without weights keeps `quantizers` and delayed states of the autocast's recipe;
+* quantizers say what buffers they make (`inner_tensor_specs`, `create_metadata`), of which tensors
+  are made again; `general_gemm` multiplies two of these, in layouts TN (fprop), NN (dgrad) and NT
+  (wgrad), by `transformer_engine_torch.generic_gemm(A, transa, B, transb, ...)`;
+* tokens, inputs and outputs must be multiples of 16 in FP8; casts take contiguous tensors;
+* delayed scaling: amaxes enter row 0 of each history, until the states are updated;
+* `te.Linear(in_features, out_features, bias=, params_dtype=, device=)`, as Accelerate builds it:
+  FP8 only inside `te.autocast(enabled, recipe=)`; no wgrad for a frozen weight.
 
 Rounding is that of `finetune.precision.formats`; block recipes are cast with one scale a tensor.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import enum
 import importlib.machinery
 import sys
 import types
-from collections import Counter, deque
 from dataclasses import dataclass
 
 import torch
@@ -92,55 +90,73 @@ class State:
 
     depth = 0
     recipe = None
-    first = False  # no layer has run in this autocast
-    layers: list = []
-    updates: Counter = Counter()
-    region = None  # None, "first" or "again"
-
-
-def update(direction):
-    State.updates[direction] += bool(State.layers)
-    for layer in State.layers:
-        layer.fp8_meta[{"forward": "scaling_fwd", "backward": "scaling_bwd"}[direction]].update()
 
 
 class autocast:  # noqa: N801 - TE's name
     def __init__(self, enabled=True, recipe=None):
-        self.enabled, self.recipe = enabled, recipe
+        self.recipe = recipe if enabled else None
 
     def __enter__(self):
-        self.previous = State.recipe
-        State.recipe = self.recipe if self.enabled else None
-        State.first = State.first or not State.depth
+        self.previous, State.recipe = State.recipe, self.recipe
         State.depth += 1
         return self
 
     def __exit__(self, *exc):
         State.recipe = self.previous
         State.depth -= 1
-        if self.enabled and State.depth == 0 and torch.is_grad_enabled():
-            update("forward")
 
 
 class ScalingState:
     def __init__(self, recipe, tensors, dtype):
         self.amax_history = torch.zeros(recipe.amax_history_len, tensors)
         self.scale = torch.ones(tensors)
-        self.recipe, self.dtype = recipe, dtype
+        self.dtype = dtype
 
-    def cast(self, index, x):
-        self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], amax(x))
-        scale = self.scale[index].clone()
-        return Quantized(None, cast(x, scale, self.dtype), scale)
 
-    def update(self):
-        last = self.amax_history[0].clone()
-        window = self.amax_history.amax(0) if self.recipe.amax_compute_algo == "max" else last
-        new = self.dtype.max / window / 2**self.recipe.margin
-        self.scale.copy_(torch.where(last > 0, new, self.scale))  # an idle operand keeps all
-        rolled = self.amax_history.roll(-1, 0)
+def fused_amax_and_scale_update_after_reduction(
+    amaxes, histories, scales, algorithm, dtype, margin
+):
+    parts = amaxes.split([scale.numel() for scale in scales])
+    for last, history, scale in zip(parts, histories, scales, strict=True):
+        history[0] = last
+        window = history.amax(0) if algorithm == "max" else last
+        new = dtype.max / window / 2**margin
+        scale.copy_(torch.where(last > 0, new, scale))  # an idle operand keeps all
+        rolled = history.roll(-1, 0)
         rolled[0] = 0
-        self.amax_history.copy_(torch.where(last > 0, rolled, self.amax_history))
+        history.copy_(torch.where(last > 0, rolled, history))
+
+
+class Quantizer:
+    """Casts by the scale of the tensor, or of a delayed state, of which it records the amax."""
+
+    def __init__(self, dtype, device=None, *, low="fp8", scale=None, amax=None):
+        self.dtype, self.low, self.scale, self.amax = dtype, low, scale, amax
+        self.internal = self.optimize_for_gemm = False
+
+    def copy(self):
+        return copy.copy(self)
+
+    def set_usage(self, *, rowwise, columnwise):
+        """Codes serve either direction, as on Blackwell."""
+
+    def inner_tensor_specs(self, shape):
+        data = "_data" if self.low == "fp8" else "_rowwise_data"
+        return {data: (shape, torch.uint8), "_scale_inv": ((1,), torch.float32)}
+
+    def create_metadata(self, shape, *, dtype):
+        return {"cls": Quantized, "nontensor_kwargs": {"dtype": self.dtype, "low": self.low}}
+
+    def __call__(self, x):
+        assert x.is_contiguous(), "TE quantizes contiguous tensors"
+        assert not x.shape[0] % 16, f"rows {x.shape[0]} must be a multiple of 16"
+        assert not x.shape[1] % 16, f"columns {x.shape[1]} must be a multiple of 16"
+        with _disable_current_modes():
+            scale = scale_from_amax(amax(x), self.dtype) if self.scale is None else self.scale
+            if self.amax is not None:
+                self.amax.copy_(torch.maximum(self.amax, amax(x)))
+            codes, inverse = cast(x, scale, self.dtype), scale.reciprocal().reshape(1)
+        return Quantized(codes.view(torch.uint8), inverse, self.dtype, self.low)
 
 
 class Quantized:
@@ -149,15 +165,22 @@ class Quantized:
     FP4 ones have no `_data`, as there; their codes here are FP8 all the same.
     """
 
-    def __init__(self, recipe, codes, scale):
-        self._codes, self._scale, self.tensors = codes, scale, (codes, scale)
-        if isinstance(recipe, NVFP4BlockScaling):
-            self._fp4_dtype, self._rowwise_data = "E2M1", codes.view(torch.uint8)
+    def __init__(self, data, scale_inv, dtype, low):
+        self._scale_inv, self.format = scale_inv, dtype
+        if low == "fp4":
+            self._fp4_dtype, self._rowwise_data = "E2M1", data
         else:
-            self._fp8_dtype, self._data = codes.dtype, codes
+            self._fp8_dtype, self._data = dtype.dtype, data
+        self.size = data.size
 
-    def size(self):
-        return self._codes.size()
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Quantized(*inner.values(), **context["nontensor_kwargs"])
+
+    @property
+    def values(self):
+        data = self._data if hasattr(self, "_data") else self._rowwise_data
+        return data.view(self.format.dtype).float()
 
 
 def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
@@ -167,49 +190,47 @@ def generic_gemm(a, transa, b, transb, out_dtype=torch.bfloat16):
     """
     with _disable_current_modes():
         if isinstance(a, Quantized):
-            left = b._codes.t() if transb else b._codes
-            right = a._codes.t() if transa else a._codes
-            return (((left.float() @ right.float()) / (b._scale * a._scale)).to(out_dtype),)
+            left = b.values.t() if transb else b.values
+            right = a.values.t() if transa else a.values
+            return ((left @ right * (b._scale_inv * a._scale_inv)).to(out_dtype),)
         left, right = (b.t() if transb else b), (a.t() if transa else a)
         return ((left.to(out_dtype) @ right.to(out_dtype)),)
+
+
+def general_gemm(a, b, *, out_dtype, layout, bias=None, grad=False, use_split_accumulator=False):
+    gemm = sys.modules["transformer_engine_torch"].generic_gemm
+    y = gemm(a, layout[0] == "T", b, layout[1] == "T", out_dtype=out_dtype)[0]
+    return (y if bias is None else y + bias,)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, layer, dtype):
-        gemm = sys.modules["transformer_engine_torch"].generic_gemm
         ctx.layer, ctx.dtype, ctx.types = layer, dtype, (x.dtype, w.dtype)
         ctx.fp8 = State.recipe is not None
-        # As in TE: the first of those that have a backward, so no frozen layer on raw embeddings.
-        trains = any(ctx.needs_input_grad[:2])
-        ctx.first, State.first = State.first and trains, State.first and not trains
         if not ctx.fp8:
-            xq, wq = x.to(dtype), w.to(dtype)
+            tensors = x.to(dtype), w.to(dtype)
+            xq, wq = tensors
         else:
-            assert not x.shape[0] % 16, f"tokens {x.shape[0]} must be a multiple of 16"
-            assert not w.shape[0] % 16, f"outputs {w.shape[0]} must be a multiple of 16"
-            assert not w.shape[1] % 16, f"inputs {w.shape[1]} must be a multiple of 16"
-            xq, wq = layer.cast("scaling_fwd", 0, x), layer.cast("scaling_fwd", 1, w)
+            quantizers = layer.quantizers["scaling_fwd"]
+            xq, wq = quantizers[0](x), quantizers[1](w)
+            ctx.kinds = xq, wq
+            tensors = xq._scale_inv, wq._scale_inv
         # As tensors, so that checkpointing drops and recomputes them, as with the real layer.
-        ctx.save_for_backward(*([xq, wq] if not ctx.fp8 else [*xq.tensors, *wq.tensors]))
-        return gemm(wq, True, xq, False, out_dtype=dtype)[0]
+        ctx.save_for_backward(*tensors)
+        return general_gemm(wq, xq, out_dtype=dtype, layout="TN")[0]
 
     @staticmethod
     def backward(ctx, g):
-        gemm = sys.modules["transformer_engine_torch"].generic_gemm
         saved = ctx.saved_tensors
-        recipe = ctx.layer.recipe
-        if ctx.fp8:
-            saved = Quantized(recipe, *saved[:2]), Quantized(recipe, *saved[2:])
-        xq, wq = saved
-        gq = ctx.layer.cast("scaling_bwd", 0, g) if ctx.fp8 else g.to(ctx.dtype)
+        xq, wq = ctx.kinds if ctx.fp8 else saved
+        g = g.contiguous()
+        gq = ctx.layer.quantizers["scaling_bwd"][0](g) if ctx.fp8 else g.to(ctx.dtype)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = gemm(wq, False, gq, False, out_dtype=ctx.dtype)[0].to(ctx.types[0])
+            dx = general_gemm(wq, gq, out_dtype=ctx.dtype, layout="NN")[0].to(ctx.types[0])
         if ctx.needs_input_grad[1]:
-            dw = gemm(xq, False, gq, True, out_dtype=ctx.dtype)[0].to(ctx.types[1])
-        if ctx.fp8 and ctx.first:
-            update("backward")
+            dw = general_gemm(xq, gq, out_dtype=ctx.dtype, layout="NT")[0].to(ctx.types[1])
         return dx, dw, None, None
 
 
@@ -223,61 +244,32 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **empty))
         self.bias = nn.Parameter(torch.empty(out_features, **empty)) if bias else None
         self.fp8_meta: dict = {}
-        self._stash: deque = deque()
+        self.quantizers: dict = {}
 
     def init_fp8_metadata(self, num_gemms=1):
         recipe = State.recipe
-        if isinstance(recipe, DelayedScaling) and not self.fp8_meta:
-            forward, backward = recipe.fp8_format.value
-            self.fp8_meta["scaling_fwd"] = ScalingState(recipe, 3, forward)
-            self.fp8_meta["scaling_bwd"] = ScalingState(recipe, 2, backward)
-            State.layers.append(self)
-
-    def cast(self, direction, index, x):
-        if isinstance(self.recipe, DelayedScaling):
-            return self.fp8_meta[direction].cast(index, x)
-        dtype = self.recipe.fp8_format.value[direction == "scaling_bwd"]
-        scale = scale_from_amax(amax(x), dtype)
-        return Quantized(self.recipe, cast(x, scale, dtype), scale)
+        if recipe is None or self.quantizers:
+            return
+        low = "fp4" if isinstance(recipe, NVFP4BlockScaling) else "fp8"
+        kinds = zip(("scaling_fwd", "scaling_bwd"), (3, 2), recipe.fp8_format.value, strict=True)
+        for direction, tensors, dtype in kinds:
+            made = [Quantizer(dtype, low=low) for _ in range(tensors)]
+            if isinstance(recipe, DelayedScaling):
+                state = self.fp8_meta[direction] = ScalingState(recipe, tensors, dtype)
+                for index, quantizer in enumerate(made):
+                    quantizer.scale = state.scale[index]
+                    quantizer.amax = state.amax_history[0, index]
+            self.quantizers[direction] = made
 
     def forward(self, x):
         assert self.weight.is_contiguous(), "TE quantizes contiguous weights"
-        assert self.weight.device.type != "meta", "the parameters were not lent"
         assert x.dim() == 2
-        self.recipe = State.recipe
         self.init_fp8_metadata()
         kind = x.device.type
         on = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if on else x.dtype
-        forward = self.fp8_meta.get("scaling_fwd")
-        now = None
-        if forward is not None and State.region == "first":
-            self._stash.append((forward.amax_history.clone(), forward.scale.clone()))
-        if forward is not None and State.region == "again":
-            now = forward.amax_history.clone(), forward.scale.clone()
-            history, scale = self._stash.popleft()
-            forward.amax_history.copy_(history)
-            forward.scale.copy_(scale)
-        try:
-            y = _Linear.apply(x.to(dtype), self.weight, self, dtype)
-        finally:
-            if now is not None:
-                forward.amax_history.copy_(now[0])
-                forward.scale.copy_(now[1])
+        y = _Linear.apply(x.to(dtype), self.weight, self, dtype)
         return y if self.bias is None else y + self.bias.to(dtype)
-
-
-@contextlib.contextmanager
-def _phase(name):
-    previous, State.region = State.region, name
-    try:
-        yield
-    finally:
-        State.region = previous
-
-
-def get_activation_recompute_contexts():
-    return _phase("first"), _phase("again")
 
 
 class Engine:
@@ -286,8 +278,7 @@ class Engine:
     is_real = False
 
     def __init__(self, patch, capability=(9, 0)):
-        State.depth, State.recipe, State.layers, State.region = 0, None, [], None
-        State.updates = Counter()
+        State.depth, State.recipe = 0, None
 
         def module(name, **attributes):
             made = types.ModuleType(name)
@@ -302,21 +293,25 @@ class Engine:
         )  # fmt: skip
         recipe = module("transformer_engine.common.recipe", **{r.__name__: r for r in recipes})
         common = module("transformer_engine.common", recipe=recipe)
-        contexts = {"get_activation_recompute_contexts": get_activation_recompute_contexts}
-        distributed = module("transformer_engine.pytorch.distributed", **contexts)
-        parts = {"Linear": Linear, "autocast": autocast, "distributed": distributed}
-        parts["NVFP4Quantizer"] = object
+        parts = {
+            "Linear": Linear,
+            "autocast": autocast,
+            "NVFP4Quantizer": object,
+            "Float8CurrentScalingQuantizer": Quantizer,
+            "cpp_extensions": module(
+                "transformer_engine.pytorch.cpp_extensions", general_gemm=general_gemm
+            ),
+        }
         pytorch = module("transformer_engine.pytorch", **parts)
         module("transformer_engine", common=common, pytorch=pytorch, __version__="2.20.2")
-        module("transformer_engine_torch", generic_gemm=generic_gemm)
+        update = {f.__name__: f for f in (fused_amax_and_scale_update_after_reduction,)}
+        module("transformer_engine_torch", generic_gemm=generic_gemm, **update)
 
     def become(self, capability):
         """The stand-in is the same on every GPU."""
 
-    updates = property(lambda _: State.updates)
     depth = property(lambda _: State.depth)
     in_fp8 = property(lambda _: State.recipe is not None)
-    layers = property(lambda _: len(State.layers))
 
     def watch_forwards(self, patch):
         """A list that grows by an entry a forward of a layer: True in FP8."""

@@ -8,7 +8,7 @@
     copy        casts, clones, transposes, concatenations, fills
     gather      rows picked by index (embedding, its backward), not the whole table
     optimizer   weight update
-    cast        what no compiler fuses: casts by row and transposes by operators of ours
+    cast        what no compiler fuses: operators of ours, and those of Transformer Engine
     dequantize  packed 4-bit or 8-bit codes to 16-bit weights
     none        views, allocations, synchronizations: no kernel
 
@@ -73,7 +73,9 @@ _GATHERS = words(
     "_unsafe_index _index_put_impl_ scatter scatter_ scatter_add scatter_add_ index_add "
     "index_add_ index_copy_"
 )
-_CASTS = words("cast_rows transpose_codes cast_whole swiglu_cast swiglu_backward_cast")
+_CASTS = words(
+    "cast_rows transpose_codes cast_whole swiglu_cast swiglu_backward_cast fp8_cast fp8_amax"
+)
 LAUNCH_NOTHING = words(
     "view _unsafe_view reshape t transpose permute expand expand_as slice select split "
     "split_with_sizes unbind chunk narrow unsqueeze squeeze as_strided detach detach_ alias "

@@ -97,6 +97,7 @@ _CASTING = words(
     "exp2 pow cast_transpose fp8_cast where cast_rows transpose_codes cast_whole"
 )
 
+_CODING = words("cast_rows cast_whole fp8_cast fp8_amax")
 _MULTIPLYING = words("mul mul_ div div_")
 _BY_KIND = {
     "optimizer": StepPart.OPTIMIZER, "attention": StepPart.ATTENTION,
@@ -150,10 +151,7 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
         name = base_name(op)
         read = [reader for operand in op.outputs for reader in readers.pop(operand.storage, ())]
         multiplies = name.endswith("scaled_mm") or name.removesuffix("_mm") in ENGINE
-        found[index] = name in (
-            "cast_rows",
-            "cast_whole",
-        )  # also where its scales are for something else
+        found[index] = name in _CODING  # also where its scales are for something else
         if name in _CASTING and read and all(read):
             out = op.outputs[0]
             scales = dtype_name(out) == "float32" or out.nbytes <= _SMALL

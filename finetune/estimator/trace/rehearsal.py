@@ -191,7 +191,8 @@ def rehearse(
                 *(model, config, Path(folder), teacher), padded=padded, documents=documents
             )
         if resolution.precision.backend == "te":
-            engine = engine_maker(cast(Any, device.capability))  # on a GPU alone
+            compiled = compiles(resolution.precision, device)
+            engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
         conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
         stack.callback(conversion.revert)

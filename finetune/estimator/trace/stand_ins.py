@@ -1,7 +1,7 @@
 """Stand-ins for what cannot run on tensors without values: engines, 4-bit bases, optimizers.
 
-*Transformer Engine's linear layer* runs on GPUs only. `EngineBackend` has the allocations of
-`te.Linear` under its autocast (TransformerEngine 2.20, `pytorch/module/linear.py`):
+*Transformer Engine* runs on GPUs only. `EngineBackend` allocates what its casts and products do
+(`precision.backends.te_products`; TransformerEngine 2.20), operators that no compiler fuses:
 
 * forward casts x and w. FP8 tensor cores of compute capability 8.9 and 9.0 contract along the last
   dimension of both operands only, so each cast is written twice, plain and transposed, if a later
@@ -9,7 +9,9 @@
   keep two everywhere.
 * x is saved for wgrad as the transposed copy alone, and only if w trains; w is saved for dgrad.
   Without gradient checkpointing every layer's copies live from forward to backward.
-* backward casts g, in both directions if both GEMMs follow.
+* backward casts g, in both directions if both GEMMs follow;
+* the scale of the tensor itself takes another pass over it, for its amax;
+* in a compiled layer, equal casts become one: q, k and v share the codes of their input.
 
 A block format adds its scales: one byte for 32 elements (MXFP8), one for 16 and half a byte each
 (NVFP4), four for 128 (blockwise).
@@ -35,7 +37,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -129,6 +132,7 @@ define(
     "fp8_cast(Tensor x, float bytes) -> Tensor",
     lambda x, size: x.new_empty(round(x.numel() * size), dtype=torch.float8_e4m3fn),
 )
+define("fp8_amax(Tensor x) -> Tensor", lambda x: x.new_empty(1, dtype=torch.float32))
 for _format in ENGINE:
     define(
         f"{_format}_mm(Tensor a, Tensor b, int[] shape, ScalarType dtype) -> Tensor",
@@ -138,68 +142,76 @@ for _format in ENGINE:
 
 class _EngineLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, name: str, copies: int) -> Tensor:
-        (m, k), (n, _), size = x.shape, w.shape, ENGINE[name][0]
-        ctx.shapes, ctx.cast, ctx.dtype = (m, n, k), (size, copies), w.dtype
-        ctx.multiply = multiply = getattr(OPS, f"{name}_mm")
+    def forward(ctx: Any, x: Tensor, w: Tensor, backend: EngineBackend, of: Tensor) -> Tensor:
+        (m, k), (n, _) = x.shape, w.shape
+        ctx.shapes, ctx.backend, ctx.dtype = (m, n, k), backend, w.dtype
         x_needed, w_needed = ctx.needs_input_grad[:2]
-        xq = _cast(x, size, copies if w_needed else 1)
-        wq = _cast(w, size, copies if x_needed else 1)
+        xq = backend.shared(of, lambda: backend.cast(x, both=w_needed))
+        wq = backend.cast(w, both=x_needed)
         # [M, K] @ [K, N]
-        y = multiply(xq[0], wq[0], [m, n], x.dtype)
+        y = backend.multiply(xq[0], wq[0], [m, n], x.dtype)
         ctx.needed = w_needed, x_needed
-        ctx.save_for_backward(*xq[-1:] if w_needed else (), *wq if x_needed else ())
+        ctx.save_for_backward(*xq[-1:] if w_needed else (), *wq[-1:] if x_needed else ())
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor):
-        (m, n, k), (size, copies), (w_needed, x_needed) = ctx.shapes, ctx.cast, ctx.needed
+        (m, n, k), backend, (w_needed, x_needed) = ctx.shapes, ctx.backend, ctx.needed
         saved = list(ctx.saved_tensors)
         xq = saved.pop(0) if w_needed else None
-        gq = _cast(g, size, copies if w_needed and x_needed else 1)
+        gq = backend.cast(g, both=w_needed)
         # dgrad [M, N] @ [N, K], wgrad [N, M] @ [M, K]
-        dx = ctx.multiply(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
-        dw = ctx.multiply(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
+        dx = backend.multiply(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
+        dw = backend.multiply(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
         return dx, dw, None, None
 
 
-def _cast(x: Tensor, size: float, copies: int) -> list[Tensor]:
-    return [OPS.fp8_cast(x, size) for _ in range(copies)]
-
-
 class EngineMixin(Fp8Mixin):
-    """Forward of a linear layer as in `te.Linear`."""
+    """Forward of a linear layer by Transformer Engine's casts and products."""
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        backend: Any = self.fp8_backend
-        name, copies = backend.format, backend.copies
         rows = as_rows(x)
-        return as_output(_EngineLinear.apply(rows, w.to(rows.dtype), name, copies), x, bias)
+        y = _EngineLinear.apply(rows, w.to(rows.dtype), self.fp8_backend, x)
+        return as_output(y, x, bias)
 
 
 class EngineBackend(Backend):
-    """Stand-in for Transformer Engine.
-
-    Attributes:
-        format: of casts and GEMMs, a key of `ENGINE`.
-        copies: copies that a cast makes if two GEMMs follow.
-    """
+    """Stand-in for Transformer Engine."""
 
     name = "te"
     mixin = EngineMixin
 
-    def __init__(self, precision: PrecisionConfig, capability: tuple[int, int]) -> None:
+    def __init__(
+        self, precision: PrecisionConfig, capability: tuple[int, int], *, compiled: bool
+    ) -> None:
         super().__init__(precision)
-        self.format = precision.scaling if precision.scaling in ENGINE else "fp8"
-        self.copies = 1 if capability >= (10, 0) and self.format == "fp8" else 2
+        form = precision.scaling if precision.scaling in ENGINE else "fp8"
+        self.multiply = getattr(OPS, f"{form}_mm")
+        self._size, self._compiled = ENGINE[form][0], compiled
+        self._copies = 1 if capability >= (10, 0) and form == "fp8" else 2
+        self._last: tuple[Any, list[Tensor]] = (lambda: None, [])
+
+    def cast(self, x: Tensor, *, both: bool) -> list[Tensor]:
+        """Codes of a matrix, row-wise, and column-wise if `both` directions are multiplied."""
+        if self.precision.scaling == "tensorwise":
+            OPS.fp8_amax(x)
+        return [OPS.fp8_cast(x, self._size) for _ in range(self._copies if both else 1)]
+
+    def shared(self, x: Tensor, cast: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Codes of a layer's input: those of the layer before, if it has the same in its graph."""
+        of, codes = self._last
+        if not self._compiled or of() is not x:
+            codes = cast()
+            self._last = weakref.ref(x), codes if self._compiled else []
+        return codes
 
 
-def engine_maker(capability: tuple[int, int]) -> Any:
+def engine_maker(capability: tuple[int, int], *, compiled: bool) -> Any:
     """Replacement of `convert.make_backend` for Transformer Engine."""
 
     def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> Backend:
-        return EngineBackend(precision, capability)
+        return EngineBackend(precision, capability, compiled=compiled)
 
     return make_backend
 

@@ -187,14 +187,12 @@ class Backend:
     Attributes:
         name: value of `precision.backend`.
         mixin: mixin of converted layers.
-        wraps_checkpointing: True if recomputation must run inside `wrap_checkpoint`.
         conversion: what reverts its layers, alive as long as one of them is.
     """
 
     conversion: Any = None
     name: ClassVar[str]
     mixin: ClassVar[type[Fp8Mixin]]
-    wraps_checkpointing: ClassVar[bool] = False
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.precision = precision
@@ -231,10 +229,6 @@ class Backend:
     def region(self) -> contextlib.AbstractContextManager[None]:
         """Context around the model's forward."""
         return contextlib.nullcontext()
-
-    def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """The gradient-checkpointing function to use instead of `checkpoint`."""
-        return checkpoint
 
     def begin_step(self) -> None:
         """Begin a training forward (not a recomputation, not an evaluation)."""

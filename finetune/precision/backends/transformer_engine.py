@@ -1,12 +1,13 @@
-"""Backend `te`: NVIDIA Transformer Engine multiplies.
+"""Backend `te`: NVIDIA Transformer Engine casts and multiplies.
 
-Each converted layer owns a `te.Linear` that is not its submodule and borrows the layer's parameters
-in every call. So there is one copy of each weight, the state dict has plain Hugging Face names and
-no `_extra_state`, and a replaced parameter (FSDP2) is used at once.
+Its quantizers and its product (`te_products`) are called, and no layer of its own: so there is one
+copy of each weight, the state dict has plain Hugging Face names and no `_extra_state`, a replaced
+parameter (FSDP2) is used at once, no autocast must surround anything, and decoder layers compile.
 
-TE's autocast must surround the whole model's forward: leaving the outermost one updates every
-delayed scale. It must also surround recomputation, or a checkpointed layer recomputes in BF16, but
-must *not* update scales there. Since TE 2.9 the entry is `te.autocast(recipe=...)`.
+Under delayed scaling the engine's states (scales and amax histories) are kept by a `te.Linear`
+without weights for each layer. They are updated, by the engine, when a training forward begins.
+Until then scales stay as they were, so that recomputation casts by those of its forward, and what
+it records is what forward has recorded.
 
 Recipes of TE are pydantic dataclasses, which ignore keywords that they do not know (`interval`,
 `override_linear_precision`): every setting is therefore read back from the recipe that was made.
@@ -15,19 +16,19 @@ Recipes of TE are pydantic dataclasses, which ignore keywords that they do not k
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
+from finetune.precision.backends.te_products import RULES, SLOTS, TeRule, te_linear
 from finetune.precision.layers import alignment
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import Operand
@@ -89,139 +90,142 @@ def _made(kind: Any, **settings: Any) -> Any:
 
 
 class TransformerEngineMixin(Fp8Mixin):
-    """Forward of a linear layer that lends its parameters to a `te.Linear`."""
+    """Forward of a linear layer by Transformer Engine.
+
+    Attributes:
+        fp8_states: scale and amax history of forward and of backward, None without delayed scaling.
+    """
 
     fp8_backend: TransformerEngineBackend
-    fp8_engine: Any
+    fp8_states: tuple[Tensor | None, ...]
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        engine = self.fp8_engine
-        engine.training = self.training
+        backend = self.fp8_backend
+        backend.note_use()
         rows = x.reshape(-1, x.shape[-1])
         # Tokens are contracted in wgrad: a multiple of 16, of 32 for block formats.
-        missing = -rows.shape[0] % alignment(self.fp8_backend.precision)
+        missing = -rows.shape[0] % alignment(backend.precision)
         if missing:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
-        parameters, placeholders = engine._parameters, dict(engine._parameters)
-        parameters["weight"] = w.contiguous()
-        if bias is not None:
-            parameters["bias"] = bias
-        try:
-            with self.fp8_backend.region_if_outside():
-                y = engine(rows)  # [M, K] @ [K, N]; its backward is dgrad and wgrad
-        finally:
-            parameters.update(placeholders)
+        # [M, K] @ [K, N]; its backward is dgrad and wgrad
+        y = te_linear(
+            *(rows, w.contiguous(), bias, backend.rule), high=backend.high, states=self.fp8_states
+        )
         # Padding adds rows of zeros: they change neither dgrad of real rows nor wgrad.
         y = y[: y.shape[0] - missing] if missing else y
-        # No view for autograd, as in `gemm.as_output`: what the engine returns is one of its own.
+        # No view for autograd, as in `gemm.as_output`.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 class TransformerEngineBackend(Backend):
-    """Backend whose layers run in Transformer Engine; owns its autocast."""
+    """Backend whose layers run in Transformer Engine; owns its delayed states.
+
+    Attributes:
+        high: True if dgrad and wgrad are multiplied in high precision.
+        rule: quantizers of the recipe.
+    """
 
     name = "te"
     mixin = TransformerEngineMixin
-    wraps_checkpointing = True
 
     def __init__(self, precision: PrecisionConfig) -> None:
         super().__init__(precision)
-        self.recipe = te_recipe(precision)
-        if precision.scaling == "nvfp4":
-            from transformer_engine.pytorch import NVFP4Quantizer
+        import transformer_engine.pytorch as te
 
+        self.recipe, self.high = te_recipe(precision), bool(precision.gemms_kept_high)
+        if precision.scaling == "nvfp4":
             # The first quantizer makes TE's Hadamard matrix, by a product (2.20): here, and not in
             # the forward of the first layer, where the proof would count it as BF16.
-            NVFP4Quantizer()
+            te.NVFP4Quantizer()
         self._engines: list[Any] = []
-        self._inside = 0
+        self._is_inside = False
+        forward, backward = self._engine().quantizers.values()
+        quantizers: dict[Operand, Any] = {"x": forward[0], "w": forward[1], "g": backward[0]}
+        for operand, quantizer in quantizers.items():
+            quantizer.internal = True
+            # Block scales in the order in which the product reads them, as TE's layers have it.
+            quantizer.optimize_for_gemm = operand != "w" or precision.scaling == "mxfp8"
+        how = None
+        if precision.scaling == "delayed":
+            how = {
+                operand: te.Float8CurrentScalingQuantizer(quantizer.dtype, device=None)
+                for operand, quantizer in quantizers.items()
+            }
+            for quantizer in how.values():
+                quantizer.internal = True
+        self.rule = TeRule(repr(self.effective()), self.recipe, quantizers, how)
+        RULES[self.rule.name] = self.rule
+
+    def _engine(self) -> Any:
+        """A layer of the engine without weights, with the quantizers and states of the recipe."""
+        import transformer_engine.pytorch as te
+
+        engine = te.Linear(16, 16, bias=False, device="meta")
+        # TE updates delayed scales when the outermost autocast ends with gradients enabled.
+        with torch.no_grad(), te.autocast(enabled=True, recipe=self.recipe):
+            engine.init_fp8_metadata(num_gemms=1)
+        return engine
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
-        import transformer_engine.pytorch as te
-
-        n, k = layer.shape
-        # (in_features, out_features): a weight of [N, K].
-        engine = te.Linear(
-            k, n, bias=module.bias is not None, params_dtype=module.weight.dtype, device="meta"
-        )
-        self._engines.append(engine)
-        return {"fp8_engine": engine}
-
-    def region(self) -> contextlib.AbstractContextManager[None]:
-        return self._autocast(update=True)
-
-    def region_if_outside(self) -> contextlib.AbstractContextManager[None]:
-        """Context of a layer that is called outside the model's forward."""
-        if self._inside:
-            return contextlib.nullcontext()
-        return self._autocast(update=not in_backward())
+        if self.precision.scaling != "delayed":
+            return {"fp8_states": (None,) * 4}
+        self._engines.append(engine := self._engine())
+        states = [state for _, state in _delayed_states(engine)]
+        tensors = tuple(t for state in states for t in (state.scale, state.amax_history))
+        return {"fp8_states": tensors}
 
     @contextlib.contextmanager
-    def _autocast(self, *, update: bool) -> Iterator[None]:
-        import transformer_engine.pytorch as te
-
-        context = te.autocast(enabled=True, recipe=self.recipe)
-        context.__enter__()
-        self._inside += 1
+    def region(self) -> Iterator[None]:
+        before, self._is_inside = self._is_inside, True
         try:
             yield
         finally:
-            self._inside -= 1
-            # TE updates delayed scales when the outermost autocast ends with gradients enabled.
-            with contextlib.nullcontext() if update else torch.no_grad():
-                context.__exit__(None, None, None)
+            self._is_inside = before
+
+    def begin_step(self) -> None:
+        """Let the engine take in the amaxes of the last step, and set the scales of this one.
+
+        A layer that was not called keeps both. TE's own manager would update every model's layers.
+        """
+        if not self._engines:
+            return
+        import transformer_engine_torch as library
+
+        recipe, states = self.recipe, [dict(_delayed_states(e)) for e in self._engines]
+        for direction in states[0]:
+            those = [state[direction] for state in states]
+            histories = [state.amax_history for state in those]
+            amax = torch.cat([history[0] for history in histories])
+            if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+            library.fused_amax_and_scale_update_after_reduction(
+                *(amax, histories, [state.scale for state in those]),
+                *(recipe.amax_compute_algo, those[0].dtype, recipe.margin),
+            )
+
+    def note_use(self) -> None:
+        """Begin a step where a layer is called without the whole model, in training."""
+        # In a compiled layer, what is looked at would be guards.
+        outside = not torch.compiler.is_compiling() and not self._is_inside
+        if outside and torch.is_grad_enabled() and not in_backward():
+            self.begin_step()
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        # TE's kernels record amaxes whether or not gradients are enabled.
-        def rows() -> dict[int, Tensor]:
-            states = (state for e in self._engines for _, state in _delayed_states(e))
-            return {id(state): state.amax_history[0] for state in states}
-
-        before = {key: row.clone() for key, row in rows().items()}
+        # Its casts record amaxes whether or not gradients are enabled.
+        rows = [state.amax_history[0] for e in self._engines for _, state in _delayed_states(e)]
+        before = [row.clone() for row in rows]
         try:
             yield
         finally:
             with torch.no_grad():
-                for key, row in rows().items():
-                    # A state made inside the block had no amax before it.
-                    row.copy_(before[key]) if key in before else row.zero_()
-
-    def wrap_checkpoint(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A gradient-checkpointing function whose recomputation runs under the same recipe.
-
-        Re-entrant recomputation enters an autocast of its own in backward. There TE takes every
-        layer for the first, and updates the scales of gradients after each: the same histories,
-        since the others have no new amax then, but a reduction a layer over several processes.
-        """
-        from transformer_engine.pytorch.distributed import get_activation_recompute_contexts
-
-        @wraps(checkpoint)
-        def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **kwargs)
-            first, again = get_activation_recompute_contexts()
-
-            def phased(*inner: Any, **inner_kwargs: Any) -> Any:
-                if in_backward():
-                    with self._autocast(update=False), again:
-                        return function(*inner, **inner_kwargs)
-                with first:
-                    return function(*inner, **inner_kwargs)
-
-            # Each scale put aside in forward must be taken back in recomputation, in order, so it
-            # may not stop early. (Early stopping concerns non-reentrant checkpointing only.)
-            with set_checkpoint_early_stop(False):
-                return checkpoint(phased, *args, **kwargs)
-
-        return wrapped
+                for row, old in zip(rows, before, strict=True):
+                    row.copy_(old)
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
-        engine: Any = module.fp8_engine
-        # TE's scaling_fwd has x at 0 and w at 1; scaling_bwd has g at 0.
-        wanted, index = "scaling_bwd" if operand == "g" else "scaling_fwd", int(operand == "w")
-        states = {direction: state.scale for direction, state in _delayed_states(engine)}
-        return states[wanted][index] if wanted in states else None
+        states: Any = module.fp8_states
+        scale = states[2 if operand == "g" else 0]
+        return None if scale is None else scale[SLOTS[operand]]
 
     def effective(self) -> dict[str, Any]:
         # Not `repr(recipe)`, which leaves `amax_compute_algo` out (2.20).
@@ -237,12 +241,7 @@ class TransformerEngineBackend(Backend):
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        if self.precision.scaling != "delayed":
-            return
         for index, engine in enumerate(self._engines):
-            # TE makes these tensors at the first forward, which resuming precedes.
-            with self._autocast(update=False):
-                engine.init_fp8_metadata(num_gemms=1)
             for direction, state in _delayed_states(engine):
                 for name in ("amax_history", "scale"):
                     restore(getattr(state, name), tensors, f"{index}.{direction}.{name}")
