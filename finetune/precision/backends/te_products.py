@@ -189,7 +189,8 @@ class TeLinear(torch.autograd.Function):
         dtype: torch.dtype,
         scale: Tensor | None,
         history: Tensor | None,
-        *backward: Tensor | None,
+        g_scale: Tensor | None,
+        g_history: Tensor | None,
     ) -> Tensor:
         """x [M, K], w [N, K], bias [N] -> [M, N] in `dtype`.
 
@@ -197,7 +198,7 @@ class TeLinear(torch.autograd.Function):
             high: dgrad and wgrad are multiplied in high precision.
             saves: False where no backward follows: column-wise codes are not made.
             scale, history: delayed state of forward, None under other rules.
-            backward: that of backward.
+            g_scale, g_history: that of backward.
         """
         needs_x, needs_w = ctx.needs_input_grad[:2]
         low, state = saves and not high, (scale, history)
@@ -208,7 +209,7 @@ class TeLinear(torch.autograd.Function):
         w_rows = _part(wq, rule.rows["w"], low and needs_x)
         # [M, K] @ [K, N]
         y = torch.ops.finetune.te_mm(w_rows, x_rows, bias, rule.name, "TN", m, n, dtype)
-        ctx.rule, ctx.high, ctx.backward = rule, high, backward
+        ctx.rule, ctx.high, ctx.state = rule, high, (g_scale, g_history)
         ctx.types = x.dtype, w.dtype, None if bias is None else bias.dtype
         ctx.shapes = x.shape, w.shape
         x_saved: list[Tensor] = []
@@ -236,7 +237,7 @@ class TeLinear(torch.autograd.Function):
             dw = g.t() @ xs[0].to(g.dtype) if needs_w else None  # [N, M] @ [M, K]
         else:
             mm = torch.ops.finetune.te_mm
-            gq = cast(g, rule, "g", needs_w, ctx.backward)
+            gq = cast(g, rule, "g", needs_w, ctx.state)
             if needs_x:
                 rows = _part(gq, rule.rows["g"], needs_w)
                 dx = mm(ws, rows, None, rule.name, "NN", m, k, g.dtype)  # [M, N] @ [N, K]
