@@ -243,6 +243,9 @@ def _register_flash(kernel: Kernel | None, capability: tuple[int, int]) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    # Read here: layers that are compiled trace `attend`. A torch without CUDA has no cuDNN.
+    version, cudnn = torch_of_gpus(), torch.backends.cudnn.version()
+
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         attention_mask: Tensor | None, max_length_q: int | None = None,
@@ -255,19 +258,17 @@ def _register_flash(kernel: Kernel | None, capability: tuple[int, int]) -> None:
             query, key, value = (_split(x, documents) for x in (query, key, value))
         # A trace sees operands alone: one with an element for each token that a query sees.
         seen = None if sliding_window is None else key[0, 0, :sliding_window, 0]
-        picked = kernel or _of_documents(capability, query.shape[-1], seen is not None)
+        picked = kernel
+        if picked is None:
+            whole = varlen_kernel(
+                capability, version, cudnn, head_dim=query.shape[-1], windowed=seen is not None
+            )
+            picked = "cudnn" if whole == "cuDNN" else "flash"
         out = fused(query, key, value, seen, True, picked).transpose(1, 2)
         return out.reshape(-1, length, *out.shape[2:]), None
 
     ALL_ATTENTION_FUNCTIONS.register(FLASH, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, flash_attention_mask)
-
-
-def _of_documents(capability: tuple[int, int], head_dim: int, windowed: bool) -> Kernel:
-    """Kernel of torch's `varlen_attn`."""
-    here = torch.backends.cudnn.version()  # None where this torch has no CUDA
-    picked = varlen_kernel(capability, torch_of_gpus(), here, head_dim=head_dim, windowed=windowed)
-    return "cudnn" if picked == "cuDNN" else "flash"
 
 
 def _split(x: Tensor, documents: int) -> Tensor:
