@@ -30,6 +30,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,8 @@ Its backward holds gradients of queries in float32 and of keys and values for ev
 all documents as if each were the longest (cudnn-frontend's `CompositeSDPABackwardNode`; torch 2.15
 does not tell it the number of tokens): 8 times 256 MiB for 8,192 tokens and 32 heads of 128.
 """
-KERNEL = "varlen_kernels"
-"""Attribute of a layer's attention: names of the kernels that it has trained with, for receipts."""
+_ran: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""Attention of a layer -> names of the kernels that it has trained with, for receipts."""
 _TAKES = frozenset(inspect.signature(varlen_attn).parameters)
 """Arguments of torch's function: 2.11 has no scale, 2.12 no `enable_gqa`."""
 
@@ -269,7 +270,7 @@ def varlen_attention_forward(
     kernel = _kernel(q, len(boundaries) - 1, longest, window)
     # Layers run uncompiled first, to be observed; a graph would be guarded by what is written.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        setattr(module, KERNEL, getattr(module, KERNEL, frozenset()) | {kernel})
+        _ran[module] = _ran.get(module, frozenset()) | {kernel}
     if query.is_cuda:
         out = _on_cuda(q, k, v, boundaries, longest, scale, window, kernel)
     else:
@@ -396,7 +397,7 @@ def register() -> None:
 def executed_attention(model: nn.Module) -> str:
     """Implementation of a model, and with `varlen` the kernels that ran, for receipts."""
     name = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
-    ran = frozenset[str]().union(*(getattr(m, KERNEL, ()) for m in model.modules()))
+    ran = frozenset[str]().union(*(_ran.get(m, ()) for m in model.modules()))
     return ", ".join([name, " and ".join(sorted(ran))]) if name == NAME and ran else name
 
 

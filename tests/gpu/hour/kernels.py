@@ -25,7 +25,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -164,7 +163,8 @@ def kernels(length: int, documents: int, device: str) -> dict[str, Callable[...,
     number = torch.arange(tokens, device=device)
     # As packed rows have it, [1, 1, T, T]: True where a query sees a key.
     sees = (number[:, None] // length == number // length) & (number[:, None] >= number)
-    layer = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, is_causal=True)
+    layer: Any = torch.nn.Module()
+    layer.num_key_value_groups, layer.is_causal = HEADS // KEY_HEADS, True
 
     def sdpa(*qkv: Tensor, rows: int = documents, mask: Tensor | None = None) -> Tensor:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
