@@ -50,11 +50,12 @@ def cases() -> list[Case]:
             flags = {name: does == name for name in ("weigh", "casts")}
             flags |= dict.fromkeys(("folds", "pow2"), does == "casts")
             each = logits | beside | {"s_stride": "i32"} | sizes | mapped
-            constants = {"block": ours.OBSERVED, "caps": caps, **kept, **flags}
-            found.append(Case(ours.observe_logits_kernel, each, constants, 8))
+            constants = {"block": ours.LOGITS[0], "caps": caps, **kept, **flags}
+            found.append(Case(ours.observe_logits_kernel, each, constants, ours.LOGITS[1]))
         each = logits | dict.fromkeys(("log_z", "entropy", "g_probs", "g_entropy"), "*fp32")
-        constants = {"block": ours.GRADED, "caps": caps, "probs": True, "entropies": True}
-        found.append(Case(ours.grade_logits_kernel, each | sizes | mapped, constants, 4))
+        constants = {"block": ours.LOGITS[0], "caps": caps, "probs": True, "entropies": True}
+        each |= sizes | mapped
+        found.append(Case(ours.grade_logits_kernel, each, constants, ours.LOGITS[1]))
     row = {"x": "*bf16", "fold": "*fp32", "codes": "*fp8e4nv", "inverse": "*fp32", "stride": "i32"}
     constants = {"length": ours.WHOLE, "block": block, "folds": True, "pow2": True}
     found.append(Case(ours.cast_rows_kernel, row, constants, warps))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.hardware.device import has_triton
+from finetune.hardware.device import has_launcher, has_triton
 from finetune.precision.formats import E4M3, E5M2, Format, amax, scale_from_amax
 from finetune.precision.scaling import cast_current, scaled
 
@@ -403,7 +403,7 @@ def empty_swiglu_backward(
 
 
 def _launch(name: str, reference: Any, *args: Any) -> Any:
-    if not has_triton():  # a build of torch for CUDA without it
+    if not (has_triton() and has_launcher()):  # a slim container runs BF16 without them
         return reference(*args)
     from finetune.precision import triton_kernels
 

@@ -35,8 +35,10 @@ WARPS = 8
 """Warps of such a program: 32 codes a thread."""
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """Statistics by their flags, in order."""
-OBSERVED, GRADED = 2048, 1024
-"""Logits of a token that one program observes at a time, and grades."""
+LOGITS = (1024, 4)
+"""Logits of a token that one program takes at a time, and its warps: with 2,048 and 8 Triton 3.6
+spills.
+"""
 _FLOOR, _LARGEST = tl.constexpr(E4M3.max * SMALLEST_INVERSE), tl.constexpr(E4M3.max)
 
 
@@ -442,15 +444,16 @@ def observe_logits(
     codes = z.new_empty(z.shape, dtype=E4M3.dtype) if casts else z
     inverse = z.new_empty((rows, 1), dtype=torch.float32) if casts else statistics
     factors = statistics if fold is None else fold.contiguous()
+    block, warps = LOGITS
     if rows:
         with torch.cuda.device_of(z):
             launch = cast(Any, observe_logits_kernel)[(rows,)]
             launch(
                 z, targets, statistics, factors, codes, inverse,
                 z.stride(0), statistics.stride(0), start, columns, scale, softcap or 1.0, inv_t,
-                OBSERVED, softcap is not None, *(name in outputs for name in OUTPUTS),
+                block, softcap is not None, *(name in outputs for name in OUTPUTS),
                 weigh and not casts, casts, fold is not None, bool(pow2),
-                num_warps=8, enable_fp_fusion=False,
+                num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return [codes, inverse] if casts else []
 
@@ -460,16 +463,16 @@ def grade_logits(
     g_entropy: Tensor | None, start: int, scale: float, softcap: float | None, inv_t: float,
 ) -> None:  # fmt: skip
     """Launch `grade_logits_kernel`; see `kernels.grade_logits`."""
-    rows, columns = z.shape
+    (rows, columns), (block, warps) = z.shape, LOGITS
     if rows:
         with torch.cuda.device_of(z):
-            launch = cast(Any, grade_logits_kernel)[(rows, triton.cdiv(columns, GRADED))]
+            launch = cast(Any, grade_logits_kernel)[(rows, triton.cdiv(columns, block))]
             # In place of what is not given any pointer: it is not read.
             each = (log_z if x is None else x for x in (entropy, g_probs, g_entropy))
             launch(
                 z, targets, log_z, *each, z.stride(0), start, columns, scale, softcap or 1.0, inv_t,
-                GRADED, softcap is not None, g_probs is not None, g_entropy is not None,
-                num_warps=4, enable_fp_fusion=False,
+                block, softcap is not None, g_probs is not None, g_entropy is not None,
+                num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
 
 

@@ -322,8 +322,6 @@ def _without_triton() -> None:
 
     stub: Any = types.ModuleType("finetune.precision.triton_kernels")
     stub.cast_rows, stub.transpose_codes = kernels._cast_rows, kernels._transpose
-    for name in ("observe_logits", "grade_logits"):
-        setattr(stub, name, getattr(kernels, f"_{name}"))
     sys.modules[stub.__name__] = stub
     testing: Any = types.ModuleType("triton.testing")
     testing.do_bench = _milliseconds
