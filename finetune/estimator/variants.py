@@ -260,8 +260,8 @@ def alternatives_of(asked: Prediction) -> Iterator[Variant]:
             *(FP8, "precision.backend=torchao", f"precision.scaling={scaling}", *cast_each_time),
             label=f"FP8 torchao {scaling}",
         )
-    te = (FP8, "precision.backend=te", "precision.scaling=delayed")
-    yield variant_of(asked, *te, label="FP8 Transformer Engine delayed")
+    te = ("precision.backend=te", "precision.scaling=delayed", "precision.power_of_two_scales=null")
+    yield variant_of(asked, FP8, *te, label="FP8 Transformer Engine delayed")
     if lora:
         yield variant_of(asked, *IN_FP8, "precision.frozen=fp8", label="FP8 frozen base")
         yield variant_of(asked, *IN_FOUR_BITS, label="QLoRA")

@@ -143,7 +143,8 @@ def _pair(name: str, title: str, recipe: str, tiny: str, rounds: int = 1) -> Par
 
 def _engine(method: str, more: str = "") -> Part:
     """An 8B recipe under Transformer Engine."""
-    words = f"precision.backend=te precision.scaling=delayed{more}"
+    words = "precision.backend=te precision.scaling=delayed precision.power_of_two_scales=null"
+    words += more
     return Part(
         f"te_{method}",
         f"Transformer Engine, llama_8b_{method}_fp8",
