@@ -114,7 +114,8 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context"))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         to_fake(model)
-        choose_attention(model, "varlen", place.device.capability or (9, 0))
+        # Named: the choice of `varlen` looks at versions, which Dynamo would trace.
+        choose_attention(model, "flash_attention_2", place.device.capability or (9, 0))
         store_base(model, config.model.storage)
         convert.apply(model, plan, hardware=True)
         compiling.prepare()
