@@ -72,8 +72,10 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
         )
     if TAKEN.reason in prediction.resolution.reason:
         yield (
-            "Transformer Engine is taken to be installed there; its layers are modelled from its "
-            "sources, not run: memory within some per cent of the FP8 copies either way"
+            "Transformer Engine is taken to be installed there; its casts are modelled from its "
+            "sources, not run: memory within some per cent of the FP8 copies either way; an "
+            "uncompiled 8B step took 1.2 s on an H100 where 0.85 were predicted, without idle time "
+            "and with a faster update"
         )
     if on_gpu and chosen(train).paged:
         yield (
