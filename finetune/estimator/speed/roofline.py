@@ -92,6 +92,8 @@ class Shared(_Row):
     dequantize: PositiveFloat
     update_instructions: dict[str, PositiveFloat]
     kernel_us: PositiveFloat
+    before_update_ms: PositiveFloat
+    after_update_ms: PositiveFloat
     scatter_time: PositiveFloat
     scatter_ratio: PositiveFloat
 

@@ -2,7 +2,10 @@
 
 For g micro-batches (gradient accumulation):
 
-    step = g x (forward + backward) + optimizer + exposed communication + generation
+    step = g x (forward + backward) + optimizer + idle time + exposed communication + generation
+
+*Idle time*: once in a step the host reads whether the gradients are finite, and the GPU waits until
+the update begins, and then, unless the update takes as long, until the next forward does.
 
 Of a model that writes its rows, generation is all prompts once and then token by token, each as
 long as the last one; what is scored once for several micro-batches is counted so.
@@ -123,6 +126,9 @@ def pace_of_one(
     beside = _written(rehearsal, roofline, written) if written is not None else {}
     for name, value in (*once.by_class.items(), *beside.items()):
         classes[name] = classes.get(name, 0.0) + value
+    shared = roofline.efficiency.shared
+    waits = shared.before_update_ms + max(0.0, shared.after_update_ms - once.seconds * 1e3)
+    classes[StepPart.WAITING] = classes.get(StepPart.WAITING, 0.0) + waits * 1e-3
     traffic = None
     if gpu is not None:
         forward = timed([op for op in micro if op.phase == "forward"]).seconds
