@@ -41,7 +41,7 @@ from finetune.estimator.predict import (
 )
 from finetune.estimator.speed import roofline
 from finetune.estimator.speed.step_parts import StepPart
-from finetune.estimator.trace import rehearsal
+from finetune.estimator.trace import fake_cuda, rehearsal
 from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.variants import twin_of
@@ -631,7 +631,9 @@ def test_a_longer_row_is_checked_as_one_in_the_recipe(config):
     ],
 )
 def test_a_step_of_8b_is_predicted_as_an_h100_took_it(recipe, fp8, bf16, within, monkeypatch):
-    """torchao asked for `torch.compile` at each tensor then, 0.6 ms of the host; torch clipped."""
+    """As the step was then: torchao asked for `torch.compile` at each tensor, 0.6 ms of the host;
+    torch clipped; attention was FlashAttention-2's; a frozen head took three products.
+    """
     alone = roofline.Roofline.kernel_time
 
     def asked_for(self: roofline.Roofline, op: Any, launch: Any) -> roofline.Kernel:
@@ -641,11 +643,14 @@ def test_a_step_of_8b_is_predicted_as_an_h100_took_it(recipe, fp8, bf16, within,
 
     monkeypatch.setattr(roofline.Roofline, "kernel_time", asked_for)
     monkeypatch.setattr(rehearsal, "clip_in_update", torch.nn.utils.clip_grad_norm_)
+    for module in (fake_cuda, roofline):
+        monkeypatch.setattr(module, "torch_of_gpus", lambda: (2, 11, 0))
+    third = 0.013 * ("lora" in recipe)  # `python -m tests.benchmarks.head`
     rows = ("train.per_device_train_batch_size=4", "train.max_length=2048")
     config = load_recipe(recipe, (*rows, "train.gradient_accumulation_steps=1"))
     found = estimate(config, gpu="H100", advice=False).facts()
     seconds, twin = found["time"]["step_seconds"], found["twin"]
-    assert seconds == pytest.approx(fp8[0], rel=within)
-    assert twin["step_seconds"] == pytest.approx(bf16[0], rel=0.04)
+    assert seconds + third == pytest.approx(fp8[0], rel=within)
+    assert twin["step_seconds"] + third == pytest.approx(bf16[0], rel=0.04)
     assert found["memory"]["allocated"] / GIB == pytest.approx(fp8[1], rel=0.005)
     assert twin["allocated"] / GIB == pytest.approx(bf16[1], rel=0.005)
