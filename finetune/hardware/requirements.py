@@ -280,7 +280,7 @@ def compiles(precision: PrecisionConfig, device: Device) -> bool:
     requested = precision.compile_requested
     if requested != "auto" or device.kind != "cuda":
         return requested == "on"
-    real = precision.backend != "emulated" or precision.frozen == "fp8"
+    real = precision.backend in ("torchao", "te") or precision.frozen == "fp8"
     return precision.compute == "fp8" and real
 
 

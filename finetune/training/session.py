@@ -215,7 +215,7 @@ class Session:
     def _why_uncompiled(self, conversion: Conversion) -> str:
         """The reason why decoder layers are not compiled, empty if they are."""
         p, requested = self.precision, self.precision.compile_requested
-        real = p.backend != "emulated" or conversion.frozen is not None
+        real = p.backend in ("torchao", "te") or conversion.frozen is not None
         unfused = p.compute == "fp8" and real and self.device.kind == "cuda"
         if requested == "off":
             return "off, as configured" + "; nothing is fused, slower than BF16" * unfused
