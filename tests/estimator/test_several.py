@@ -85,9 +85,10 @@ def test_more_gpus_never_need_more(sharded: dict[int, Prediction]) -> None:
     left = {
         kind: nbytes for kind, nbytes in many.kinds.items() if kind not in ("weights", "optimizer")
     }
-    assert sum(left.values()) > 0.999 * many.tensors
-    assert left["gathered"] == two.kinds["gathered"] > 0
-    assert two.kinds["saved"] == many.kinds["saved"]
+    assert sum(left.values()) > 0.998 * many.tensors
+    few, most = two.phases["forward"], many.phases["forward"]
+    assert few["gathered"] == most["gathered"] > 0
+    assert few["saved"] == most["saved"] > 0
 
 
 @pytest.mark.slow

@@ -95,10 +95,10 @@ def test_a_diagnosis_of_compiled_layers_ends_in_kernels(tmp_path) -> None:
 @pytest.mark.long
 def test_a_run_that_has_no_memory_is_refused_and_if_forced_says_what_to_do(tmp_path) -> None:
     words = ("finetune", "tiny_full_fp8", "precision.scaling=tensorwise", "train.eval_strategy=no")
-    refused = on_gpu(*words, cwd=tmp_path, HOST_GPU_GIB="0.08")
+    refused = on_gpu(*words, cwd=tmp_path, HOST_GPU_GIB="0.04")
     assert refused.returncode == 2
     assert "does not fit here" in refused.stderr
-    forced = on_gpu(*words, "--force", cwd=tmp_path, HOST_GPU_GIB="0.08")
+    forced = on_gpu(*words, "--force", cwd=tmp_path, HOST_GPU_GIB="0.04")
     assert forced.returncode == 2
     assert "error: the run is out of memory" in forced.stderr
     assert "train.gradient_checkpointing=true" in forced.stderr
