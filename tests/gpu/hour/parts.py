@@ -102,6 +102,14 @@ def read_diagnosis(folder: Path) -> Result:
     return Result(found, "\n".join([*lines, "", "Trace: `trace.json.gz`, for Perfetto."]))
 
 
+def read_text(folder: Path) -> Result:
+    """What a command printed, as it is."""
+    lines = (folder / "stdout.txt").read_text("utf-8").rstrip().splitlines()
+    return Result(
+        lines, "\n".join(["```text", *lines, "```"]), "" if lines else "it printed nothing"
+    )
+
+
 def read_tests(folder: Path) -> Result:
     """Counts of pytest's JUnit file, and the names of what failed."""
     cases = list(ET.parse(folder / "tests.xml").getroot().iter("testcase"))
@@ -166,6 +174,13 @@ PARTS = (
         "python -m finetune diagnose tiny_full_fp8 --weights random --steps 1",
         read_diagnosis,
         "--out {folder}",
+    ),
+    *(
+        Part(name, title, command, command, read_text, needs="fp8")
+        for name, title, command in (
+            ("update", "The update alone", "python -m tests.benchmarks.optimizer_update --gpu"),
+            ("casts", "Casts alone", "python -m tests.benchmarks.compiled_layer --gpu"),
+        )
     ),
     _pair("full", "Full fine-tuning", "llama_8b_full", "tiny_full", rounds=3),
     _pair("lora_r8", "LoRA, rank 8", "llama_8b_lora", "tiny_lora", rounds=3),
