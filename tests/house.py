@@ -2,7 +2,9 @@
 
     python -m tests.house [--root FOLDER]
 
-*Code* is lines with a token that is no comment or docstring, stubs included. Of a small LoRA model
+*Code* is lines with a token that is no comment or docstring, stubs included. A *room* is a folder
+or a file of the package, a *floor* a step of the longest way down by imports; a place branches on a
+scaling or a backend where it compares something with the name of one. Of a small LoRA model
 in FP8, emulated, it counts walks over the whole model (`modules`, `named_modules`, `parameters` and
 `named_parameters` of the model that is prepared, or of one that wraps it) in `prepare` and in the
 first step, hooks behind `prepare`, classes between a LoRA layer and the plain one, and frames of
@@ -20,6 +22,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,31 +56,167 @@ def code_and_comments(file: Path) -> tuple[int, int]:
 
 def sizes(root: Path) -> list[tuple[str, Any]]:
     """(figure, value) of what lies in the repository."""
-    rooms: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
     comments: Counter[str] = Counter()
     package = root / "finetune"
     for file in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         parts = file.relative_to(package).parts
-        room = parts[0] if len(parts) > 1 else "top"
+        name = parts[0] if len(parts) > 1 else "top"
         code, said = code_and_comments(file)
-        rooms[room] += code
-        comments[room] += said
-    found: list[tuple[str, Any]] = [("code lines of the package", rooms.total())]
-    found += [(f"    {room}", lines) for room, lines in sorted(rooms.items())]
+        lines[name] += code
+        comments[name] += said
+    found: list[tuple[str, Any]] = [("code lines of the package", lines.total())]
+    found += [(f"    {name}", count) for name, count in sorted(lines.items())]
     tests = sum(
         len(file.read_text("utf-8").splitlines()) for file in (root / "tests").rglob("*.py")
     )
-    listed = tomllib.loads((root / "tests/foreign_names.toml").read_text("utf-8"))
-    private = [name for names in listed["names"].values() for name in names]
+    core = "precision"
+    outside = comments.total() - comments[core], lines.total() - lines[core]
     return [
         *found,
         ("lines of tests", tests),
-        (
-            "comments per 100 code lines in precision",
-            round(100 * comments["precision"] / rooms["precision"], 1),
-        ),
-        ("private names of other libraries, listed", len(private)),
+        ("comments per 100 code lines in precision", per_100(comments[core], lines[core])),
+        ("comments per 100 code lines outside of it", per_100(*outside)),
         ("notes", len(list((root / "docs/notes").glob("[0-9]*.md")))),
+        *structure(package),
+        *foreign(tomllib.loads((root / "tests/foreign_names.toml").read_text("utf-8"))),
+    ]
+
+
+def per_100(part: int, whole: int) -> float:
+    """Per cent, to a tenth."""
+    return round(100 * part / whole, 1)
+
+
+# ------------------------------------------------------------------------------ what knows what
+
+SCALINGS = {"tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8", "nvfp4"}
+BACKENDS = {"torchao", "te", "emulated"}
+
+
+class Modules:
+    """Files of a package by the name of their module, and what each imports of the package."""
+
+    def __init__(self, package: Path) -> None:
+        self.trees: dict[str, ast.Module] = {}
+        self.packages: set[str] = set()
+        for file in sorted(package.rglob("*.py")):
+            parts = file.relative_to(package.parent).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            self.trees[name] = ast.parse(file.read_text("utf-8"))
+            if parts[-1] == "__init__":
+                self.packages.add(name)
+        self.imports = {name: self._imports(name) for name in self.trees}
+
+    def _imports(self, name: str) -> set[str]:
+        found: set[str] = set()
+        for node in ast.walk(self.trees[name]):
+            if isinstance(node, ast.Import):
+                found |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                up = name.split(".")[: -node.level or None] if node.level else []
+                if node.level and name in self.packages:
+                    up = name.split(".")[: 1 - node.level or None]
+                base = ".".join([*up, *([node.module] if node.module else [])])
+                # `from finetune.a import b` names a file where `b` is one, else the file `a`
+                full = {f"{base}.{one.name}" for one in node.names}
+                found |= (full & self.trees.keys()) or {base}
+        return (found & self.trees.keys()) - {name}
+
+
+def floors(arrows: dict[str, set[str]]) -> int:
+    """The longest way down; what imports each other in a circle stands on one floor."""
+    reach: dict[str, set[str]] = {}
+    for name in arrows:
+        reach[name], todo = set(), [name]
+        while todo:
+            new = arrows[todo.pop()] - reach[name]
+            reach[name] |= new
+            todo += new
+    circle = {name: min({name, *(r for r in reach[name] if name in reach[r])}) for name in arrows}
+
+    @cache
+    def height(first: str) -> int:
+        below = {circle[r] for r in reach[first]} - {first}
+        return 1 + max(map(height, below), default=0)
+
+    return max(map(height, circle.values()))
+
+
+def structure(package: Path) -> list[tuple[str, Any]]:
+    """(figure, value) of what files know of one another, and of names that stand as strings."""
+    modules = Modules(package)
+    most = max(modules.imports, key=lambda name: len(modules.imports[name]))
+
+    def room(name: str) -> str:
+        return name.split(".")[1] if "." in name else ""
+
+    rooms: dict[str, set[str]] = {room(name): set() for name in modules.trees if room(name)}
+    for name, imported in modules.imports.items():
+        if room(name):
+            rooms[room(name)] |= {room(one) for one in imported} - {"", room(name)}
+    core = {
+        name: {one for one in imported if room(one) == "precision"}
+        for name, imported in modules.imports.items()
+        if room(name) == "precision"
+    }
+    needed = {one for name in core for one in modules.imports[name]} - core.keys()
+    named = {
+        key: [name for name, tree in modules.trees.items() for _ in compared(tree, words)]
+        for key, words in (("a scaling", SCALINGS), ("a backend", BACKENDS))
+    }
+    reads = [
+        name
+        for name, tree in modules.trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and re.search(r"\btrain\.get$", ast.unparse(node.func))
+    ]
+    classes: dict[str, set[str]] = {}
+    for name, tree in modules.trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, set()).add(name)
+    return [
+        ("rooms", len(rooms)),
+        ("floors of the house", floors(rooms)),
+        ("floors inside precision", floors(core)),
+        ("files outside of precision that it imports", len(needed - {package.name})),
+        ("files in training at one level", len(list(package.glob("training/*.py")))),
+        (f"largest fan-out of a file ({most})", len(modules.imports[most])),
+        *((f"places that branch on {key}", len(found)) for key, found in named.items()),
+        *((f"files that branch on {key}", len(set(found))) for key, found in named.items()),
+        ("calls of train.get", len(reads)),
+        ("files that call it", len(set(reads))),
+        ("names that classes share", sum(len(files) > 1 for files in classes.values())),
+    ]
+
+
+def compared(tree: ast.Module, words: set[str]) -> list[ast.AST]:
+    """Comparisons and cases with one of some words, `in` a row of them too."""
+
+    def says(node: ast.AST) -> bool:
+        if isinstance(node, ast.MatchValue):
+            return getattr(node.value, "value", None) in words
+        if not isinstance(node, ast.Compare):
+            return False
+        constants = (one for one in ast.walk(node) if isinstance(one, ast.Constant))
+        return any(isinstance(one.value, str) and one.value in words for one in constants)
+
+    return [node for node in ast.walk(tree) if says(node)]
+
+
+def foreign(listed: dict[str, dict[str, list[str]]]) -> list[tuple[str, Any]]:
+    """(figure, value) of the names in `foreign_names.toml` with a private part."""
+    private = [
+        module
+        for section, modules in listed.items()
+        for module, names in modules.items()
+        for name in names
+        if module != "ours" and re.search(r"(^|\.)_(?!_)", name)
+    ]
+    return [
+        ("private names of other libraries", len(private)),
+        ("    of TRL", sum(module.split(".")[0] == "trl" for module in private)),
     ]
 
 
