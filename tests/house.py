@@ -124,6 +124,11 @@ class Modules:
         return (found & self.trees.keys()) - {name}
 
 
+def room_of(module: str) -> str:
+    """`finetune.data.rows` -> `data`; the package itself is none."""
+    return module.split(".")[1] if "." in module else ""
+
+
 def floors(arrows: dict[str, set[str]]) -> int:
     """The longest way down; what imports each other in a circle stands on one floor."""
     reach: dict[str, set[str]] = {}
@@ -148,17 +153,14 @@ def structure(package: Path) -> list[tuple[str, Any]]:
     modules = Modules(package)
     most = max(modules.imports, key=lambda name: len(modules.imports[name]))
 
-    def room(name: str) -> str:
-        return name.split(".")[1] if "." in name else ""
-
-    rooms: dict[str, set[str]] = {room(name): set() for name in modules.trees if room(name)}
+    rooms: dict[str, set[str]] = {room_of(name): set() for name in modules.trees if room_of(name)}
     for name, imported in modules.imports.items():
-        if room(name):
-            rooms[room(name)] |= {room(one) for one in imported} - {"", room(name)}
+        if room_of(name):
+            rooms[room_of(name)] |= {room_of(one) for one in imported} - {"", room_of(name)}
     core = {
-        name: {one for one in imported if room(one) == "precision"}
+        name: {one for one in imported if room_of(one) == "precision"}
         for name, imported in modules.imports.items()
-        if room(name) == "precision"
+        if room_of(name) == "precision"
     }
     needed = {one for name in core for one in modules.imports[name]} - core.keys()
     named = {
