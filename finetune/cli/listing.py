@@ -60,7 +60,7 @@ def row_of(name: str) -> dict[str, Any]:
         "model": config.model.name.rpartition("/")[2],
         "method": f"{'QLoRA' if config.model.storage else 'LoRA'} r={lora.r}" if lora else "full",
         "precision": f"fp8 {precision.scaling}" if fp8 else precision.compute,
-        "length": str(config.train.get("max_length", "")),
+        "length": str(config.train.max_length) if "max_length" in config.train else "",
         "data": config.data.label.rpartition("/")[2],
     }
 

@@ -96,7 +96,7 @@ def resume(
     own = [f"train.resume_from_checkpoint={start}"]
     if not checkpoints_in(folder / CHECKPOINTS):
         # Stopped before it saved one, it may have begun at a checkpoint of an earlier run.
-        earlier = load_recipe(file, check_train=False).config.train.get("resume_from_checkpoint")
+        earlier = load_recipe(file, check_train=False).config.train.resume_from_checkpoint
         own = [] if earlier else own
     recipe = load_recipe(file, [*own, *(overrides or ())])
     _train(recipe, out, force=force, details=details, as_json=as_json)

@@ -118,7 +118,7 @@ class Translation:
         for kind in ("eval", "save"):
             key, train = f"{kind}s_per_epoch", self.recipe["train"]
             if (count := float(self.given.get(key, 1))) > 1:
-                every = 1 / (count * float(train.get("num_train_epochs", 1)))
+                every = 1 / (count * float(self.given.get("num_epochs", 1)))
                 self.put(f"{key}: {count:g}", f"train.{kind}_steps", PlainText(f"{every:.4g}"))
             by = "steps" if f"{kind}_steps" in train else "epoch"
             train.setdefault(f"{kind}_strategy", PlainText(by))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.config.measures import LOSSES, MEASURES, Measure
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, did_you_mean
 from finetune.units import perplexity
 
@@ -206,7 +207,7 @@ def method_of(train: Mapping[str, Any], where: str = "train.method") -> Method:
     Raises:
         ConfigError: there is no such method.
     """
-    name = str(train.get("method") or "sft")
+    name = str(TrainSection(train).method)
     if name in METHODS:
         return METHODS[name]
     raise ConfigError(

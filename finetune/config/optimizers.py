@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, did_you_mean, install_hint
 
 SMALLEST_QUANTIZED = 4096
@@ -229,13 +230,13 @@ def state_bytes(
 # ---------------------------------------------------------------- checks, before anything is loaded
 
 
-def chosen(train: dict[str, Any]) -> Optimizer:
+def chosen(train: TrainSection) -> Optimizer:
     """The optimizer of a `train` section; `adamw_torch_fused` when it names none.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    name = str(train.get("optim") or "adamw_torch_fused")
+    name = str(train.optim)
     check_name(name)
     return OPTIMIZERS[name]
 
@@ -252,7 +253,7 @@ def check_name(name: str, where: str = "train.optim") -> None:
         )
 
 
-def check_optimizer(train: dict[str, Any]) -> None:
+def check_optimizer(train: TrainSection) -> None:
     """Refuse an optimizer that no device has, or of shards; and arguments without effect.
 
     Raises:
@@ -261,7 +262,7 @@ def check_optimizer(train: dict[str, Any]) -> None:
     facts = chosen(train)
     if facts.refused:
         raise cannot_have(facts, "anywhere", facts.refused, facts.instead)
-    if train.get("fsdp") and facts.not_sharded:
+    if train.fsdp and facts.not_sharded:
         small = facts.moments is not None and (facts.moments.blockwise or facts.moments.factored)
         instead = "adamw_torch_8bit" if small else "adamw_torch_fused"
         why = f"{facts.not_sharded}; without train.fsdp (DDP) it steps"
@@ -286,13 +287,13 @@ def cannot_have(facts: Optimizer, place: str, why: str, instead: str) -> ConfigE
     )
 
 
-def arguments(train: dict[str, Any]) -> dict[str, str]:
+def arguments(train: TrainSection) -> dict[str, str]:
     """`train.optim_args`, written `key=value,key=value`, as a mapping.
 
     Raises:
         ConfigError: not of that form.
     """
-    text = str(train.get("optim_args") or "").replace(" ", "")
+    text = str(train.optim_args or "").replace(" ", "")
     pairs = [item.partition("=") for item in text.split(",") if item]
     for key, equals, value in pairs:
         if not (key and equals and value):

@@ -27,6 +27,7 @@ from finetune.config.schema import (
 )
 from finetune.config.secrets import check_secrets
 from finetune.config.section import RefusedError
+from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import (
     convert_train,
     elsewhere,
@@ -289,14 +290,15 @@ def checked(
     Raises:
         ConfigError: as `read_recipe`; all that are wrong, the first with the others.
     """
-    errors, config, train = list[ConfigError](), None, dict[str, Any]()
+    errors, config, train = list[ConfigError](), None, TrainSection()
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
         errors += _problems(error, where)
     given = config.train if config else data.get("train")
     try:
-        train = convert_train(given, where) if check_train and isinstance(given, dict) else {}
+        if check_train and isinstance(given, dict):
+            train = convert_train(given, where)
     except ConfigError as error:
         errors.append(error)
     raise_all(errors)

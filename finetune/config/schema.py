@@ -7,7 +7,8 @@ Nothing here imports torch, so that listing and checking recipes stays instant.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -29,6 +30,7 @@ from finetune.config.section import (
     ResumeConfig,
     Section,
 )
+from finetune.config.train_keys import TrainSection
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 BackendName = Literal["te", "torchao", "emulated"]
@@ -387,7 +389,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     resume: ResumeConfig = ResumeConfig()
-    train: dict[str, Any] = Field(default={}, json_schema_extra={"properties": TRAIN})
+    train: TrainSection = Field(default=TrainSection(), json_schema_extra={"properties": TRAIN})
 
     @model_validator(mode="before")
     @classmethod
@@ -413,6 +415,13 @@ class RunConfig(Section):
             and precision.get("scaling", "tensorwise") in FROZEN_SCALINGS
         )
         return values | {"precision": precision | {"frozen": "fp8"}} if stored else values
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """The same with other sections; a plain `train` section becomes one that is typed."""
+        changed = dict(update or {})
+        if "train" in changed:
+            changed["train"] = TrainSection(changed["train"])
+        return super().model_copy(update=changed, deep=deep)
 
     @property
     def method(self) -> Literal["full", "lora"]:

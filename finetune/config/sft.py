@@ -16,6 +16,7 @@ from finetune.config.aliases import is_off
 from finetune.config.methods import EARLY_STOPPING, KEYS, REWARDS, arguments, method_of
 from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
+from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import decides_checkpointing
 from finetune.errors import ConfigError
 
@@ -34,28 +35,26 @@ but at odd ones its backward under a mask of padding can give NaN on Hopper (pyt
 """
 
 
-def without_effect(train: Mapping[str, Any]) -> list[str]:
+def without_effect(train: TrainSection) -> list[str]:
     """Keys that Transformers passes over in silence, where a checkpoint is lost by it.
 
     An interval of evaluations is none: `train.eval_strategy=no` over a recipe switches them off.
 
-    >>> without_effect({"save_strategy": "no", "save_steps": 50})
+    >>> without_effect(TrainSection(save_strategy="no", save_steps=50))
     ['train.save_steps=50 has no effect, since train.save_strategy is no: no checkpoint is saved']
     """
-    strategy, steps = str(train.get("save_strategy", "steps")).lower(), train.get("save_steps")
-    if steps is None or strategy == "steps":
+    strategy, steps = str(train.save_strategy).lower(), train.save_steps
+    if "save_steps" not in train or strategy == "steps":
         return []
     outcome = "no: no checkpoint is saved" if strategy in ("no", "false") else strategy
     return [f"train.save_steps={steps:g} has no effect, since train.save_strategy is {outcome}"]
 
 
-def shortened(
-    train: Mapping[str, Any], steps: int, without: Collection[str] = ()
-) -> dict[str, Any]:
+def shortened(train: Mapping[str, Any], steps: int, without: Collection[str] = ()) -> TrainSection:
     """Train section of a run of `steps` steps that evaluates, saves and reports nothing."""
     silent = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
     kept = {k: value for k, value in train.items() if k not in (*_OF_LONG_RUNS, *without)}
-    return kept | silent | {"report_to": "none", "max_steps": steps}
+    return TrainSection(kept | silent | {"report_to": "none", "max_steps": steps})
 
 
 def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_cpu: bool) -> Any:
@@ -74,12 +73,12 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
     method = method_of(config.train)
     assert not decides_checkpointing(config), "preflight decides it"
     ours = (*KEYS, REWARDS, "resume_from_checkpoint")
-    train = {k: v for k, v in config.train.items() if k not in ours}
-    if train.get("optim") in OWN_NAMES:
+    train = TrainSection({k: v for k, v in config.train.items() if k not in ours})
+    if train.optim in OWN_NAMES:
         del train["optim"]  # Transformers knows no such name: the class is given to the trainer
-    if train.get("fsdp") and on_cpu:
+    if train.fsdp and on_cpu:
         refuse_sharding_on_cpu()
-    if config.data.streaming and int(train.get("max_steps") or -1) <= 0:
+    if config.data.streaming and int(train.max_steps) <= 0:
         raise ConfigError(
             "streamed rows need a number of steps",
             where="data.streaming=true, and no train.max_steps",
@@ -92,7 +91,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
     settings = {"ddp_find_unused_parameters": False, **settings}
     known = arguments(method)
     settings = {key: value for key, value in settings.items() if key in known}
-    if isinstance(own := train.get("accelerator_config"), dict):  # others stay those of the rows
+    if isinstance(own := train.accelerator_config, dict):  # others stay those of the rows
         train["accelerator_config"] = {**settings.get("accelerator_config", {}), **own}
     with refused_by(method.config, train):
         args = method.config_class(
@@ -174,13 +173,13 @@ def settings_in(text: str, train: Mapping[str, Any]) -> str:
     return ", or ".join(named) or "change the settings that it names; ~train.KEY is TRL's default"
 
 
-def padding_free(train: Mapping[str, Any]) -> bool:
+def padding_free(train: TrainSection) -> bool:
     """True if TRL puts the documents of a batch behind one another, without padding, by document.
 
     Its rule: `padding_free`, or packing by another strategy than `wrapped` (SFTTrainer, TRL 1.16).
     """
-    whole = str(train.get("packing_strategy", "bfd")) in ("bfd", "bfd_split")
-    return bool(train.get("padding_free") or (train.get("packing") and whole))
+    whole = str(train.packing_strategy) in ("bfd", "bfd_split")
+    return bool(train.padding_free or (train.packing and whole))
 
 
 @dataclass(frozen=True)
@@ -202,13 +201,13 @@ class FsdpSettings:
     offload: bool = False
 
 
-def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
+def fsdp_settings(train: TrainSection) -> FsdpSettings:
     """Settings of a `train` section, or of the JSON file that it names, with `fsdp_` or without.
 
     Raises:
         ConfigError: `fsdp_config` names a file that is not there or no JSON.
     """
-    given = train.get("fsdp_config") or {}
+    given = train.fsdp_config or {}
     if isinstance(given, str):
         try:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
@@ -218,7 +217,7 @@ def fsdp_settings(train: Mapping[str, Any]) -> FsdpSettings:
                 where="train.fsdp_config",
                 fix="the name of a JSON file, or ~train.fsdp_config",
             ) from None
-    words = str(train.get("fsdp")).lower()  # `full_shard offload`, as older recipes have it
+    words = str(train.fsdp).lower()  # `full_shard offload`, as older recipes have it
     found: dict[str, Any] = {"reshard_after_forward": "shard_grad_op" not in words}
     found |= {"cpu_offload": "offload" in words}
     found |= {key.removeprefix("fsdp_"): value for key, value in given.items()}

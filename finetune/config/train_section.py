@@ -6,7 +6,7 @@ That is `trl.SFTConfig`, or what `train.method` names (`finetune.config.methods`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
@@ -24,6 +24,7 @@ from finetune.config.methods import (
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
 from finetune.config.section import check_text
+from finetune.config.train_keys import TrainSection
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 from finetune.errors import ConfigError, did_you_mean, nearest, raise_all
 
@@ -51,7 +52,7 @@ OPEN = (CHECKPOINTING, "max_length")
 
 def decides_checkpointing(config: RunConfig) -> bool:
     """True if `train.gradient_checkpointing` is `auto`: on where memory is too small without it."""
-    return config.train.get(CHECKPOINTING) == "auto"
+    return config.train.gradient_checkpointing == "auto"
 
 
 def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
@@ -60,17 +61,17 @@ def with_checkpointing(config: RunConfig, on: bool) -> RunConfig:
 
 
 def refuse_open_length(
-    train: Mapping[str, Any], *, streams: bool, where: Callable[[KeyPath], str] = ".".join
+    train: TrainSection, *, streams: bool, where: Callable[[KeyPath], str] = ".".join
 ) -> None:
     """Reject `train.max_length: auto` where no row's length is known before training.
 
     Raises:
         ConfigError: rows of a stream, or text that is cut anywhere.
     """
-    wrapped = train.get("packing") and train.get("packing_strategy") == "wrapped"
+    wrapped = train.packing and train.packing_strategy == "wrapped"
     why = "a stream's rows are read while it trains" * streams
     why = why or "packing_strategy=wrapped cuts text anywhere, and fills every row" * bool(wrapped)
-    if train.get("max_length") == "auto" and why:
+    if train.max_length == "auto" and why:
         raise ConfigError(
             "no longest row is known before training, for train.max_length=auto",
             where=where(("train", "max_length")),
@@ -80,7 +81,7 @@ def refuse_open_length(
 
 
 def steps_of_tokens(
-    train: Mapping[str, Any], tokens: int, where: Callable[[KeyPath], str] = ".".join
+    train: TrainSection, tokens: int, where: Callable[[KeyPath], str] = ".".join
 ) -> int:
     """Optimizer steps of a budget of tokens on the processes of this launch, rounded down.
 
@@ -90,13 +91,13 @@ def steps_of_tokens(
     Raises:
         ConfigError: rows are of several lengths, less than one step, or `train.max_steps` differs.
     """
-    length = train.get("max_length", 1024)
-    rows = train.get("per_device_train_batch_size", 8) * train.get("gradient_accumulation_steps", 1)
+    length, rows = train.max_length, train.per_device_train_batch_size
+    rows *= train.gradient_accumulation_steps
     processes = os.environ.get("WORLD_SIZE", "1")
     each = int(rows) * int(length or 1) * (int(processes) if processes.isdigit() else 1)
-    steps, given = tokens // each, int(train.get("max_steps") or -1)
+    steps, given = tokens // each, int(train.max_steps or -1)
     why = f"a step has {each:,} tokens here: {tokens:,} are {steps:,} steps"
-    if not (train.get("packing") and train.get("packing_strategy") == "wrapped" and length):
+    if not (train.packing and train.packing_strategy == "wrapped" and length):
         what = "a number of tokens was given for rows of several lengths"
         why = "how many steps it is shows only when all rows were read"
         fix = "train.packing=true train.packing_strategy=wrapped; or train.max_steps=1000"
@@ -115,24 +116,25 @@ EVERY = 0.05
 """Share of the steps behind which early stopping evaluates, where no interval is given."""
 
 
-def with_stopping(train: dict[str, Any]) -> dict[str, Any]:
+def with_stopping(train: TrainSection) -> TrainSection:
     """A section with what its early stopping needs beside a patience; what it says itself stays.
 
     The trainer counts evaluations, and keeps the best of the checkpoints that are saved with them:
     one is enough beside the newest. Rewarded answers are judged by their reward.
     """
-    if not train.get(PATIENCE):
+    if not train.early_stopping_patience:
         return train
-    by = [train.get(f"{kind}_strategy") for kind in ("eval", "save")]
-    strategy = next((str(given) for given in by if given not in (None, "best")), "steps")
-    needed = {f"{kind}_strategy": strategy for kind in ("eval", "save")}
+    strategies = ("eval_strategy", "save_strategy")
+    given = [train[key] for key in strategies if key in train]
+    strategy = next((str(one) for one in given if one not in (None, "best")), "steps")
+    needed: dict[str, Any] = dict.fromkeys(strategies, strategy)
     needed |= {"load_best_model_at_end": True, "save_total_limit": 2}
     if strategy == "steps":
-        every = train.get("eval_steps") or train.get("save_steps") or EVERY
+        every = train.eval_steps or (train.save_steps if "save_steps" in train else EVERY)
         needed |= {"eval_steps": every, "save_steps": every}
     if method_of(train).rewarded:
         needed["metric_for_best_model"] = "reward"
-    return needed | train
+    return TrainSection(needed | train)
 
 
 def fields_of(section: str) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def convert_train(
     train: dict[str, Any],
     where: Callable[[KeyPath], str] = ".".join,
     method: Method | None = None,
-) -> dict[str, Any]:
+) -> TrainSection:
     """Check keys of the `train` section against its configuration, and convert values by type.
 
     Args:
@@ -199,7 +201,7 @@ def convert_train(
             check_name(str(found), at)
         return found
 
-    result, errors = dict[str, Any](), list[ConfigError]()
+    result, errors = TrainSection(), list[ConfigError]()
     for key, value in train.items():
         try:
             result[key] = converted(key, value, where(("train", key)))
@@ -340,10 +342,10 @@ MOST_TOKENS = 2**24
 """Tokens of a micro-batch: a hundred times what the largest GPUs hold of the smallest models."""
 
 
-def check_batch(train: Mapping[str, Any]) -> None:
+def check_batch(train: TrainSection) -> None:
     """Reject a micro-batch of more than `MOST_TOKENS`, before it is planned or simulated."""
-    rows = train.get("per_device_train_batch_size", 8)
-    length = 1024 if train.get("max_length", 1024) is None else train.get("max_length", 1024)
+    rows = train.per_device_train_batch_size
+    length = 1024 if train.max_length is None else train.max_length
     if int(rows) * int(length) > MOST_TOKENS:
         raise ConfigError(
             f"a micro-batch of {rows:,} rows of {length:,} tokens fits no machine",

@@ -50,7 +50,7 @@ def decided(recipe: Recipe, tokenizer: Any = None) -> Recipe:
         tokenizer: that of a script; None: the model's.
     """
     config = recipe.config
-    if config.train.get("max_length") != "auto":
+    if config.train.max_length != "auto":
         return recipe
     console = output(stderr=True, quiet=rank() > 0)
     with counting_rows(console, f"reading the rows of {recipe.name} for train.max_length=auto"):

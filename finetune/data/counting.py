@@ -50,7 +50,7 @@ def counted_rows(config: RunConfig, *, sample: bool = False, tokenizer: Any = No
     With `sample` only the first rows of large files and of the hub; `tokenizer`: a script's own.
     """
     if tokenizer is None:
-        tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
+        tokenizer, _ = load_tokenizer(config.model, config.train.chat_template_path)
     rows = rows_for(config, tokenizer, sample=sample)
     return count(rows, arguments_for(rows, config), tokenizer, method_of(config.train))
 

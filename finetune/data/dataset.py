@@ -82,7 +82,7 @@ def rows_for(
 ) -> Rows:
     """The rows of a run, as `load_data` loads them."""
     return load_data(
-        *(config.data, tokenizer, int(config.train.get("seed", 42))),
+        *(config.data, tokenizer, int(config.train.seed)),
         sample=sample,
         vocabulary=vocabulary_of(config.model),
         method=method_of(config.train),

@@ -77,16 +77,16 @@ class Lengths:
         """A row of a table for each of some row lengths: what is cut, and what a step holds."""
         train, text = config.train, method_of(config.train).is_text
         multiple, most = limits(config)
-        chosen, own = self.auto(multiple, most), train.get("max_length", 1024)
+        chosen, own = self.auto(multiple, most), train.max_length
         half, longest = self.percentiles()[50], int(self.whole.max())
         powers = (1 << n for n in range(half.bit_length(), (longest - 1).bit_length())[-POWERS:])
         longest = _rounded(longest, multiple)
-        each = int(train.get("per_device_train_batch_size", 8))
+        each = int(train.per_device_train_batch_size)
         shown = {one for one in (*powers, longest) if one <= (most or one)}
         for limit in sorted({chosen, own or chosen, *shown}):
             marks = " (auto)" * (limit == chosen) + " (now)" * (limit == own)
             rows, lost = int((self.whole > limit).sum()), int(self.trained[limit:].sum())
-            held = limit if train.get("packing") else min(limit, longest)
+            held = limit if train.packing else min(limit, longest)
             row = {
                 "train.max_length": f"{limit:,}{marks}",
                 "rows cut": f"{rows:,} ({percent(rows / self.whole.size)})",
@@ -113,5 +113,5 @@ def limits(config: RunConfig) -> tuple[int, int | None]:
     """What a row length is a multiple of, and the positions of the model."""
     from finetune.storage.pretrained import load_shape, positions
 
-    multiple = config.train.get("pad_to_multiple_of") or 1
+    multiple = config.train.pad_to_multiple_of or 1
     return int(multiple), positions(load_shape(config.model))

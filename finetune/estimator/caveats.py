@@ -8,7 +8,7 @@ from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free
-from finetune.estimator.knobs import answer_of, attends_by_mask, setting
+from finetune.estimator.knobs import attends_by_mask, length_of
 from finetune.estimator.predict import Prediction
 from finetune.hardware.device import Device, shown_capability, varlen_kernel
 from finetune.hardware.requirements import TAKEN, pays_to_compile
@@ -82,14 +82,14 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
             "states of a paged optimizer are not counted: they lie on the GPU while it has room, "
             "so that nvidia-smi shows more, and on the host when it is full, which takes time"
         )
-    if train.get("use_liger_kernel"):
+    if train.use_liger_kernel:
         yield "Liger's kernels are not rehearsed: memory and time will be lower than this"
     if config.lora is not None and config.lora.dropout:
         yield "dropout's masks are rehearsed; its random numbers cost time not counted here"
     if place.device.is_rocm:
         yield "rehearsed as CUDA would run it: attention and allocator of ROCm differ, either way"
     if method_of(train).writes:
-        answer, length = answer_of(config), setting(config, "max_length")
+        answer, length = config.train.max_completion_length, length_of(config)
         yield (
             f"answers are taken to have {answer} tokens (train.max_completion_length) and prompts "
             f"{max(1, length - answer)}; finetune.estimate(..., length=N) is for other sums of both"
@@ -98,7 +98,7 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
             "generation is that of Transformers, uncompiled, and its time was never measured; "
             "reward models are not counted"
         )
-    elif not train.get("packing") and on_gpu:
+    elif not train.packing and on_gpu:
         yield (
             "rows are taken to have train.max_length tokens: shorter ones take less memory and time"
         )
@@ -107,10 +107,10 @@ def _of_each(prediction: Prediction) -> Iterator[str]:
 def _too_short(prediction: Prediction) -> Iterator[str]:
     """The caveat of a run that is over before compiling its layers would pay."""
     config, pace, gpu = prediction.config, prediction.pace, prediction.place.gpu
-    steps = int(config.train.get("max_steps", -1))
+    steps = int(config.train.max_steps)
     if steps < 1 or not (pace and gpu) or config.precision.compile_requested != "auto":
         return
-    each = int(setting(config, "gradient_accumulation_steps"))
+    each = int(config.train.gradient_accumulation_steps)
     layers = load_shape(config.model).get_text_config(decoder=True).num_hidden_layers
     flops = pace.mfu * pace.seconds * gpu.half_peak / each
     pays = pays_to_compile(config.precision, gpu.half_peak, flops, layers, steps * each)
@@ -128,7 +128,7 @@ def _of_unequal(config: RunConfig, device: Device) -> str:
     kernel = varlen_kernel(device.capability or (0, 0), torch_of_gpus(), None, head_dim=width)
     if kernel != "cuDNN":
         return ""
-    tokens = setting(config, "per_device_train_batch_size") * (setting(config, "max_length") or 0)
+    tokens = config.train.per_device_train_batch_size * (length_of(config) or 0)
     # Gradients of queries in float32, of keys and values in 16 bits for every head of queries.
     more = (ROOM - 1) * tokens * heads * width * 8
     return f"; of several lengths, cuDNN's backward holds up to {more / GIB:.1f} GiB more"
@@ -138,14 +138,14 @@ def _of_several(prediction: Prediction) -> Iterator[str]:
     """Caveats of training on several devices."""
     train, place = prediction.config.train, prediction.place
     if place.count == 1:
-        if train.get("fsdp"):
+        if train.fsdp:
             yield "train.fsdp needs several GPUs, refused on one; predicted without it"
         return
     if place.device.kind == "cuda" and place.gpu is None:
         yield "how these GPUs are linked is not known: NCCL's buffers are taken as over NVLink"
     if place.count > 8:
         yield ONE_MACHINE
-    if not train.get("fsdp"):
+    if not train.fsdp:
         yield (
             "each GPU holds a copy of the model and its gradients a second time, to be sent (DDP); "
             "train.fsdp=true shards them"

@@ -16,12 +16,11 @@ from rich.text import Text
 
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
-from finetune.config.train_section import CHECKPOINTING
 from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
 from finetune.estimator.caveats import caveats
-from finetune.estimator.knobs import setting, with_length
+from finetune.estimator.knobs import with_length
 from finetune.estimator.ladder import Rung, ladder_of, ladder_table
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
@@ -156,7 +155,7 @@ class Estimate(JupyterMixin):
         counts = (
             f"{count(prediction.parameters)} parameters, {count(prediction.trainable)} trainable"
         )
-        saving = "on" if setting(prediction.config, CHECKPOINTING) else "off"
+        saving = "on" if prediction.config.train.gradient_checkpointing else "off"
         yield Text(f"{counts}; gradient checkpointing {saving}", "dim")
         yield Text()
         yield self._memory()
@@ -355,7 +354,7 @@ def estimate(
     prediction = predict(config, place, whole=whole)
     if price is None and place.gpu is not None:
         price = place.gpu.price_usd_per_hour
-    steps, tokens = int(config.train.get("max_steps", -1)), tokens or config.data.max_tokens
+    steps, tokens = int(config.train.max_steps), tokens or config.data.max_tokens
     if tokens is None and steps > 0 and prediction.pace is not None:
         tokens = steps * prediction.pace.tokens * place.count
     other = twin_of(prediction) if twin else None

@@ -16,14 +16,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.methods import TEACHER, method_of
+from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import padding_free
+from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.knobs import as_typed, changes, rows_of, setting, with_length
+from finetune.estimator.knobs import as_typed, changes, length_of, rows_of, with_length
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import EXPANDABLE, Device, available_gib, expand_segments, processes
 from finetune.hardware.gpus import place_here
@@ -133,7 +134,7 @@ class MemoryForecast:
         rows, length, padded, prompt = batch
         train = run.config.train
         rows //= method_of(train).texts
-        if train.get("packing") and rows == 1:  # of all, but with `packing_strategy: wrapped`
+        if train.packing and rows == 1:  # of all, but with `packing_strategy: wrapped`
             rows, _ = rows_of(run.config)
             length //= rows
         shape = [f"train.per_device_train_batch_size={rows}"]
@@ -211,7 +212,7 @@ def fp8_bytes(n: int, k: int, scales: int) -> int:
 def bound(
     model: nn.Module,
     plan: PrecisionPlan,
-    train: dict[str, Any],
+    train: TrainSection,
     *,
     shards: int = 1,
     storage: Storage | None = None,
@@ -258,7 +259,7 @@ def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> StaticMemory
     storage = config.model.storage
     if storage is None and is_published_fp8(model.config):
         storage = "fp8"
-    shards = processes() if config.train.get("fsdp") else 1
+    shards = processes() if config.train.fsdp else 1
     return bound(model, plan, config.train, shards=shards, storage=storage)
 
 
@@ -279,8 +280,8 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     """
     from torch import nn
 
-    length, (rows, times) = setting(config, "max_length"), rows_of(config)
-    if length is None or config.train.get(TEACHER):  # of any size
+    length, (rows, times) = length_of(config), rows_of(config)
+    if length is None or config.train.teacher_model_name_or_path:  # of any size
         return math.inf
     rows *= times if method_of(config.train).writes else 1  # written at once
     tokens = rows * method_of(config.train).texts * int(length)

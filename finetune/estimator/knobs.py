@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 Rank = Literal["same", "otherwise", "adapters", "devices"]
 RANKS: tuple[Rank, ...] = get_args(Rank)
 
-DEFAULTS: dict[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "max_length": 1024,
-    "gradient_checkpointing": True,
-    "packing": False,
-}
-"""Defaults of `trl.SFTConfig`; a test compares them with the library's."""
-
 SHARDED = ("train.fsdp=true", "train.fsdp_config={version: 2, reshard_after_forward: true}")
 # Shortest row length suggested, in tokens.
 SHORTEST = 256
@@ -94,27 +85,22 @@ def as_typed(change: Iterable[str]) -> str:
     )
 
 
-def setting(config: RunConfig, key: str) -> Any:
-    """A key of the `train` section, or its default.
+def length_of(config: RunConfig) -> Any:
+    """Tokens of the longest row.
 
     Rows that the model writes have no `max_length`: it is that of a prompt and its answer, and
     prompts are taken to have as many tokens as answers have at most.
     """
-    if key == "max_length" and key not in config.train and method_of(config.train).writes:
-        return 2 * answer_of(config)
-    return config.train.get(key, DEFAULTS[key])
-
-
-def answer_of(config: RunConfig) -> int:
-    """Most tokens of an answer that the model writes while it trains."""
-    return int(_written(config, "max_completion_length"))
+    if "max_length" not in config.train and method_of(config.train).writes:
+        return 2 * config.train.max_completion_length
+    return config.train.max_length
 
 
 def longest(config: RunConfig) -> tuple[str, Any]:
     """Key of the `train` section that limits rows, or answers that the model writes; its value."""
     if method_of(config.train).writes:
-        return "max_completion_length", answer_of(config)
-    return "max_length", setting(config, "max_length")
+        return "max_completion_length", config.train.max_completion_length
+    return "max_length", length_of(config)
 
 
 def with_length(config: RunConfig, length: int) -> RunConfig:
@@ -127,21 +113,16 @@ def rows_in_groups(config: RunConfig) -> int:
 
     Eight answers to a prompt and two micro-batches a generation: 4.
     """
-    answers, (_, times) = int(_written(config, "num_generations") or 1), rows_of(config)
-    times = int(config.train.get("steps_per_generation") or times)
+    train, (_, times) = config.train, rows_of(config)
+    usual = getattr(method_of(train).config_class, "num_generations", 1)
+    answers, times = int(train.num_generations or usual), int(train.steps_per_generation or times)
     return answers // math.gcd(answers, times)
-
-
-def _written(config: RunConfig, key: str) -> Any:
-    """A setting of a method that writes its rows, or its default; None if it has no such one."""
-    default = getattr(method_of(config.train).config_class, key, None)
-    return config.train.get(key) or default
 
 
 def rows_of(config: RunConfig) -> tuple[int, int]:
     """(rows per micro-batch, micro-batches per step)."""
-    rows = int(setting(config, "per_device_train_batch_size"))
-    return rows, int(setting(config, "gradient_accumulation_steps"))
+    train = config.train
+    return int(train.per_device_train_batch_size), int(train.gradient_accumulation_steps)
 
 
 def with_rows(rows: int, times: int) -> tuple[str, str]:
@@ -173,7 +154,7 @@ def attends_by_mask(config: RunConfig, device: Device) -> bool:
 
 def free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
     """Changes that take neither time nor memory, nor change what is learnt."""
-    if config.train.get("optim") == "adamw_torch":
+    if config.train.optim == "adamw_torch":
         why = "one fused kernel instead of passes over lists of tensors, which make temporaries"
         yield Change("optimizer kernel", (f"train.optim={FUSED}",), why)
     if attends_by_mask(config, device):
@@ -213,7 +194,7 @@ def _smaller_batches(config: RunConfig) -> Iterator[Change]:
 
 
 def _recomputed(config: RunConfig) -> Iterator[Change]:
-    if not setting(config, "gradient_checkpointing"):
+    if not config.train.gradient_checkpointing:
         why = "activations of a layer are computed again in backward instead of being kept"
         yield Change("checkpointing", (CHECKPOINTED,), why)
 
@@ -234,7 +215,7 @@ def _shorter(config: RunConfig) -> Iterator[Change]:
     if length is None or length // 2 < SHORTEST:
         return
     what, overrides = "what is longer is cut off", (f"train.{key}={length // 2}",)
-    if setting(config, "packing"):  # keep the tokens per step
+    if config.train.packing:  # keep the tokens per step
         what = "documents are split"
         overrides += (f"train.gradient_accumulation_steps={times * 2}",)
     why = f"{what}: what stands further apart is not learnt from"
@@ -245,7 +226,7 @@ def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
     """Adapters on all linear layers, over a base in BF16, FP8 or NF4."""
     if config.lora is not None or config.precision.compute not in ("bf16", "fp8"):
         return
-    rate = config.train.get("learning_rate", 0.0)
+    rate = config.train.learning_rate or 0.0
     overrides = LORA + ((f"train.learning_rate={LORA_RATE:g}",) if rate < LORA_RATE else ())
     overrides += ("model.dtype=bfloat16",) if config.model.dtype == "float32" else ()
     what = "adapters train instead of all weights, which stand still"
@@ -261,7 +242,7 @@ def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
 def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Change]:
     if device.kind != "cuda" or config.model.storage == "nf4":
         return
-    overrides = () if config.train.get("fsdp") else SHARDED
+    overrides = () if config.train.fsdp else SHARDED
     if gpus > 1 and overrides:
         why = f"the {gpus} GPUs share weights, gradients and states (FSDP2)"
         yield Change("sharding", overrides, why)
@@ -281,7 +262,7 @@ def speedups(
         why = f"attention under a mask takes {share(StepPart.ATTENTION):.0%} of the step; without "
         why += "one it works on documents alone"
         yield Change("attention", (UNMASKED,), why)
-    if setting(config, "gradient_checkpointing"):
+    if config.train.gradient_checkpointing:
         why = "nothing is computed twice: there is room to keep the activations"
         yield Change("checkpointing", ("train.gradient_checkpointing=false",), why)
     if masked and rows > 1:

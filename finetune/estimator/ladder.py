@@ -19,7 +19,7 @@ from rich.table import Table
 
 from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
-from finetune.estimator.knobs import BF16, CHECKPOINTED, COMPILED, FP8, setting
+from finetune.estimator.knobs import BF16, CHECKPOINTED, COMPILED, FP8
 from finetune.estimator.predict import Prediction
 from finetune.estimator.trace.fake_cuda import KERNELS
 from finetune.estimator.variants import Variant, variant_of
@@ -97,7 +97,7 @@ def _settings(asked: Prediction) -> Iterator[_Setting]:
         yield _Setting("fused adapters", "precision.fused_adapters=true", stock)
     if asked.compiled:
         yield _Setting("compiled layers", COMPILED, ("precision.compile=off",))
-    if not setting(config, CHECKPOINTING):
+    if not config.train.gradient_checkpointing:
         yield _Setting("no checkpointing", f"train.{CHECKPOINTING}=false", (CHECKPOINTED,))
     if precision.compute == "fp8":
         stock = (BF16, *((COMPILED,) if asked.compiled else ()))

@@ -294,13 +294,13 @@ def check_sizes(config: RunConfig) -> None:
         ConfigError: a batch or length below one, or rows longer than the model accepts.
     """
     for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"):
-        value = config.train.get(key)
+        value = getattr(config.train, key)
         if value is not None and int(value) < 1:
             raise ConfigError(f"train.{key} is {value}", where=f"train.{key}", fix="1 or more")
     check_batch(config.train)
     if method_of(config.train).writes:  # its rows have no such limit
         return
-    length = config.train.get("max_length", 1024)
+    length = config.train.max_length
     limit = positions(load_shape(config.model))
     if length is None:
         raise ConfigError(

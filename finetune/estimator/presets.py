@@ -41,10 +41,10 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
     if precision.compute == "fp8" and config.lora is None and slow:
         overrides = ("precision.scaling=tensorwise", "~precision.format")
         yield Change("scaling", overrides, "predicted the fastest where all weights train")
-    if train.get(CHECKPOINTING, True) is True and not train.get("fsdp"):
+    if train.gradient_checkpointing is True and not train.fsdp:
         why = "nothing is computed twice where memory allows"
         yield Change("checkpointing", (f"train.{CHECKPOINTING}=auto",), why)
-    if not train.get("packing") and method_of(train).is_text:
+    if not train.packing and method_of(train).is_text:
         yield Change("packing", ("train.packing=true",), "full rows: a step has more tokens")
     packed = config.model_copy(update={"train": train | {"packing": True}})
     yield from free_of_charge(packed, FP8_GPU)
@@ -54,7 +54,7 @@ def _least_memory(config: RunConfig) -> Iterator[Change]:
     """All at once that `estimate` would advise one by one; of one kind the furthest."""
     if decides_checkpointing(config):
         config = with_checkpointing(config, False)
-    sharded, compute = config.train.get("fsdp"), f"precision.compute={config.precision.compute}"
+    sharded, compute = config.train.fsdp, f"precision.compute={config.precision.compute}"
     found: dict[str, Change] = {}
     for change in changes(config, FP8_GPU):
         other = {x for x in change.overrides if x.startswith("precision.compute=")} - {compute}
@@ -89,14 +89,13 @@ def _no_fp8(config: RunConfig) -> Iterator[Change]:
 def _smoke(config: RunConfig) -> Iterator[Change]:
     train = config.train
     yield Change("steps", (f"train.max_steps={STEPS}",), "enough for the proof, seconds to wait")
-    key, _ = longest(config)
-    length, what = train.get(key), "answers" if method_of(train).writes else "rows"
+    (key, length), what = longest(config), "answers" if method_of(train).writes else "rows"
     if not isinstance(length, int) or length > LENGTH:  # null, or auto
         yield Change("length", (f"train.{key}={LENGTH}",), f"short {what}: memory and time")
     yield Change("saving", ("train.save_strategy=no",), "no checkpoint is written")
     shown = ("train.logging_steps=1", "precision.health_every=1", "train.report_to=none")
     yield Change("logging", shown, "loss and health of every step, on this machine alone")
-    if train.get("eval_strategy") == "steps":
+    if train.eval_strategy == "steps":
         yield Change("eval", (f"train.eval_steps={STEPS // 2}",), "evaluation runs twice")
     if config.precision.compute == "fp8":
         yield Change("emulation", ("precision.emulation=allow",), "runs without an FP8 GPU, slowly")

@@ -33,7 +33,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.estimator.caveats import ONE_MACHINE
-from finetune.estimator.knobs import SHARDED, as_typed, longest, rows_in_groups, rows_of, setting
+from finetune.estimator.knobs import SHARDED, as_typed, length_of, longest, rows_in_groups, rows_of
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast, tried
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
@@ -117,7 +117,7 @@ def largest_rows(config: RunConfig, place: Place) -> Found:
     """Find the largest micro-batch that fits at the run's `max_length`."""
     check_sizes(config)
     (rows, _), step = rows_of(config), rows_in_groups(config)
-    most = max(rows, MOST_TOKENS // int(setting(config, "max_length")))
+    most = max(rows, MOST_TOKENS // int(length_of(config)))
     return _largest("train.per_device_train_batch_size", config, place, rows, step, most)
 
 
@@ -306,7 +306,7 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     check_sizes(config)
     config, place = _saving(config), place_of(gpu)
     alone = tuple(f"~train.{key}" for key in config.train if "fsdp" in key)  # refused on one GPU
-    shared = () if config.train.get("fsdp") else SHARDED
+    shared = () if config.train.fsdp else SHARDED
 
     def sharded(place: Place) -> Prediction:
         return predict_fast(with_overrides(config, shared), place)

@@ -17,7 +17,6 @@ from rich.table import Table
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
-from finetune.config.train_section import CHECKPOINTING
 from finetune.estimator.knobs import (
     BF16,
     CHECKPOINTED,
@@ -30,7 +29,6 @@ from finetune.estimator.knobs import (
     Change,
     Rank,
     as_typed,
-    setting,
     typed,
 )
 from finetune.estimator.memory.footprint import Fit
@@ -243,7 +241,7 @@ def fitting_twin_of(asked: Prediction, twin: Variant | None) -> Variant | None:
     low = asked.config.precision.compute == "fp8" and asked.fit != "does not fit"
     if not low or twin is None or twin.prediction is None or twin.fit != "does not fit":
         return None
-    if setting(asked.config, CHECKPOINTING):
+    if asked.config.train.gradient_checkpointing:
         return None
     other = _in_bf16(asked, CHECKPOINTED)
     return None if other.fit == "does not fit" else other

@@ -44,6 +44,7 @@ from transformers.pytorch_utils import Conv1D
 from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
+from finetune.config.train_keys import TrainSection
 from finetune.data.dataset import Rows, load_data
 from finetune.errors import DataError, FinetuneError, ParityError, first_line
 from finetune.hardware.device import this_device
@@ -253,8 +254,8 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     """
     from finetune.data.ledger import AccountedTrainer
 
-    tokenizer, _ = load_tokenizer(config.model, config.train.get("chat_template_path"))
-    seed, method = int(config.train.get("seed", 42)), method_of(config.train)
+    tokenizer, _ = load_tokenizer(config.model, config.train.chat_template_path)
+    seed, method = int(config.train.seed), method_of(config.train)
     rows = load_data(config.data, tokenizer, seed, method=method)
     if not method.is_text:
         rows = _as_tokens(rows, config, tokenizer)
@@ -462,12 +463,12 @@ def compare(
     )
 
 
-def likelihood_of(train: dict[str, Any], eval_loss: float | None) -> float | None:
+def likelihood_of(train: TrainSection, eval_loss: float | None) -> float | None:
     """A run's eval loss where it is a mean of -ln p of the labels, as `observe` computes it.
 
     That of `loss_type=dft` is weighted by p, that under label smoothing has all other tokens in it.
     """
-    is_other = train.get("loss_type") == "dft" or float(train.get("label_smoothing_factor") or 0)
+    is_other = train.loss_type == "dft" or float(train.label_smoothing_factor)
     return None if is_other else eval_loss
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from finetune.config.optimizers import cannot_have, chosen
 from finetune.config.schema import FP8_ONLY, SCALES, PrecisionConfig, RunConfig
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
@@ -418,15 +419,15 @@ def check_here(config: RunConfig, device: Device) -> None:
         MissingExtraError: an optional library is not installed.
         ConfigError: an optimizer, or Liger's kernels, cannot run here.
     """
-    train: dict[str, Any] = config.train
-    reports = train.get("report_to") or []
+    train = config.train
+    reports = train.report_to
     for name in [reports] if isinstance(reports, str) else reports:
         if name in TRACKERS:
             require(f"train.report_to={name}", name, install_hint("tracking"))
     if config.model.storage == "nf4":
         require("model.storage=nf4", "bitsandbytes", install_hint("bnb"))
         _check_bitsandbytes("model.storage=nf4", "model.storage=fp8", device)
-    optimizer, liger = chosen(train), train.get("use_liger_kernel")
+    optimizer, liger = chosen(train), train.use_liger_kernel
     if optimizer.install:
         require(f"train.optim={optimizer.name}", optimizer.library, optimizer.install)
     if optimizer.library == "bitsandbytes":
@@ -470,7 +471,7 @@ BITSANDBYTES_ON_CPU = (0, 50)
 """First release whose optimizers step on CPUs (bitsandbytes changelog, 0.50)."""
 
 
-def check_optimizer_here(train: dict[str, Any], device: Device) -> None:
+def check_optimizer_here(train: TrainSection, device: Device) -> None:
     """Refuse an optimizer that cannot step on this device.
 
     Raises:

@@ -37,6 +37,7 @@ from finetune.config.measures import MEASURES
 from finetune.config.methods import Method, method_in
 from finetune.config.paths import recipe_of
 from finetune.config.secrets import redacted
+from finetune.config.train_keys import TrainSection
 from finetune.config.yaml import parse_yaml, plain_data, read_text
 from finetune.errors import ConfigError, writing
 
@@ -306,14 +307,14 @@ class Run:
     @cached_property
     def planned_steps(self) -> int | None:
         """Steps of the whole run; None where it is not known yet."""
-        train = self.config.get("train", {})
-        steps = train.get("max_steps")
+        train = TrainSection(self.config.get("train", {}))
+        steps = train.max_steps
         if isinstance(steps, (int, float)) and steps > 0:
             return int(steps)
         if self.state == "finished":
             return self.last_step
         row = next((r for r in reversed(self.tail) if finite(r.get("epoch"))), None)
-        epochs = finite(train.get("num_train_epochs")) or 3  # the default of Transformers
+        epochs = finite(train.num_train_epochs) or 3
         return round(row["step"] / row["epoch"] * epochs) if row else None
 
     def summary(self) -> dict[str, Any]:

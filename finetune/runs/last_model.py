@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, writing
 from finetune.runs.checkpoints import (
     CHECKPOINTS,
@@ -70,14 +71,15 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
     state = Checkpoint(newest).state if newest is not None else {}
     if newest is None or state.get("global_step", 0) < state.get("max_steps", math.inf):
         return None
-    if config.get("train", {}).get("load_best_model_at_end"):
+    train = TrainSection(config.get("train", {}))
+    if train.load_best_model_at_end:
         newest = folder / CHECKPOINTS / Path(str(state.get("best_model_checkpoint"))).name
     if not (folder / MODEL).exists() and Checkpoint(newest).problem(contents=True):
         return None
     if not writes:
         return newest
     if (folder / MODEL).exists():
-        raise _ended(folder, config.get("train", {}), state)
+        raise _ended(folder, train, state)
     scales = newest / scaling_file(0)
     with writing(
         "the model cannot be saved", where=str(folder), fix="make room there, then resume"
@@ -96,10 +98,10 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
     return newest
 
 
-def _ended(folder: Path, train: dict[str, Any], state: dict[str, Any]) -> ConfigError:
+def _ended(folder: Path, train: TrainSection, state: dict[str, Any]) -> ConfigError:
     """The error for a run that has its model, with what trains it further."""
     key, more = "max_steps", 2 * state["global_step"]
-    if not (finite(train.get(key)) or 0) > 0:
+    if not (finite(train.max_steps) or 0) > 0:
         key, more = "num_train_epochs", 2 * math.ceil(finite(state.get("epoch")) or 1)
     name = shlex.quote(str(folder))
     return ConfigError(

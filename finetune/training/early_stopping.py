@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import EARLY_STOPPING, PATIENCE, THRESHOLD
+from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import EVERY
 from finetune.errors import ConfigError
 
 
-def check_early_stopping(train: Mapping[str, Any]) -> None:
+def check_early_stopping(train: TrainSection) -> None:
     """Reject early stopping that would never stop, or would keep weights that got worse."""
     off = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
-    against = [key for key, value in off.items() if train.get(key) == value]
-    if not any(train.get(key) for key in EARLY_STOPPING) or (train.get(PATIENCE) and not against):
+    against = [key for key, value in off.items() if (key, value) in train.items()]
+    patience, threshold = train.early_stopping_patience, train.early_stopping_threshold
+    if not (patience or threshold) or (patience and not against):
         return
     shown = (*EARLY_STOPPING, *against)
     raise ConfigError(
@@ -24,28 +25,28 @@ def check_early_stopping(train: Mapping[str, Any]) -> None:
         where=", ".join(f"train.{key}={train[key]}" for key in shown if key in train),
         why="it counts evaluations that are no better; the weights after them are not the best",
         fix=" ".join(f"~train.{key}" for key in against)
-        if train.get(PATIENCE)
+        if patience
         else f"train.{PATIENCE}=3, or ~train.{THRESHOLD}",
     )
 
 
-def stopping(train: Mapping[str, Any]) -> str:
+def stopping(train: TrainSection) -> str:
     """Line about when a run evaluates, saves and would stop early; empty without a patience."""
-    if not train.get(PATIENCE):
+    if not (patience := train.early_stopping_patience):
         return ""
-    every: Any = train["eval_strategy"]
+    every: Any = train.eval_strategy
     if every == "steps":
-        every = train["eval_steps"]
+        every = train.eval_steps
         every = f"{every:.0%} of the steps" if every < 1 else f"{every:g} steps"
     return (
-        f"early stopping: evaluates and saves every {every}, ends after {train[PATIENCE]} "
+        f"early stopping: evaluates and saves every {every}, ends after {patience} "
         "evaluations that are no better, and keeps the best"
     )
 
 
-def never_stops(train: Mapping[str, Any], args: Any, steps: int) -> str:
+def never_stops(train: TrainSection, args: Any, steps: int) -> str:
     """Line where a run has too few evaluations to be stopped by them; empty of others."""
-    every, patience = args.eval_steps or 0, train.get(PATIENCE)
+    every, patience = args.eval_steps or 0, train.early_stopping_patience
     if not patience or args.eval_strategy != "steps":
         return ""
     found = steps // (math.ceil(steps * every) if every < 1 else every)
@@ -57,13 +58,15 @@ def never_stops(train: Mapping[str, Any], args: Any, steps: int) -> str:
     )
 
 
-def stoppers(train: Mapping[str, Any], resume: Path | None) -> list[Any]:
+def stoppers(train: TrainSection, resume: Path | None) -> list[Any]:
     """The callback, if it is asked for, with what a checkpoint had counted."""
     from transformers import EarlyStoppingCallback, TrainerState
 
-    if not train.get(PATIENCE):
+    if not train.early_stopping_patience:
         return []
-    found = EarlyStoppingCallback(train[PATIENCE], train.get(THRESHOLD) or 0.0)
+    found = EarlyStoppingCallback(
+        train.early_stopping_patience, train.early_stopping_threshold or 0.0
+    )
     if resume is not None:
         state: Any = TrainerState.load_from_json(str(resume / "trainer_state.json"))
         counted = (state.stateful_callbacks or {}).get(type(found).__name__, {})
@@ -71,12 +74,13 @@ def stoppers(train: Mapping[str, Any], resume: Path | None) -> list[Any]:
     return [found]
 
 
-def stopped_early(train: Mapping[str, Any], state: Any) -> str:
+def stopped_early(train: TrainSection, state: Any) -> str:
     """Line about a run that ended before its last step; empty of others."""
-    if not train.get(PATIENCE) or state.global_step >= state.max_steps:
+    patience = train.early_stopping_patience
+    if not patience or state.global_step >= state.max_steps:
         return ""
     best = f"the weights are those of step {state.best_global_step:,}"
     return (
-        f"stopped early at step {state.global_step:,} of {state.max_steps:,}: {train[PATIENCE]} "
+        f"stopped early at step {state.global_step:,} of {state.max_steps:,}: {patience} "
         f"evaluations in a row were no better; {best}"
     )

@@ -60,8 +60,8 @@ def hints(
         watched = f"train.metric_for_best_model={column} " * (not losses)
         yield f"{worse}: fewer steps, or {watched}train.early_stopping_patience=3"
     elif better := falling([(r["step"], r["loss"]) for r in rows if losses and "loss" in r]):
-        more = f"train.num_train_epochs={2 * float(config.train.get('num_train_epochs') or 3):g}"
-        more = f"train.max_steps={2 * steps}" if config.train.get("max_steps") else more
+        more = f"train.num_train_epochs={2 * float(config.train.num_train_epochs):g}"
+        more = f"train.max_steps={2 * steps}" if int(config.train.max_steps) > 0 else more
         yield f"{better}: more steps may lower it further ({more})"
     # The usual rates are those of published weights: others, and packaged toys, take larger ones.
     published = config.model.weights != "random" and not config.model.name.startswith("builtin:")

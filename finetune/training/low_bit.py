@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen, state_bytes
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
 
@@ -40,7 +41,7 @@ class TorchaoArguments(BaseModel):
     bf16_stochastic_round: bool = True  # of BF16 weights alone: torchao asks for their type
 
 
-def bytes_of_states(model: nn.Module, train: dict[str, Any]) -> float:
+def bytes_of_states(model: nn.Module, train: TrainSection) -> float:
     """Bytes of the states of a `train` section's optimizer for a model, also on meta."""
     facts = chosen(train)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -51,7 +52,7 @@ def bytes_of_states(model: nn.Module, train: dict[str, Any]) -> float:
     )
 
 
-def class_and_kwargs(train: dict[str, Any], args: Any) -> tuple[type[Optimizer], dict[str, Any]]:
+def class_and_kwargs(train: TrainSection, args: Any) -> tuple[type[Optimizer], dict[str, Any]]:
     """Trainer's `optimizer_cls_and_kwargs` for a `train` section with a torchao optimizer.
 
     Raises:

@@ -283,7 +283,7 @@ def teacher_of(config: RunConfig) -> ModelConfig:
     Raises:
         ConfigError: none is named.
     """
-    if not (name := config.train.get(TEACHER)):
+    if not (name := config.train.teacher_model_name_or_path):
         raise ConfigError(
             "there is no teacher to learn from",
             where=f"train.{TEACHER}",

@@ -20,7 +20,6 @@ from finetune.config.optimizers import check_optimizer
 from finetune.config.schema import PrecisionConfig, RunConfig, Storage
 from finetune.config.sft import fsdp_settings
 from finetune.config.train_section import (
-    CHECKPOINTING,
     check_batch,
     decides_checkpointing,
     with_checkpointing,
@@ -127,7 +126,7 @@ def preflight(
     left_out = [*idle_gpus(device), *notes(model, config)]
     run = Preflight(config, device, made, model, processes(), resolution, attention, left_out)
     if decides_checkpointing(config):
-        by_fsdp = bool(config.train.get("fsdp")) and fsdp_settings(config.train).checkpointing
+        by_fsdp = bool(config.train.fsdp) and fsdp_settings(config.train).checkpointing
         # Transformers refuses both at once.
         on = not by_fsdp and (forecast is None or forecast.needs_checkpointing(run))
         run = replace(run, config=with_checkpointing(config, on))
@@ -147,7 +146,7 @@ def idle_gpus(device: Device) -> list[str]:
 def _refuse_launch(config: RunConfig) -> None:
     """Reject a launch that contradicts the recipe: a lone process, or FSDP that it does not set."""
     refuse_lone_process("-m finetune RECIPE")
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not config.train.get("fsdp"):
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not config.train.fsdp:
         raise ConfigError(
             "accelerate launch shards the model, and the recipe does not",
             where="distributed_type: FSDP, of accelerate launch; no train.fsdp",
@@ -164,7 +163,7 @@ def check_sharding(config: RunConfig) -> None:
         PrecisionError: DeepSpeed, of the recipe or of `accelerate launch`.
         ConfigError: FSDP1, sharding by size, or tasks to score.
     """
-    settings, deepspeed = fsdp_settings(config.train), config.train.get("deepspeed")
+    settings, deepspeed = fsdp_settings(config.train), config.train.deepspeed
     if deepspeed:
         raise engine_refused("DeepSpeed", f"train.deepspeed={deepspeed}", "~train.deepspeed, and ")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
@@ -173,11 +172,10 @@ def check_sharding(config: RunConfig) -> None:
     if config.eval.tasks and config.model.head:
         raise ConfigError(
             "a model that scores texts cannot be asked the questions of a task",
-            where=f"eval.tasks: {', '.join(config.eval.tasks)}; "
-            f"train.method={config.train.get('method')}",
+            where=f"eval.tasks: {', '.join(config.eval.tasks)}; train.method={config.train.method}",
             fix="~eval.tasks",
         )
-    if not config.train.get("fsdp"):
+    if not config.train.fsdp:
         return
     for key, found, instead, why in (
         ("version", settings.version, 2, WHY_NOT_FSDP1),
@@ -231,7 +229,7 @@ def check_settings(
             why="linear layers would multiply in the type of their weights",
             fix="model.dtype=float32, or precision.compute=bf16",
         )
-    if config.precision.compute == "fp32" and config.train.get("tf32"):
+    if config.precision.compute == "fp32" and config.train.tf32:
         raise ConfigError(
             "FP32 compute was requested, and TF32 too",
             where="train.tf32=true",
@@ -248,7 +246,7 @@ METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
 
 def _check_metric(config: RunConfig) -> None:
     """Reject a metric that no evaluation has: the trainer would stop at the first of them."""
-    name = config.train.get("metric_for_best_model")
+    name = config.train.metric_for_best_model
     known = (*METRICS, "reward") if method_of(config.train).rewarded else METRICS
     if name is not None and str(name).removeprefix("eval_") not in known:
         raise ConfigError(
@@ -295,11 +293,10 @@ def _check_routers(config: RunConfig, model: Any) -> None:
     no graph: the auxiliary loss is added to the loss, and gives no gradient.
     """
     train = config.train
-    settings = train.get("gradient_checkpointing_kwargs") or {}
-    on = train.get(CHECKPOINTING, getattr(method_of(train).config_class, CHECKPOINTING))
-    if not (on and settings.get("use_reentrant")):
+    settings = train.gradient_checkpointing_kwargs or {}
+    if not (train.gradient_checkpointing and settings.get("use_reentrant")):
         return
-    text, weight = model.config.get_text_config(), train.get("router_aux_loss_coef")
+    text, weight = model.config.get_text_config(), train.router_aux_loss_coef
     weight = getattr(text, "router_aux_loss_coef", 0.0) if weight is None else weight
     if hasattr(text, "output_router_logits") and weight:
         raise ConfigError(
@@ -352,10 +349,10 @@ def check_storage(config: RunConfig, model: Any) -> None:
             why="they are dequantized to BF16 and multiplied in BF16",
             fix=f"precision.compute=bf16 (QLoRA), or ~model.storage{in_fp8}",
         )
-    if storage == "nf4" and config.train.get("fsdp"):
+    if storage == "nf4" and config.train.fsdp:
         raise ConfigError(
             "FSDP cannot shard weights that are stored in NF4",
-            where=f"{where}, train.fsdp={config.train['fsdp']}",
+            where=f"{where}, train.fsdp={config.train.fsdp}",
             why="a shard is a plain tensor, without the scales that stand beside the weight",
             fix="~train.fsdp ~train.fsdp_config: a copy on each GPU (DDP); or ~model.storage",
         )

@@ -84,7 +84,7 @@ def refuse_scores(config: RunConfig, folder: Path) -> None:
         raise ConfigError(
             "a reward model scores texts, and writes none",
             where=str(folder),
-            why=f"it was trained by train.method={config.train.get('method')}",
+            why=f"it was trained by train.method={config.train.method}",
             fix=f"AutoModelForSequenceClassification.from_pretrained({name!r}, num_labels=1); of "
             "an adapter, AutoPeftModelForSequenceClassification",
         )

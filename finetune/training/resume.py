@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.methods import REWARDS, TEACHER, method_of
 from finetune.config.paths import user_path
 from finetune.config.schema import RunConfig
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.fingerprint import fingerprint
@@ -70,7 +71,7 @@ TOKENIZER = (
     *("vocab*", "merges.txt", "*.model", "*.py"),
 )
 """Files of a model's folder that say what text is as ids, or are code."""
-WEIGHTS, TEMPLATE, SHOWN = ("*.safetensors", "*.bin"), "chat_template_path", 12
+WEIGHTS, SHOWN = ("*.safetensors", "*.bin"), 12
 SAID_ONLY = ("transformers_version", "architectures", "use_cache")
 """Keys of config.json that change no number."""
 
@@ -118,9 +119,10 @@ def model_files(config: RunConfig) -> dict[str, Any]:
     for file in code_of(reward_names(train)):
         key = f"train.{REWARDS}.{file.name}"  # of two files of a name: both
         found[key] = found.get(key, "") + fingerprint([file])[:SHOWN]
-    for key in (TEACHER, TEMPLATE):
-        if name := train.get(key):
-            found |= _of_folder(f"train.{key}", name, weights=key == TEACHER)
+    if name := train.teacher_model_name_or_path:
+        found |= _of_folder(f"train.{TEACHER}", name, weights=True)
+    if name := train.chat_template_path:
+        found |= _of_folder("train.chat_template_path", name, weights=False)
     return found
 
 
@@ -221,12 +223,12 @@ def check_resume(
     return {key: pair for key, pair in differing.items() if not _matches(key, own)}
 
 
-def _refuse_ended(checkpoint: Checkpoint, train: dict[str, Any]) -> None:
+def _refuse_ended(checkpoint: Checkpoint, train: TrainSection) -> None:
     """Refuse a checkpoint behind which no step is left, by number or by epochs."""
-    key, kind, last = "train.max_steps", "step", train.get("max_steps", -1)
+    key, kind, last = "train.max_steps", "step", train.max_steps
     at: Any = checkpoint.step
     if not isinstance(last, int) or last <= 0:  # as Transformers: then epochs count, by default 3
-        key, kind, last = "train.num_train_epochs", "epoch", train.get("num_train_epochs", 3)
+        key, kind, last = "train.num_train_epochs", "epoch", train.num_train_epochs
         at = finite(checkpoint.state.get("epoch")) or 0
     if last <= at:
         raise ConfigError(
@@ -270,10 +272,8 @@ def fitted_of(began: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows_of_step(facts: dict[str, Any]) -> int:
-    from transformers import TrainingArguments
-
-    train, fitted = facts["config"]["train"], facts.get("fitted") or {}  # where rows were few
-    asked = [train.get(key) or getattr(TrainingArguments, key) for key in BATCH]
+    train, fitted = TrainSection(facts["config"]["train"]), facts.get("fitted") or {}
+    asked = train.per_device_train_batch_size, train.gradient_accumulation_steps
     return math.prod(fitted.get("batch") or asked) * (facts.get("processes") or 1)
 
 

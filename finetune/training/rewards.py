@@ -28,7 +28,7 @@ import reprlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from modulefinder import ModuleFinder
 from pathlib import Path
 from textwrap import shorten
@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from finetune.config.methods import REWARDS
 from finetune.config.paths import user_path
 from finetune.config.section import BUILTIN
+from finetune.config.train_keys import TrainSection
 from finetune.data.answers import Answers
 from finetune.data.chat import rendered
 from finetune.errors import ConfigError, DataError, FinetuneError, did_you_mean, first_line
@@ -112,9 +112,9 @@ def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
     return [_found(name, answers) for name in names]
 
 
-def reward_names(train: Mapping[str, Any]) -> Sequence[str]:
+def reward_names(train: TrainSection) -> Sequence[str]:
     """The names in `train.reward_funcs`: a list, or as typed, `a` or `a,b`."""
-    given = train.get(REWARDS) or ()
+    given = train.reward_funcs or ()
     return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
 
 

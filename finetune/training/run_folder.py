@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
@@ -91,7 +91,7 @@ def bytes_of_weights(model: nn.Module, config: RunConfig) -> float:
 
 def bytes_of_checkpoint(model: nn.Module, config: RunConfig) -> float:
     """Bytes of a checkpoint: the saved weights and the optimizer's moments."""
-    only_model = config.train.get("save_only_model")
+    only_model = config.train.save_only_model
     moments = 0.0 if only_model else bytes_of_states(model, config.train)
     return bytes_of_weights(model, config) + moments
 
@@ -104,17 +104,17 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
     (`save_strategy=best`), one is counted besides that: such a run may need more.
     """
     train, kept = config.train, config.checkpoints
-    strategy = str(train.get("save_strategy", "steps"))
+    strategy = str(train.save_strategy)
     if strategy in ("no", "False", "false"):
         return 0, 0
-    every, steps = train.get("save_steps", 500), train.get("max_steps", -1)
+    every, steps = train.save_steps, train.max_steps
     made = 1
     if strategy == "steps" and steps > 0:
         every = every if every >= 1 else every * steps
         made = math.ceil(steps / every)
     elif strategy == "epoch":
-        made = math.ceil(train.get("num_train_epochs", 3))
-    limit: Any = train.get("save_total_limit")
+        made = math.ceil(train.num_train_epochs)
+    limit = train.save_total_limit
     if kept.keep_last is not None:
         limit = kept.keep_last + kept.keep_best
     stay = min(made, limit or made)

@@ -63,7 +63,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
         for prompt in config.data.prompts:
             check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
         return list(config.data.prompts)
-    longest = int(config.train.get("max_length") or 1024)  # training truncated longer rows
+    longest = int(config.train.max_length or 1024)  # training truncated longer rows
     few: Any = rows.eval  # a stream is not read for its first rows where there are others
     few = rows.first(SEARCHED) if few is None else few.select(range(min(SEARCHED, len(few))))
     asked = (_question_of(row) for row in few)
@@ -206,7 +206,7 @@ class SampleWriter(TrainerCallback):
         self._why_not = ""
         if not config.eval.samples or not prompts:
             self._why_not = "switched off"
-        elif config.train.get("fsdp"):
+        elif config.train.fsdp:
             self._why_not = "weights are sharded"
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:

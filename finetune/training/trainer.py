@@ -26,7 +26,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
-from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
+from finetune.config.train_section import decides_checkpointing
 from finetune.config.yaml import shown
 from finetune.data.dataset import refuse_no_eval_rows, rows_for
 from finetune.data.masks import answer_end
@@ -154,7 +154,7 @@ class _Run:
         self.is_main = state.is_main_process
         self.console = console
         self.folder = name_folder(out, recipe.name, ahead.resolution.label)
-        template = config.train.get("chat_template_path")
+        template = config.train.chat_template_path
         self.model = given and given[0]
         loaded = (given[1], "") if given else load_tokenizer(config.model, template)
         self.tokenizer, note = loaded
@@ -192,7 +192,7 @@ class _Run:
         self.facts = resume.facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
         self.fitted = dict[str, Any]()
-        value = self.config.train.get("resume_from_checkpoint")
+        value = self.config.train.resume_from_checkpoint
         if not value:
             return
         name = LAST if value in (True, "true") else str(value)
@@ -227,7 +227,7 @@ class _Run:
         if emulated and ahead.device.has_fp8:
             self._warn(ahead.resolution.reason)
         if decides_checkpointing(self.recipe.config):
-            on = config.train[CHECKPOINTING]
+            on = config.train.gradient_checkpointing
             why = "on, memory is too small without" if on else "off, memory is enough without"
             self.console.print(f"gradient checkpointing: {why}")
         if code := code_of(reward_names(config.train)):
@@ -555,7 +555,7 @@ def make_trainer(
                 **beside,
             )
         trainer.optimizer_cls_and_kwargs = own(config.train, args)
-        trainer.embedding_learning_rate = config.train.get("embedding_learning_rate")
+        trainer.embedding_learning_rate = config.train.embedding_learning_rate
         if given is None and "ref" in getattr(model, "peft_config", ()):
             model.delete_adapter("ref")  # TRL's copy of new adapters, which add nothing as well
     except Exception as error:

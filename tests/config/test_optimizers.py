@@ -22,6 +22,7 @@ from finetune.config.optimizers import (
     check_optimizer,
     state_bytes,
 )
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, MissingExtraError
 from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_here, check_optimizer_here
@@ -283,9 +284,9 @@ def test_what_cannot_step_here_is_refused_with_what_can(name, tmp_path) -> None:
 
 
 def test_a_paged_optimizer_needs_a_gpu() -> None:
-    check_optimizer_here({"optim": "paged_adamw_8bit"}, A100)
+    check_optimizer_here(TrainSection({"optim": "paged_adamw_8bit"}), A100)
     with pytest.raises(ConfigError, match=r"on x86_64[\s\S]*train.optim=adamw_8bit"):
-        check_optimizer_here({"optim": "paged_adamw_8bit"}, CPU)
+        check_optimizer_here(TrainSection({"optim": "paged_adamw_8bit"}), CPU)
 
 
 @pytest.mark.parametrize(
@@ -299,10 +300,10 @@ def test_a_paged_optimizer_needs_a_gpu() -> None:
 )
 def test_what_cannot_step_on_shards_is_refused_with_what_can(name, instead) -> None:
     """Each ended in a traceback at the first step, when the model was loaded and sharded."""
-    check_optimizer({"optim": name})
+    check_optimizer(TrainSection({"optim": name}))
     with pytest.raises(ConfigError, match=rf"with train.fsdp[\s\S]*train.optim={instead}$"):
-        check_optimizer({"optim": name, "fsdp": True})
-    check_optimizer({"optim": instead, "fsdp": True})
+        check_optimizer(TrainSection({"optim": name, "fsdp": True}))
+    check_optimizer(TrainSection({"optim": instead, "fsdp": True}))
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit", FP8_ADAMW])
@@ -325,18 +326,18 @@ def test_parts_of_a_state_are_its_codes_and_scales(name) -> None:
 
 def test_an_fp8_optimizer_needs_fp8_casts_on_a_gpu() -> None:
     for device in (H100, APPLE, CPU):
-        check_optimizer_here({"optim": FP8_ADAMW}, device)
+        check_optimizer_here(TrainSection({"optim": FP8_ADAMW}), device)
     with pytest.raises(ConfigError, match=r"8\.9; this GPU has 8\.0[\s\S]*adamw_torch_8bit"):
-        check_optimizer_here({"optim": FP8_ADAMW}, A100)
+        check_optimizer_here(TrainSection({"optim": FP8_ADAMW}), A100)
 
 
 def test_a_bitsandbytes_that_cannot_step_on_a_cpu_is_named(monkeypatch) -> None:
     from importlib import metadata
 
     monkeypatch.setattr(metadata, "version", {"bitsandbytes": "0.49.2"}.__getitem__)
-    check_optimizer_here({"optim": "adamw_8bit"}, H100)
+    check_optimizer_here(TrainSection({"optim": "adamw_8bit"}), H100)
     with pytest.raises(ConfigError, match=r"0\.49\.2 steps on GPUs only[\s\S]*adamw_torch_8bit"):
-        check_optimizer_here({"optim": "adamw_8bit"}, CPU)
+        check_optimizer_here(TrainSection({"optim": "adamw_8bit"}), CPU)
 
 
 @pytest.mark.parametrize(
@@ -383,8 +384,8 @@ def test_validate_tells_what_cannot_be_had_from_what_cannot_be_had_here() -> Non
 
 
 def test_arguments_are_read() -> None:
-    assert arguments({}) == {}
-    assert arguments({"optim_args": "a=1, b=x"}) == {"a": "1", "b": "x"}
+    assert arguments(TrainSection({})) == {}
+    assert arguments(TrainSection({"optim_args": "a=1, b=x"})) == {"a": "1", "b": "x"}
 
 
 @pytest.mark.slow

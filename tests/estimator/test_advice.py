@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator import predict as predicting
 from finetune.estimator.advice import Advised, advise, speed_of
-from finetune.estimator.knobs import DEFAULTS, RANKS, SHARDED, as_typed, changes, rows_of
+from finetune.estimator.knobs import RANKS, SHARDED, as_typed, changes, rows_of
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.estimator.variants import Variant
 from finetune.hardware.gpus import Place, place_of
@@ -85,13 +85,6 @@ def advised(config: RunConfig, place: Place) -> tuple[Prediction, Advised]:
 
 
 # ---------------------------------------------------------------------------------- what is offered
-
-
-def test_the_defaults_are_those_of_the_library():
-    from trl import SFTConfig
-
-    fields = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
-    assert {key: fields[key] for key in DEFAULTS} == DEFAULTS
 
 
 def test_a_change_can_be_typed_as_it_is_printed():
@@ -283,7 +276,7 @@ def test_a_change_of_gpus_is_priced_by_the_gpu():
     """Four GPUs at half the speed each are twice as fast together."""
     four = made_up("--gpus 4", slower=1.0, rank="devices")
     assert speed_of(four) == "2.0x the time, each GPU"
-    assert speed_of(dataclasses.replace(four, rank="same")) == "2.0x the time"
+    assert speed_of(replace(four, rank="same")) == "2.0x the time"
 
 
 def test_advice_that_finds_nothing_says_so():

@@ -20,7 +20,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError
 from finetune.estimator.gate import bound
-from finetune.estimator.knobs import setting, with_length
+from finetune.estimator.knobs import length_of, with_length
 from finetune.estimator.memory.footprint import tensor_footprint
 from finetune.estimator.predict import in_eager_kernels, predict_fast
 from finetune.estimator.speed.step_parts import StepPart, classes_of, in_layer
@@ -135,7 +135,7 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     assert (found.parameters, found.trainable) == (least.parameters, least.trainable)
     train = config.train
     rows = train["per_device_train_batch_size"] * method_of(train).texts
-    assert found.tokens == rows * setting(config, "max_length")
+    assert found.tokens == rows * length_of(config)
     products = {"aten.mm.default", "aten._scaled_mm.default", "finetune_estimator.fp8_mm.default"}
     names = {op.name for op in found.trace.ops}
     assert names & products

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from finetune.config.schema import RunConfig
 from finetune.config.sft import FsdpSettings, fsdp_settings
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, FinetuneError
 from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import estimate
@@ -188,7 +189,7 @@ def test_what_cannot_be_sharded_is_refused(config: RunConfig, sections, words) -
 )
 def test_sharding_is_read_as_transformers_reads_it(train, freed, offload) -> None:
     """Its older words in `fsdp` as well, and what `fsdp_config` says goes before them."""
-    found = fsdp_settings(train)
+    found = fsdp_settings(TrainSection(train))
     assert (found.reshard, found.offload) == (freed, offload)
 
 
@@ -198,11 +199,15 @@ def test_a_cpu_shards_nothing(config: RunConfig) -> None:
 
 
 def test_settings_of_fsdp(tmp_path: Path) -> None:
-    assert fsdp_settings({}) == FsdpSettings()
+    assert fsdp_settings(TrainSection()) == FsdpSettings()
     given = {"fsdp_reshard_after_forward": False, "transformer_layer_cls_to_wrap": "A,B"}
-    assert fsdp_settings({"fsdp_config": given}) == FsdpSettings(reshard=False, layers=("A", "B"))
+    assert fsdp_settings(TrainSection({"fsdp_config": given})) == FsdpSettings(
+        reshard=False, layers=("A", "B")
+    )
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"version": 1, "cpu_offload": True}))
-    assert fsdp_settings({"fsdp_config": str(file)}) == FsdpSettings(version=1, offload=True)
+    assert fsdp_settings(TrainSection({"fsdp_config": str(file)})) == FsdpSettings(
+        version=1, offload=True
+    )
     with pytest.raises(ConfigError, match="cannot be read"):
-        fsdp_settings({"fsdp_config": str(tmp_path / "nowhere.json")})
+        fsdp_settings(TrainSection({"fsdp_config": str(tmp_path / "nowhere.json")}))

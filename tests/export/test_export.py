@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import export_run, load_recipe, train
 from finetune.config.paths import TINY_LLAMA
+from finetune.config.train_keys import TrainSection
 from finetune.errors import (
     ConfigError,
     DataError,
@@ -516,7 +517,7 @@ def test_a_reference_that_is_not_the_run_is_found(loss, held):
 )  # fmt: skip
 def test_an_eval_loss_that_is_no_likelihood_is_no_reference(setting, held):
     """A run under label smoothing or DFT could not be exported: its rows were called others."""
-    assert parity.likelihood_of(setting, 2.0) == held
+    assert parity.likelihood_of(TrainSection(setting), 2.0) == held
 
 
 def test_rows_to_compare_are_of_all_parts():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from finetune import load_recipe
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError
 from finetune.training.early_stopping import (
     check_early_stopping,
@@ -113,12 +114,12 @@ def test_what_contradicts_a_patience_is_refused_and_the_fix_works(typed, cli) ->
 
 
 def test_a_run_that_evaluates_too_seldom_to_be_stopped_is_told() -> None:
-    train = {"early_stopping_patience": 3}
+    train = TrainSection(early_stopping_patience=3)
     args = SimpleNamespace(eval_strategy="steps", eval_steps=100)
     assert "0 evaluations in 50 steps" in never_stops(train, args, 50)
     assert not never_stops(train, args, 500)
     assert not never_stops(train, SimpleNamespace(eval_strategy="steps", eval_steps=0.05), 17)
-    assert not never_stops({}, args, 50)
+    assert not never_stops(TrainSection(), args, 50)
 
 
 class State:
@@ -126,15 +127,15 @@ class State:
 
 
 def test_early_stopping_is_refused_where_it_would_not_stop(tmp_path) -> None:
-    on = {"early_stopping_patience": 2}
+    on = TrainSection(early_stopping_patience=2)
     against = [{"load_best_model_at_end": False}, {"eval_strategy": "no"}, {"save_strategy": "no"}]
     for train in (*(on | one for one in against), {"early_stopping_threshold": 0.1}):
         with pytest.raises(ConfigError, match="needs a patience, evaluations"):
-            check_early_stopping(train)
+            check_early_stopping(TrainSection(train))
     check_early_stopping(on)
     assert "at step 40 of 100" in stopped_early(on, State)
     assert "of step 20" in stopped_early(on, State)
-    assert not stopped_early({}, State)
+    assert not stopped_early(TrainSection(), State)
     counted = {"args": {}, "attributes": {"early_stopping_patience_counter": 1}}
     state = {"stateful_callbacks": {"EarlyStoppingCallback": counted}}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))

@@ -13,6 +13,7 @@ import torch
 
 from finetune import load_recipe
 from finetune.config.paths import ASSETS
+from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, DataError, ProofError
 from finetune.training.hints import hints
 from finetune.training.rewards import EARLY, FLAT, RewardWatch, reward_names, rewards_of
@@ -93,7 +94,8 @@ def test_a_reward_reads_content_where_decoding_joins_it_with_thinking(folder):
 
 def test_rewards_of_trl_and_reward_models_are_trls(folder):
     assert (
-        rewards_of(reward_names({"reward_funcs": "think_format_reward, me/model"}))[1] == "me/model"
+        rewards_of(reward_names(TrainSection({"reward_funcs": "think_format_reward, me/model"})))[1]
+        == "me/model"
     )  # as it is typed
 
 

@@ -201,7 +201,7 @@ class Measuring:
                 self.result.rows.append(row)
                 continue
             if not self.trained:
-                count = config.train["max_steps"] * row.tokens // point.length
+                count = config.train.max_steps * row.tokens // point.length
                 random = random_rows(config.model, count, point.length, 0)
                 random.save_to_disk(str(rows_at))
             tried.append(replace(variant, recipe=replace(variant.recipe, config=config)))

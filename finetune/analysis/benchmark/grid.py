@@ -30,10 +30,11 @@ from finetune.analysis.benchmark.result import WARM_UP
 from finetune.config.paths import shipped_shape, shipped_shapes
 from finetune.config.schema import BUILTIN, RunConfig
 from finetune.config.sft import shortened
+from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import MOST_TOKENS
 from finetune.data.dataset import MASKING
 from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
-from finetune.estimator.knobs import DEFAULTS, rows_of
+from finetune.estimator.knobs import rows_of
 from finetune.storage.pretrained import locate
 
 _LEFT_OUT = ("lr_scheduler_kwargs", "warmup_ratio", "neftune_noise_alpha", *MASKING)
@@ -67,7 +68,7 @@ def points_of(grid: str | None, config: RunConfig) -> list[Point]:
     Raises:
         ConfigError: another grid, with an example.
     """
-    own = (rows_of(config)[0], int(config.train.get("max_length") or DEFAULTS["max_length"]), 1)
+    own = (rows_of(config)[0], int(config.train.max_length or TrainSection.max_length.default), 1)
     sizes: dict[str, list[int]] = {}
     for word in [""] if grid == "" else (grid or "").split():
         key, _, values = word.partition("=")
@@ -91,7 +92,7 @@ def points_of(grid: str | None, config: RunConfig) -> list[Point]:
 def tokens_of(config: RunConfig) -> int:
     """Tokens of one process in an optimizer step of a recipe at a point."""
     rows, times = rows_of(config)
-    return rows * times * config.train["max_length"]
+    return rows * times * config.train.max_length
 
 
 def at_point(
@@ -116,7 +117,7 @@ def at_point(
             fix="a local folder with its config.json (model.name=./folder), or one of "
             f"{', '.join(shipped_shapes())}",
         )
-    multiple = int(config.train.get("pad_to_multiple_of") or 1)
+    multiple = int(config.train.pad_to_multiple_of or 1)
     if point.length % multiple:
         up = -(-point.length // multiple) * multiple
         raise ConfigError(

@@ -51,7 +51,6 @@ from finetune.logging import output, whole
 from finetune.runs.folder import Run, new_folder
 
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
-FIRST_SEED = 42  # default of `TrainingArguments.seed`
 ENDS = {"_fp8": "_bf16", "_bf16": "_fp8"}
 _EXECUTED = ("receipt.json: ", "steps.jsonl: ")
 """Prefixes of `Difference.where` for differences between the runs, which are read again."""
@@ -306,7 +305,7 @@ def chosen_seeds(seeds: Sequence[int | str] | int, config: RunConfig) -> tuple[i
     Raises:
         ConfigError: none, one twice, or one that is no seed.
     """
-    first = int(config.train.get("seed", FIRST_SEED))
+    first = int(config.train.seed)
     given = range(first, first + seeds) if isinstance(seeds, int) else seeds
     chosen = tuple(int(seed) for seed in given if str(seed).strip().isdecimal())
     if not 0 < len(given) == len(set(chosen)) or max(chosen) >= 2**32:
@@ -354,9 +353,7 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
                 fix="an FP8 GPU; or precision.emulation=allow, which shows what FP8 does to a loss",
             )
         preflight(recipe.config, device, forecast=MemoryForecast(), force=force)
-        tokenizer, _ = load_tokenizer(
-            recipe.config.model, recipe.config.train.get("chat_template_path")
-        )
+        tokenizer, _ = load_tokenizer(recipe.config.model, recipe.config.train.chat_template_path)
         rows_for(recipe.config, tokenizer)
         load_tasks(recipe.config.eval)
     return differences

@@ -222,7 +222,7 @@ def _rest(facts: Facts) -> Iterator[Cause]:
     """Parts of the step that take as long in FP8 as in BF16."""
     run, on_gpu = facts.config, facts.device.kind == "cuda"
     liger = ("train.use_liger_kernel=true",)
-    liger = liger if on_gpu and not run.train.get("use_liger_kernel") else Change()
+    liger = liger if on_gpu and not run.train.use_liger_kernel else Change()
     fewer_updates = (f"train.gradient_accumulation_steps={2 * facts.micro_batches}",)
     twice = "makes the batch twice as large"
     parts = {part: facts.share(seconds) for part, seconds in facts.parts.items()}

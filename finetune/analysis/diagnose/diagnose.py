@@ -145,13 +145,13 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
     if synthetic:
         builtin = config.model.model_copy(update={"name": "builtin:tiny_llama", "pad_token": None})
         tokenizer, _ = load_tokenizer(builtin)
-        length = int(train.get("max_length") or 1024)
-        drawn = random_rows(config.model, needed, length, int(train.get("seed", 42)))
+        length = int(train.max_length or 1024)
+        drawn = random_rows(config.model, needed, length, int(train.seed))
         description = f"{needed} rows of {length:,} random tokens"
         return Rows(drawn, None, description, {}), tokenizer, ["weights are random"]
-    tokenizer, note = load_tokenizer(config.model, train.get("chat_template_path"))
+    tokenizer, note = load_tokenizer(config.model, train.chat_template_path)
     rows = rows_for(config, tokenizer)
-    enough = needed * MOST_PACKED if train.get("packing") else needed
+    enough = needed * MOST_PACKED if train.packing else needed
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
     used = replace(rows, train=few, eval=None, description=description)

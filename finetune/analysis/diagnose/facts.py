@@ -99,7 +99,7 @@ def predict(
     if place.gpu is None:
         return None, f"nothing is predicted for {device.name}: its speed is not known"
     try:
-        if not config.train.get("packing"):
+        if not config.train.packing:
             config = with_overrides(config, [f"train.max_length={length}"])
         measured = predict_fast(config, place)
         beside = twin_of(measured)

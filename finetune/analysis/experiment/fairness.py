@@ -181,8 +181,8 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
         yield f"precision.{name}", getattr(config.precision, name)
     train, args = config.train, sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
     args["method"] = method_of(train).name
-    args["resume_from_checkpoint"] = train.get("resume_from_checkpoint")
-    args["optim"] = train.get("optim") or args["optim"]  # SFTConfig has none of our own optimizers
+    args["resume_from_checkpoint"] = train.resume_from_checkpoint
+    args["optim"] = train.optim  # SFTConfig has none of our own optimizers
     plain = (bool, int, float, str, dict, list, type(None))
     for name in sorted(name for name in args.keys() - FREE if name[0] != "_"):
         yield f"train.{name}", args[name] if isinstance(args[name], plain) else str(args[name])

@@ -206,7 +206,7 @@ def shares_model(config: RunConfig, place: Place) -> bool:
     Raises:
         ConfigError: on a CPU, where sharding is unsupported.
     """
-    if not config.train.get("fsdp") or place.count < 2:
+    if not config.train.fsdp or place.count < 2:
         return False
     if place.device.kind == "cpu":
         raise ConfigError(

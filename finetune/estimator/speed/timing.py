@@ -113,7 +113,7 @@ def pace_of_one(
     if gpu is not None and shares_model(config, place):
         model = sharded_model(rehearsal, config, place.count)
         trace = _update_of_shards(trace, model)
-    batches = int(config.train.get("gradient_accumulation_steps", 1))
+    batches = int(config.train.gradient_accumulation_steps)
 
     def timed(ops: Sequence[Op]) -> StepTime:
         inside = (lambda op: layer_of(op.module)) if compiled else None

@@ -41,13 +41,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune.config.methods import REWARDS, TEACHER, Method, arguments, method_of
+from finetune.config.methods import TEACHER, Method, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, settings_in, sft_config, shortened
 from finetune.errors import FinetuneError, RehearsalError, first_line
-from finetune.estimator.knobs import answer_of, setting
+from finetune.estimator.knobs import length_of
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
     choose_attention,
@@ -330,7 +330,7 @@ def _trainer(
 
     train = shortened(config.train, 1, _NOT_REHEARSED)
     micro_batches = int(train.pop("gradient_accumulation_steps", 1))
-    if config.train.get("fsdp") and fsdp_settings(config.train).checkpointing:
+    if config.train.fsdp and fsdp_settings(config.train).checkpointing:
         train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
     method, own = method_of(config.train), contextlib.nullcontext()
     if method.writes:
@@ -351,7 +351,7 @@ def _trainer(
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)
     if method.rewarded:
-        beside["reward_funcs"] = [len for _ in config.train.get(REWARDS) or [""]]  # not called
+        beside["reward_funcs"] = [len for _ in config.train.reward_funcs or [""]]  # not called
     if teacher is not None:
         beside["teacher_model"] = teacher
     with own:
@@ -371,7 +371,7 @@ def _trainer(
     trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
     trainer.micro_batches = micro_batches
     if method.writes:
-        trainer.begin(setting(config, "max_length"), answer_of(config), padded=padded)
+        trainer.begin(length_of(config), config.train.max_completion_length, padded=padded)
         return trainer
     with unset_fake_temporarily():
         found = trainer.data_collator(list(rows))
