@@ -104,18 +104,14 @@ def test_every_error_of_the_package_has_a_fix() -> None:
 
 READ = [
     ("tiny_full_fp8", "precision.scaling=tensorwise precision.margin=2"),
-    ("tiny_full_fp8", "precision.scaling=tensorwise precision.hadamard=false"),
-    ("tiny_full_fp8", "precision.loss_scale_init=1024"),
     ("tiny_full_fp8", "precision.scaling=nvfp4 precision.format=e4m3"),
-    ("tiny_full_fp8", "precision.scaling=nvfp4 precision.hadamard=false "
-                      "precision.high_gemms=[wgrad]"),
     ("tiny_full_fp8", "precision.scaling=mxfp8 precision.power_of_two_scales=false"),
     ("tiny_full_bf16", "precision.eval=fp8"),
     ("tiny_full_fp8", "precision.high_gemms=[fprop,dgrad,wgrad]"),
     ("tiny_full_fp8", "precision.scaling=rowwise_with_gw_hp precision.high_gemms=[fprop,dgrad]"),
-    ("tiny_full_fp8", "precision.saved_input=high"),
+    ("tiny_full_fp8", "precision.kernels=eager"),
     ("tiny_lora_fp8", "precision.frozen=fp8 precision.scaling=delayed"),
-    ("tiny_lora_fp8", "precision.frozen=fp8 precision.saved_input=high precision.scaling=mxfp8"),
+    ("tiny_lora_fp8", "precision.frozen=fp8 precision.kernels=eager precision.scaling=mxfp8"),
     ("tiny_lora_fp8", "precision.frozen=fp8 precision.format=hybrid"),
     ("tiny_lora_fp8", "precision.frozen=fp8 precision.high_gemms=[fprop,dgrad]"),
     ("tiny_full_fp8", "data.path=mine.jsonl data.name=builtin:harbour"),
@@ -243,7 +239,6 @@ def test_a_misspelt_word_is_named_as_it_is_spelt(wrong, right, tried) -> None:
         {"scaling": "mxfp8", "power_of_two_scales": False},
         {"scaling": "rowwise", "high_gemms": ["fprop", "dgrad", "wgrad"]},
         {"scaling": "delayed", "frozen": "fp8"},
-        {"loss_scale_init": 1024},
         {"scaling": "delay"},
         {"amax_history_len": "long", "scaling": "delayed"},
         {"precisionn": "fp8"},

@@ -161,35 +161,12 @@ class PrecisionConfig(Section):
     reduce_amax: bool = Field(
         default=True, description="delayed scaling: share amax over all processes"
     )
-    hadamard: bool = Field(
-        default=True,
-        description="nvfp4: random Hadamard transform of the operands of the weight gradient",
-    )
-    stochastic_rounding: bool = Field(
-        default=True, description="nvfp4: gradients are rounded stochastically, without bias"
-    )
     frozen: Literal["fp8", "bf16"] | None = Field(
         default=None,
         description="how an FP8 run holds the linear layers that do not train: `fp8`: only as E4M3 "
         "codes, which forward and backward multiply, cast by current amax (scaling `rowwise` or "
         "`tensorwise`); `bf16`: in `model.dtype`, cast at each use; left out: `fp8` in recipes "
         "with adapters where the scaling has it",
-    )
-    saved_input: Literal["fp8", "high"] = Field(
-        default="fp8",
-        description="frozen=fp8: what an adapter keeps of its input for backward: the codes that "
-        "forward made of it, or the input itself",
-    )
-    fast_accum: bool = Field(
-        default=True,
-        description="frozen=fp8: tensor cores add products with fewer digits, without promotion to "
-        "float32 every few of them (`use_fast_accum` of `torch._scaled_mm`): 1.1 to 1.2 times as "
-        "fast; the emulation always adds in float32",
-    )
-    fused_adapters: bool = Field(
-        default=True,
-        description="low-rank adapters run in one autograd function with their frozen base layer; "
-        "those with dropout, DoRA or a bias run as PEFT has them",
     )
     keep: tuple[str, ...] = Field(
         default=(),
@@ -220,21 +197,6 @@ class PrecisionConfig(Section):
     on_unsupported: Literal["error", "bf16"] = Field(
         default="error",
         description="where FP8 is not available: stop, or train in BF16 and say so loudly",
-    )
-    loss_scale_init: float = Field(
-        default=65536.0,
-        ge=1.0,
-        allow_inf_nan=False,
-        description="fp16: the loss scale to begin with",
-    )
-    loss_scale_growth_interval: PositiveInt = Field(
-        default=2000, description="fp16: steps without overflow after which the scale grows"
-    )
-    loss_scale_growth_factor: float = Field(
-        default=2.0, gt=1.0, le=65536.0, description="fp16: what the scale is then multiplied by"
-    )
-    loss_scale_backoff_factor: float = Field(
-        default=0.5, gt=0.0, lt=1.0, description="fp16: what an overflow multiplies the scale by"
     )
     health_every: NonNegativeInt = Field(
         default=50,
@@ -275,26 +237,15 @@ class PrecisionConfig(Section):
 
     @model_validator(mode="after")
     def _known_limits(self) -> PrecisionConfig:
-        for scaling, names, why in (
-            ("delayed", DELAYED_ONLY, "which has no amax history"),
-            ("nvfp4", NVFP4_ONLY, "which does neither"),
-        ):  # a setting of another scaling rule would be ignored silently
-            for name in self._changed(*names) if self.scaling != scaling else ():
-                raise RefusedError(
-                    f"{name} belongs to {scaling} scaling and scaling is {self.scaling!r}, {why}",
-                    *(f"scaling={scaling}", f"~{name}"),
-                )
-        for name in self._changed(*FP16_ONLY) if self.compute != "fp16" else ():
-            why = ": each FP8 gradient has a scale of its own" if self.compute == "fp8" else ""
-            what = f"{name} belongs to fp16, and {self.compute} needs no loss scaling{why}"
-            raise RefusedError(what, "compute=fp16", f"~{name}")
+        # A setting of another scaling rule would be ignored silently.
+        for name in self._changed(*DELAYED_ONLY) if self.scaling != "delayed" else ():
+            raise RefusedError(
+                f"{name} belongs to delayed scaling and scaling is {self.scaling!r}, which has no "
+                "amax history",
+                *("scaling=delayed", f"~{name}"),
+            )
         if self.scaling == "nvfp4" and self.format is not None:
             raise RefusedError("nvfp4 has one format, E2M1 with E4M3 block scales", "~format")
-        serves = {"hadamard": {"wgrad"}, "stochastic_rounding": {"dgrad", "wgrad"}}
-        for name in self._changed(*NVFP4_ONLY):
-            if serves[name] <= self.gemms_kept_high:
-                what = f"{name}=false acts on nothing: its GEMMs are kept in high precision"
-                raise RefusedError(what, f"~{name}", "~high_gemms")
         if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
             kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
             raise RefusedError(
@@ -338,14 +289,9 @@ class PrecisionConfig(Section):
 
 
 DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
-FP16_ONLY = (
-    "loss_scale_init", "loss_scale_growth_interval", "loss_scale_growth_factor",
-    "loss_scale_backoff_factor",
-)  # fmt: skip
-FROZEN_ONLY = ("saved_input", "kernels")
-FP8_ONLY = ("high_gemms", "eval", "frozen", *FROZEN_ONLY, "fast_accum")
+FROZEN_ONLY = ("kernels",)
+FP8_ONLY = ("high_gemms", "eval", "frozen", *FROZEN_ONLY)
 FROZEN_SCALINGS = ("rowwise", "tensorwise")
-NVFP4_ONLY = ("hadamard", "stochastic_rounding")
 
 
 PARTS = ("train", "model")

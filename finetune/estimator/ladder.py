@@ -1,8 +1,7 @@
 """The ladder: what each setting of a run brings in speed, from the stock stack upwards.
 
-    stock            BF16, attention under a mask, adapters as PEFT has them, nothing compiled,
-                     gradient checkpointing
-    a rung each      documents without a mask, fused adapters, compiled layers, no checkpointing
+    stock            BF16, attention under a mask, nothing compiled, gradient checkpointing
+    a rung each      documents without a mask, compiled layers, no checkpointing
     the run itself   its low precision, and then its output head in FP8; no checkpointing only then
                      if BF16 does not fit without
 
@@ -92,9 +91,6 @@ def _settings(asked: Prediction) -> Iterator[_Setting]:
     if (name := attention.implementation) in KERNELS and padding_free(config.train):
         typed = f"model.attention={name}"
         yield _Setting("attention without a mask", typed, ("model.attention=sdpa",))
-    if config.lora is not None and precision.fused_adapters and config.model.storage != "nf4":
-        stock = ("precision.fused_adapters=false",)
-        yield _Setting("fused adapters", "precision.fused_adapters=true", stock)
     if asked.compiled:
         yield _Setting("compiled layers", COMPILED, ("precision.compile=off",))
     if not config.train.gradient_checkpointing:

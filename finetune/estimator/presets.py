@@ -27,7 +27,7 @@ from finetune.hardware.device import Device
 FP8_GPU = Device("cuda", "H100", (9, 0), 80.0)
 STEPS, LENGTH = 10, 128
 """Of a `smoke` or `debug` run."""
-ANY_PRECISION = ("compute", "map", "compile", "fused_adapters", "health_every")
+ANY_PRECISION = ("compute", "map", "compile", "health_every")
 """Keys of `precision` that a BF16 run has too."""
 
 

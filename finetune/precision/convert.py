@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from finetune.config.schema import PrecisionConfig
-from finetune.precision import compiling
+from finetune.precision import compiling, constants
 from finetune.precision.backends.base import (
     Backend,
     Fp8Mixin,
@@ -129,7 +129,7 @@ class Conversion:
             self._swap(module, MlpMixin)
         for name, compute in self.plan.overrides.items():
             self._swap(self.model.get_submodule(name), OverrideMixin, fp8_dtype=DTYPES[compute])
-        fused = iter_fusable(modules) if self.plan.precision.fused_adapters else ()
+        fused = iter_fusable(modules) if constants.FUSED_ADAPTERS else ()
         # All are found before a class changes: the generator looks at classes.
         for name, module in list(fused):
             self._swap(module.base_layer, AdaptedMixin)
@@ -147,7 +147,7 @@ class Conversion:
 
     def _convert_experts(self, modules: dict[str, nn.Module]) -> None:
         """Store frozen experts, split the adapters on experts, and let both be observed."""
-        if self.plan.precision.fused_adapters or self.frozen is not None:
+        if constants.FUSED_ADAPTERS or self.frozen is not None:
             split_adapters(modules.values())
         stored: dict[str, dict[str, Arithmetic]] = {}
         for layer in self.plan.stored:

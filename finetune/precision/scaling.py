@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from finetune.config.schema import PrecisionConfig
+from finetune.precision import constants
 from finetune.precision.formats import (
     E2M1,
     E4M3,
@@ -226,7 +227,8 @@ class NvRule(Rule):
 
     def __init__(self, precision: PrecisionConfig, generator: Randomness) -> None:
         super().__init__(precision)
-        self.hadamard, self.stochastic = precision.hadamard, precision.stochastic_rounding
+        self.hadamard = constants.HADAMARD
+        self.stochastic = constants.STOCHASTIC_ROUNDING
         self.generator = generator
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.schema import Compute, PrecisionConfig
+from finetune.config.schema import Compute
 from finetune.errors import PrecisionError, ProofError, some
 
 AUTOCAST: dict[Compute, torch.dtype | None] = {
@@ -52,28 +52,28 @@ SMALLEST_SCALE = 1.0
 # ----------------------------------------------------------------------------------------- float16
 
 
-def scaler_arguments(precision: PrecisionConfig) -> dict[str, Any]:
-    return {
-        "init_scale": precision.loss_scale_init,
-        "growth_interval": precision.loss_scale_growth_interval,
-        "growth_factor": precision.loss_scale_growth_factor,
-        "backoff_factor": precision.loss_scale_backoff_factor,
-    }
+LOSS_SCALING = {
+    "init_scale": 65536.0,
+    "growth_interval": 2000,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+}
+"""torch's own, with which S finds its size from anywhere; a script's `GradScalerKwargs` changes
+them."""
 
 
-def hand_over(given: dict[str, Any], precision: PrecisionConfig) -> None:
-    """Add the scaler's settings to an `Accelerator`'s arguments."""
-    from accelerate.utils import GradScalerKwargs
+def complete(accelerator: Any) -> dict[str, Any]:
+    """Add autocast to float16 and a scaler to an `Accelerator` on a CPU, which lacks them.
 
-    ours = GradScalerKwargs(**scaler_arguments(precision))
-    given["kwargs_handlers"] = [*(given.get("kwargs_handlers") or ()), ours]
-
-
-def complete(accelerator: Any, precision: PrecisionConfig) -> None:
-    """Add autocast to float16 and a scaler to an `Accelerator` on a CPU, which lacks them."""
+    Returns:
+        The settings of its scaler.
+    """
+    handler = accelerator.scaler_handler
+    settings = LOSS_SCALING | (handler.to_kwargs() if handler else {})
     if accelerator.device.type == "cpu":
         accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", **scaler_arguments(precision))
+        accelerator.scaler = torch.amp.GradScaler("cpu", **settings)
+    return settings
 
 
 def warn_of_half_weights(model: nn.Module) -> None:

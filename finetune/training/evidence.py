@@ -93,12 +93,14 @@ def receipt_of(
     compiled: str,
     references: list[str],
     patches: list[str],
+    loss_scaling: dict[str, Any],
 ) -> Receipt:
     """Receipt of the model of a proof; without one, nothing was prepared.
 
     Args:
         references: one line for each model beside it that is evaluated in training.
         patches: dotted names of patched methods.
+        loss_scaling: settings of float16's scaler.
     """
     r, p = resolution, resolution.precision
     conversion = proof.conversion if proof is not None else None
@@ -118,7 +120,7 @@ def receipt_of(
             "backend": "+".join(e.name for e in engines) if fp8 else "",
             "scaling": p.scaling if fp8 else "",
             "format": _format(p, engines) if fp8 else "",
-            "effective": _effective(p, engines),
+            "effective": _effective(p, engines, loss_scaling),
             "gemm": _gemm(p, device),
             "reason": r.reason,
             "fallback": r.fallback,
@@ -172,7 +174,9 @@ def _kernels(conversion: Conversion | None) -> str:
     return f"{casts}; transposes: triton" if how.own and casts == "inductor" else casts
 
 
-def _effective(p: PrecisionConfig, engines: Iterable[Backend]) -> dict[str, Any]:
+def _effective(
+    p: PrecisionConfig, engines: Iterable[Backend], loss_scaling: dict[str, Any]
+) -> dict[str, Any]:
     """Settings in effect: of each backend, in its own terms; without one, in torch's."""
     found: dict[str, Any] = {}
     for engine in engines:
@@ -181,7 +185,7 @@ def _effective(p: PrecisionConfig, engines: Iterable[Backend]) -> dict[str, Any]
     if not found and p.compute == "fp32":
         return {"fp32_precision": compute_types.in_force()}
     if not found and p.compute == "fp16":
-        return {"loss_scaling": compute_types.scaler_arguments(p)}
+        return {"loss_scaling": loss_scaling}
     return found
 
 

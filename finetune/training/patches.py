@@ -72,13 +72,11 @@ def patch_accelerator(session: Any) -> None:
             # Accelerate keeps its first configuration process-wide: another precision would be
             # rejected, and a trainer's FSDP or compile settings silently ignored.
             AcceleratorState._reset_state()
-            if precision.compute == "fp16":
-                compute_types.hand_over(given, precision)
             original(accelerator, **given)
             if plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true":
                 _refuse_copies(accelerator)
             if precision.compute == "fp16":
-                compute_types.complete(accelerator, precision)
+                session.loss_scaling = compute_types.complete(accelerator)
             _complete_policy(accelerator, precision, chosen=chosen)
             keep_in_states(accelerator)
             made.add(accelerator)

@@ -56,6 +56,7 @@ class Session:
     Attributes:
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
+        loss_scaling: settings of float16's scaler.
         micro_batches: those of the run that begins; None if unknown.
         again: puts the session of a script into effect again, after a run of a recipe.
         undo: what is undone when the session ends.
@@ -79,6 +80,7 @@ class Session:
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared, self.compiled = False, "off"
+        self.loss_scaling: dict[str, Any] = {}
         self.undo = contextlib.ExitStack()
 
     def begin(self) -> None:
@@ -310,6 +312,7 @@ class Session:
         return receipt_of(
             self.resolution, self.device, self.proof, compiled=compiled,
             references=self.references.described(), patches=self.patches.names,
+            loss_scaling=self.loss_scaling,
         )  # fmt: skip
 
     def conditions(self, trainer: Any) -> dict[str, Any]:

@@ -198,7 +198,6 @@ UNFAIR = {
     "b.train.gradient_checkpointing=true": "checkpointing",
     "b.train.activation_offloading=true": "checkpointing",
     "b.train.use_liger_kernel=true": "fused kernels",
-    "b.precision.fused_adapters=false": "fused kernels",
     "b.train.ddp_static_graph=true": "processes and sharding",
     "b.train.per_device_eval_batch_size=2": "evaluation",
     "b.eval.at_start=false": "evaluation",

@@ -457,10 +457,6 @@ def test_adapters_that_are_not_fused_say_why(reason, change) -> None:
     seen = cause("adapters", facts(adapter_seconds=0.1, adapters=text))
     assert seen is not None
     assert (seen.change, reason in seen.text) == (change, True)
-    off = config("llama_8b_lora_fp8", "precision.fused_adapters=false")
-    seen = cause("adapters", facts(off, adapter_seconds=0.1))
-    assert seen is not None
-    assert seen.change == ("precision.fused_adapters=true",)
 
 
 def test_tokens_are_too_few_later_where_weights_are_held() -> None:

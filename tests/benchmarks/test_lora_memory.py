@@ -7,14 +7,14 @@ import functools
 import pytest
 
 from tests.benchmarks import lora_memory
-from tests.benchmarks.lora_memory import BASELINE, CONTENDERS, Memory, Shape, table
+from tests.benchmarks.lora_memory import BASELINE, Memory, Shape, table
 
 SMALL = Shape(hidden=384, layers=2, tokens=24, rank=8, vocabulary=64)  # weights dominate
 
 
 @functools.cache
 def measure(name: str, checkpointing: bool) -> Memory:
-    return lora_memory.measure(SMALL, CONTENDERS[name], checkpointing=checkpointing)
+    return lora_memory.measure(SMALL, name, checkpointing=checkpointing)
 
 
 @pytest.mark.slow

@@ -406,14 +406,13 @@ def test_a_fix_with_braces_is_quoted_for_the_shell() -> None:
 def test_what_belongs_to_weights_stored_in_fp8_goes_with_them(typed) -> None:
     own = (
         "kernels=eager",
-        "saved_input=high",
         "map={q_proj: bf16, mlp: fp8}",
     )
     written = [f"precision.{item}" for item in own]
     before = load_recipe("tiny_lora_fp8", written, check_train=False).config
-    assert before.precision.saved_input == "high"
+    assert before.precision.kernels == "eager"
     again = with_overrides(before, [f"precision.{typed}"])
-    assert again.precision.saved_input == "fp8"
+    assert again.precision.kernels == "auto"
     parts = {"q_proj": "bf16"} | ({} if typed == "compute=bf16" else {"mlp": "fp8"})
     assert again.precision.map == parts
 
@@ -511,15 +510,6 @@ def test_what_is_at_its_default_or_unknown_to_us_can_be_unset(load):
             "r.yaml:3",
             ["margin belongs to delayed scaling", "'tensorwise'"],
             id="settings-that-exclude-each-other",
-        ),
-        pytest.param(
-            BASE.replace(
-                "compute: bf16",
-                "compute: fp8\n  scaling: nvfp4\n  hadamard: false\n  high_gemms: [wgrad]",
-            ),
-            "r.yaml:3",
-            ["hadamard=false acts on nothing"],
-            id="setting-of-a-gemm-kept-high",
         ),
         pytest.param(
             BASE.replace("  name: builtin:harbour", "  name: a\n  path: b"),

@@ -202,7 +202,7 @@ def test_alternatives_are_possible_or_say_why_not(config):
 def test_settings_of_an_alternative_typed_behind_the_recipe_are_what_was_measured(
     recipe, result, monkeypatch
 ):
-    own = ["precision.keep=[k_proj]", "precision.fused_adapters=false"]
+    own = ["precision.keep=[k_proj]", "precision.health_every=7"]
     asked = load_recipe(recipe, own).config
     unmeasured = replace(result.prediction, config=asked)
 
@@ -266,7 +266,7 @@ def test_layers_that_differ_in_turn_are_not_alike():
 @pytest.mark.parametrize(("optimizer", "bytes_each"), [("paged_ademamix_32bit", 12)])
 def test_paged_states_are_not_memory_of_the_device(config, optimizer, bytes_each):
     pytest.importorskip("bitsandbytes")
-    precision = {"frozen": None, "saved_input": None}
+    precision = {"frozen": None}
     asked = changed(config, lora=None, precision=precision, train={"optim": optimizer})
     held = predict_whole(asked, H100).footprint.phases["forward"]
     attention, norms = 4 * 2 * (256 * 256 + 256 * 128), 9 * 256  # too small to be paged
@@ -353,7 +353,7 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(
         return x * x.detach().float().numpy().mean()
 
     monkeypatch.setattr(LlamaMLP, "forward", reads_values)
-    bf16 = changed(config, precision={"compute": "bf16", "frozen": None, "saved_input": None})
+    bf16 = changed(config, precision={"compute": "bf16", "frozen": None})
     with pytest.raises(RehearsalError, match="cannot be rehearsed"):
         estimate(bf16, gpu="H100", twin=False)
     monkeypatch.setattr("finetune.estimator.gate.most_bytes", lambda *_: float("inf"))

@@ -24,7 +24,7 @@ def test_gains_multiply_to_the_run() -> None:
     twin = twin_of(run)
     rungs = ladder_of(run, twin)
     assert [rung.setting.partition("=")[0] for rung in rungs] == [
-        "", "model.attention", "precision.fused_adapters", "precision.compile",
+        "", "model.attention", "precision.compile",
         "train.gradient_checkpointing", "precision.compute",
         "precision.map.output",
     ]  # fmt: skip

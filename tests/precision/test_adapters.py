@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from finetune import get_receipt, revert
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import StorageNotComputeError
+from finetune.precision import constants
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.convert import apply, disabled
 from finetune.precision.lora import AdaptedMixin, FusedMixin, fused_adapters
@@ -87,9 +88,12 @@ def test_in_bf16_it_is_as_near_to_float32_as_peft_is(make_llama, options):
     [("high", 0.10), ("fp8", 0.12)],
 )
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
-def test_gradients_on_an_fp8_base_are_near_bf16_ones(make_llama, scaling, saved, bound):
+def test_gradients_on_an_fp8_base_are_near_bf16_ones(
+    make_llama, monkeypatch, scaling, saved, bound
+):
+    monkeypatch.setattr(constants, "SAVED_INPUT", saved)
     model = adapted(make_llama)
-    convert(model, **FP8 | {"scaling": scaling, "saved_input": saved})
+    convert(model, **FP8 | {"scaling": scaling})
     loss, low = gradients(model)
     revert(model)
     high_loss, high = gradients(model)
@@ -97,11 +101,12 @@ def test_gradients_on_an_fp8_base_are_near_bf16_ones(make_llama, scaling, saved,
     assert apart(low, high) < bound
 
 
-def test_saved_codes_change_the_gradient_of_a_only(make_llama):
+def test_saved_codes_change_the_gradient_of_a_only(make_llama, monkeypatch):
     model = adapted(make_llama)
-    convert(model, **FP8, saved_input="high")
+    convert(model, **FP8)
+    monkeypatch.setattr(constants, "SAVED_INPUT", "high")
     loss, high = gradients(model)
-    convert(model, **FP8, saved_input="fp8")
+    monkeypatch.setattr(constants, "SAVED_INPUT", "fp8")
     same_loss, low = gradients(model)
     assert loss == same_loss
     changed = {n for n in high if not torch.equal(high[n], low[n])}

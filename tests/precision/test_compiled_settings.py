@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from finetune.config.schema import PrecisionConfig
-from finetune.precision import convert
+from finetune.precision import constants, convert
 from finetune.precision.planner import plan
 from tests.conftest import batch
 from tests.traced import traced
@@ -34,11 +34,11 @@ FULL = {
 }
 FROZEN = {
     "plain": {},
-    "inputs-high": {"saved_input": "high"},
-    "unfused": {"fused_adapters": False},
+    "inputs-high": {"SAVED_INPUT": "high"},
+    "unfused": {"FUSED_ADAPTERS": False},
     "high-fprop": {"high_gemms": ["fprop"]},
     "high-dgrad": {"high_gemms": ["dgrad"]},
-    "slow-sums": {"fast_accum": False},
+    "slow-sums": {"FAST_ACCUM": False},
     "base-16-bits": {"frozen": "bf16"},
     "mlp-fp32": {"map": {"mlp": "fp32"}},
 }
@@ -77,7 +77,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_layers_have_the_gradients_of_eager_ones(make_llama, case) -> None:
+def test_compiled_layers_have_the_gradients_of_eager_ones(make_llama, monkeypatch, case) -> None:
     """To the bit. (A base with a scale per row has not: `torch._scaled_mm` of a CPU then multiplies
     in BF16 under autocast, which a graph is not run under.)
     """
@@ -88,7 +88,10 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(make_llama, case) -> N
         for name, p in model.named_parameters():
             if "lora_B" in name:  # it begins at zero, and hides the gradient of A
                 torch.nn.init.normal_(p, std=0.05)
-    precision = PrecisionConfig.model_validate({"compute": "fp8", "backend": "torchao"} | settings)
+    for name in {name for name in settings if name.isupper()}:
+        monkeypatch.setattr(constants, name, settings[name])
+    asked = {name: value for name, value in settings.items() if name.islower()}
+    precision = PrecisionConfig.model_validate({"compute": "fp8", "backend": "torchao"} | asked)
     conversion = convert.apply(model.train(), plan(model, precision), hardware=True)
     eager = gradients(model)
     with traced():

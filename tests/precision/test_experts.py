@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from finetune import get_receipt
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import StorageNotComputeError
-from finetune.precision import convert
+from finetune.precision import constants, convert
 from finetune.precision.backends.base import Owner
 from finetune.precision.experts import (
     ExpertsMixin,
@@ -214,16 +214,17 @@ def test_a_converted_model_is_near_the_float32_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "apart"),
+    ("precision", "fused", "apart"),
     [
-        (PrecisionConfig(compute="bf16", fused_adapters=True), True),
-        (PrecisionConfig(compute="bf16", fused_adapters=False), False),
-        (FROZEN.model_copy(update={"fused_adapters": False}), True),  # nothing is added to codes
+        (PrecisionConfig(compute="bf16"), True, True),
+        (PrecisionConfig(compute="bf16"), False, False),
+        (FROZEN, False, True),  # nothing is added to codes
     ],
 )
 def test_adapters_on_experts_are_apart_where_they_are_fused_or_the_base_is_codes(
-    precision, apart
+    precision, fused, apart, monkeypatch
 ) -> None:
+    monkeypatch.setattr(constants, "FUSED_ADAPTERS", fused)
     model = adapted("qwen3_moe")
     convert.apply(model, plan(model, precision))
     wrappers = [m for m in model.modules() if hasattr(m, "parameter_name")]

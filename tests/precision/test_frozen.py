@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from finetune import get_receipt, revert, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig, RunConfig
 from finetune.errors import ConfigError, PlanError, StorageNotComputeError
+from finetune.precision import constants
 from finetune.precision.backends.frozen import FrozenBackend, FrozenMixin, SharedCast
 from finetune.precision.convert import apply
 from finetune.precision.formats import E4M3
@@ -148,11 +149,12 @@ def train(model, accelerator, steps: int = 2):
 @pytest.mark.parametrize("rank", [8, 12])
 @pytest.mark.parametrize("fused", [True, False])
 def test_two_base_gemms_and_adapters_never_in_fp8_at_any_rank(
-    make_llama, setup_backend, rank, fused
+    make_llama, setup_backend, rank, fused, monkeypatch
 ):
     model = adapted(make_llama, r=rank)
     before = {n: (id(p), p.dtype) for n, p in model.named_parameters() if p.requires_grad}
-    accelerator = setup_backend("emulated", **FROZEN, fused_adapters=fused)
+    monkeypatch.setattr(constants, "FUSED_ADAPTERS", fused)
+    accelerator = setup_backend("emulated", **FROZEN)
     train(model, accelerator)
     receipt = get_receipt()
     assert receipt.status == "proven"
@@ -401,7 +403,7 @@ def test_codes_are_not_averaged(make_llama):
         ({"scaling": "mxfp8"}, "set scaling=rowwise or set scaling=tensorwise"),
         ({"scaling": "tensorwise", "format": "hybrid"}, "leave format out"),
         ({"high_gemms": ("fprop", "dgrad")}, "leave high_gemms out"),
-        ({"frozen": None, "saved_input": "high"}, "set frozen=fp8"),
+        ({"frozen": None, "kernels": "eager"}, "set frozen=fp8"),
         ({"compute": "bf16", "backend": "auto"}, "frozen belongs to FP8 compute"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from finetune import load_recipe, train
-from finetune.precision import convert, planner
+from finetune.precision import constants, convert, planner
 from tests.conftest import emulated
 
 QUIET = Console(quiet=True)
@@ -21,9 +22,8 @@ def gradients(*, seed: int = 0, stochastic: bool = True) -> tuple[list, torch.Te
     """Three backwards of a model with dropout; and the state torch's own generator ends in."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 32))
-    convert.apply(
-        model, planner.plan(model, emulated(scaling="nvfp4", stochastic_rounding=stochastic))
-    )
+    with patch.object(constants, "STOCHASTIC_ROUNDING", stochastic):
+        convert.apply(model, planner.plan(model, emulated(scaling="nvfp4")))
     found = []
     for step in range(3):
         model.zero_grad()

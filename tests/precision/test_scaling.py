@@ -11,6 +11,9 @@ operations included.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +33,7 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 from finetune.config.schema import PrecisionConfig
-from finetune.precision import convert, planner
+from finetune.precision import constants, convert, planner
 from finetune.precision.backends import emulated
 from finetune.precision.formats import (
     E2M1,
@@ -140,7 +143,7 @@ def expected(operand: str, x: Tensor, dim: int, p: PrecisionConfig):
         return (1, n) if dim == 1 else (n, 1)
 
     if p.scaling == "nvfp4":
-        if dim == 0 and operand != "w" and p.hadamard:
+        if dim == 0 and operand != "w" and constants.HADAMARD:
             values = torch.from_numpy(turn(values)).to(x.dtype).float().numpy()
         scale_of, inverse = nv_scale(values)
         tile = (16, 16) if operand == "w" else along(16)
@@ -211,37 +214,46 @@ RULES = {
     "blockwise in float32": {"power_of_two_scales": False},
     "mxfp8": {},
     "mxfp8, hybrid": {"format": "hybrid"},
-    "nvfp4": {"stochastic_rounding": False},
-    "nvfp4, plain": {"stochastic_rounding": False, "hadamard": False},
+    "nvfp4": {},
+    "nvfp4, plain": {},
 }
+EXACT = {"STOCHASTIC_ROUNDING": False}
+PLAIN = EXACT | {"HADAMARD": False}
+
+
+@contextmanager
+def rule_of(name: str) -> Iterator[PrecisionConfig]:
+    """One of `RULES`, rounded to nearest."""
+    with patch.dict(vars(constants), PLAIN if name == "nvfp4, plain" else EXACT):
+        yield fp8(name.split(",")[0].split(" ")[0], **RULES[name])
 
 
 @pytest.mark.parametrize("shape", [(40, 160, 96), (256, 128, 256)], ids=["ragged", "whole"])
 @pytest.mark.parametrize("name", RULES)
 def test_rule_equals_loops_over_blocks(name, shape, monkeypatch) -> None:
     """fprop contracts K, dgrad N, wgrad the tokens: so lie the blocks of its operands."""
-    p = fp8(name.split(",")[0].split(" ")[0], **RULES[name])
-    layer = Layer(p, shape, monkeypatch)
-    operands = [("x", 1), ("w", 1)], [("g", 1), ("w", 0)], [("g", 0), ("x", 0)]
-    high = p.scaling == "rowwise_with_gw_hp"
-    assert len(layer.operands) == (2 if high else 3)
-    for gemm, pair, seen in zip(
-        ("fprop", "dgrad", "wgrad"), operands, layer.operands, strict=False
-    ):
-        # As multiplied: [M, K] x [K, N]. As cast: the layer's own x [M, K], w [N, K], g [M, N].
-        a = seen[0].t() if gemm == "wgrad" else seen[0]
-        b = seen[1].t() if gemm == "fprop" else seen[1]
-        for (operand, dim), codes in zip(pair, (a, b), strict=True):
-            same(codes, expected(operand, getattr(layer, operand), dim, p))
-    exact = [
-        (layer.y, [c.dequantize().double() for c in layer.operands[0]]),
-        (layer.dx, [c.dequantize().double() for c in layer.operands[1]]),
-        (layer.dw, [layer.g.t().double(), layer.x.double()])
-        if high
-        else (layer.dw, [c.dequantize().double() for c in layer.operands[2]]),
-    ]
-    for result, (a, b) in exact:
-        assert float(((result - a @ b).abs() / (a.abs() @ b.abs())).max()) < 1e-6
+    with rule_of(name) as p:
+        layer = Layer(p, shape, monkeypatch)
+        operands = [("x", 1), ("w", 1)], [("g", 1), ("w", 0)], [("g", 0), ("x", 0)]
+        high = p.scaling == "rowwise_with_gw_hp"
+        assert len(layer.operands) == (2 if high else 3)
+        for gemm, pair, seen in zip(
+            ("fprop", "dgrad", "wgrad"), operands, layer.operands, strict=False
+        ):
+            # As multiplied: [M, K] x [K, N]. As cast: the layer's own x [M, K], w [N, K], g [M, N].
+            a = seen[0].t() if gemm == "wgrad" else seen[0]
+            b = seen[1].t() if gemm == "fprop" else seen[1]
+            for (operand, dim), codes in zip(pair, (a, b), strict=True):
+                same(codes, expected(operand, getattr(layer, operand), dim, p))
+        exact = [
+            (layer.y, [c.dequantize().double() for c in layer.operands[0]]),
+            (layer.dx, [c.dequantize().double() for c in layer.operands[1]]),
+            (layer.dw, [layer.g.t().double(), layer.x.double()])
+            if high
+            else (layer.dw, [c.dequantize().double() for c in layer.operands[2]]),
+        ]
+        for result, (a, b) in exact:
+            assert float(((result - a @ b).abs() / (a.abs() @ b.abs())).max()) < 1e-6
 
 
 @st.composite
@@ -262,18 +274,18 @@ def matrices(draw, rows, columns) -> Tensor:
 @settings(max_examples=25, deadline=None)
 def test_every_operand_equals_loops_over_blocks(name, data) -> None:
     """Whatever its rows: of one token, of zeros, 2^160 apart."""
-    p = fp8(name.split(",")[0].split(" ")[0], **RULES[name])
     operand, dim = data.draw(st.sampled_from("xwg")), data.draw(st.sampled_from([0, 1]))
     x = data.draw(matrices(st.integers(1, 40), st.integers(1, 40)))
-    same(make_rule(p).cast(operand, x, dim), expected(operand, x, dim, p))
+    with rule_of(name) as p:
+        same(make_rule(p).cast(operand, x, dim), expected(operand, x, dim, p))
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e-44])
 def test_zero_and_tiny_stay_finite(name, value) -> None:
-    p = fp8(name.split(",")[0].split(" ")[0], **RULES[name])
     model = nn.Sequential(nn.Linear(32, 32))
-    convert.apply(model, planner.plan(model, p))
+    with rule_of(name) as p:
+        convert.apply(model, planner.plan(model, p))
     x = torch.full((16, 32), value, requires_grad=True)
     y = model(x)
     y.backward(torch.full_like(y, value))
@@ -318,7 +330,9 @@ def test_transform_cancels_in_the_product(rows, kind) -> None:
 def test_gradients_are_rounded_stochastically_and_nothing_else() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 64)
-    rule, nearest = (make_rule(fp8("nvfp4", stochastic_rounding=s)) for s in (True, False))
+    rule = make_rule(fp8("nvfp4"))
+    with rule_of("nvfp4") as p:
+        nearest = make_rule(p)
     for operand in ("x", "w"):
         for dim in (0, 1):
             a, b = rule.cast(operand, x, dim), nearest.cast(operand, x, dim)
@@ -483,6 +497,6 @@ def test_nvfp4_equals_transformer_engines_formulas(exponent) -> None:
     generator = torch.Generator().manual_seed(exponent + 50)
     spread = torch.logspace(-6, 0, 64)[:, None]
     x = (torch.randn(64, 64, generator=generator) * spread * 10.0**exponent).bfloat16()
-    for operand, dim in (("x", 1), ("w", 0), ("g", 0)):
-        p = fp8("nvfp4", stochastic_rounding=False, hadamard=False)
-        same(make_rule(p).cast(operand, x, dim), expected(operand, x, dim, p))
+    with rule_of("nvfp4, plain") as p:
+        for operand, dim in (("x", 1), ("w", 0), ("g", 0)):
+            same(make_rule(p).cast(operand, x, dim), expected(operand, x, dim, p))

@@ -18,7 +18,7 @@ import finetune.training.session
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import Device
-from finetune.precision import convert, planner
+from finetune.precision import constants, convert, planner
 from finetune.precision.formats import snr_db
 from tests.conftest import B200, H100, batch, slow_but
 from tests.traced import traced
@@ -36,10 +36,13 @@ def name(value: Device | str) -> str:
 
 
 def settings(scaling: str) -> dict[str, Any]:
+    return {"amax_history_len": 4} if scaling == "delayed" else {}
+
+
+@pytest.fixture(autouse=True)
+def _nearest(monkeypatch) -> None:
     """Stochastic rounding cannot be compared, and the double has none."""
-    return {"delayed": {"amax_history_len": 4}, "nvfp4": {"stochastic_rounding": False}}.get(
-        scaling, {}
-    )
+    monkeypatch.setattr(constants, "STOCHASTIC_ROUNDING", False)
 
 
 @pytest.fixture

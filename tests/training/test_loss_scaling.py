@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from finetune import get_receipt, load_recipe
 from finetune.config.schema import PrecisionConfig
-from finetune.errors import ConfigError, NonFiniteError, PrecisionError, ProofError
+from finetune.errors import NonFiniteError, PrecisionError, ProofError
 from finetune.runs.receipt import RunReport
 from finetune.training import session
-from finetune.training.compute_types import refuse_vanished_scale
+from finetune.training.compute_types import LOSS_SCALING, refuse_vanished_scale
 from tests.config.test_optimizers import SMALL, low_bit_adamw
 from tests.conftest import batch
 from tests.run_folders import trained
@@ -40,11 +40,12 @@ def logs(report: RunReport) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-def prepared(model, make_optimizer=OPTIMIZERS["plain"], **settings):
+def prepared(model, make_optimizer=OPTIMIZERS["plain"], **scaling):
     from accelerate import Accelerator
+    from accelerate.utils import GradScalerKwargs
 
-    session.install(PrecisionConfig(compute="fp16", **settings))
-    accelerator = Accelerator(cpu=True)
+    session.install(PrecisionConfig(compute="fp16"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs(**scaling)])
     return accelerator, *accelerator.prepare(model, make_optimizer(model.parameters()))
 
 
@@ -76,9 +77,10 @@ def test_a_recipe_trains_in_float16_and_proves_it(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_overflow_is_skipped_backs_off_and_is_logged(tmp_path) -> None:
+def test_overflow_is_skipped_backs_off_and_is_logged(tmp_path, monkeypatch) -> None:
     """From 2^22, where this model overflows; the learning rate waits for the first real step."""
-    report = run(tmp_path, "precision.loss_scale_init=4194304", "train.max_steps=8")
+    monkeypatch.setitem(LOSS_SCALING, "init_scale", 2.0**22)
+    report = run(tmp_path, "train.max_steps=8")
     rows = logs(report)
     skipped = rows[-1]["skipped_steps"]
     assert 1 <= skipped <= 6
@@ -95,17 +97,19 @@ def test_overflow_is_skipped_backs_off_and_is_logged(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_skipped_steps_alone_is_not_proven(tmp_path) -> None:
-    report = run(tmp_path, "precision.loss_scale_init=1e30")
+def test_a_run_of_skipped_steps_alone_is_not_proven(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(LOSS_SCALING, "init_scale", 1e30)
+    report = run(tmp_path)
     assert report.receipt.status.startswith("not proven: weights have not been seen to move")
     assert report.receipt.trainable["moved"] == 0
     assert [row["skipped_steps"] for row in logs(report)] == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_resuming_goes_on_with_scale_and_count(tmp_path) -> None:
+def test_resuming_goes_on_with_scale_and_count(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(LOSS_SCALING, "init_scale", 2.0**22)
+    monkeypatch.setitem(LOSS_SCALING, "growth_interval", 3)
     settings = [
-        "precision.loss_scale_init=4194304", "precision.loss_scale_growth_interval=3",
         "train.max_steps=9", "train.save_strategy=steps", "train.save_steps=5",
         "train.optim=adamw_torch_fused",
     ]  # fmt: skip
@@ -130,9 +134,10 @@ def test_a_weight_that_no_scale_can_save_is_named(tmp_path, monkeypatch) -> None
         model.model.layers[2].mlp.up_proj.weight.data[0, 0] = float("inf")
         return model
 
+    monkeypatch.setitem(LOSS_SCALING, "init_scale", 4.0)
     monkeypatch.setattr(trainer, "load_model", broken)
     with pytest.raises(NonFiniteError, match=r"first step[\s\S]*layers\.2\.mlp\.up_proj\.weight"):
-        run(tmp_path, "precision.loss_scale_init=4", "train.max_steps=9")
+        run(tmp_path, "train.max_steps=9")
     assert not list(tmp_path.glob("**/model"))
 
 
@@ -158,9 +163,7 @@ def test_accumulated_gradients_are_unscaled_once(tmp_path) -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_skipped_step_touches_neither_weights_nor_moments(kind, make_llama) -> None:
     """Fused optimizers too, which would skip unseen and let the learning rate go on."""
-    accelerator, model, optimizer = prepared(
-        make_llama(), OPTIMIZERS[kind], loss_scale_init=2.0**60
-    )
+    accelerator, model, optimizer = prepared(make_llama(), OPTIMIZERS[kind], init_scale=2.0**60)
     before = {name: w.clone() for name, w in model.state_dict().items()}
     for _ in range(2):
         assert not math.isfinite(step(accelerator, model, optimizer))
@@ -208,13 +211,6 @@ def test_bfloat16_weights_are_refused_before_loading(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("compute", ["fp8", "bf16", "fp32"])
-@pytest.mark.parametrize("setting", ["loss_scale_init=1024", "loss_scale_backoff_factor=0.25"])
-def test_loss_scaling_belongs_to_float16(compute, setting) -> None:
-    with pytest.raises(ConfigError, match=r"belongs to fp16[\s\S]*precision\.compute=fp16"):
-        load_recipe("tiny_full_bf16", [f"precision.compute={compute}", f"precision.{setting}"])
-
-
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_scaled_loss_changes_no_fp8_gradient(make_llama, setup_backend, scaling) -> None:
     """So FP8 needs no loss scaling, and has none."""
@@ -227,11 +223,3 @@ def test_a_scaled_loss_changes_no_fp8_gradient(make_llama, setup_backend, scalin
         gradients.append({n: p.grad / factor for n, p in model.named_parameters()})
     plain, scaled = gradients
     assert all(torch.equal(grad, scaled[name]) for name, grad in plain.items())
-
-
-@pytest.mark.parametrize("value", ["0", "0.5", "-1", "inf", "nan"])
-def test_a_scale_below_one_is_refused(value) -> None:
-    with pytest.raises(ConfigError, match="loss_scale_init"):
-        load_recipe(
-            "tiny_full_bf16", ["precision.compute=fp16", f"precision.loss_scale_init={value}"]
-        )

@@ -294,9 +294,7 @@ def _adapters(facts: Facts) -> Cause:
     """Adapters have small GEMMs and much memory traffic."""
     why, change = _NOT_FUSED.search(facts.adapters), Change()
     text = "adapters are many small products, whatever their rank"
-    if not facts.config.precision.fused_adapters:
-        change, text = ("precision.fused_adapters=true",), "adapters run eager: fusing is off"
-    elif why is not None:
+    if why is not None:
         change = _FUSED_BY.get(why[1].strip(), ())
         text = f"adapters run as PEFT has them, not with their base: {why[1].strip()}"
     elif facts.device.kind == "cuda" and not facts.is_compiled:

@@ -6,7 +6,7 @@ is an `other training setting`, so that fields new in TRL are compared too. *Aft
 was executed: the receipts, the linear layers of the proof, and the tokens of every step, which are
 equal only if both sides saw the same rows in the same order.
 
-Precision may differ, except `compile` and `fused_adapters` (kernels) and `health_every` (logging).
+Precision may differ, except `compile` (kernels) and `health_every` (logging).
 Frozen weights stored in FP8 (`precision.frozen`) are part of the precision; `model.storage` is not:
 a base in NF4 is another model.
 """
@@ -177,7 +177,7 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
             if name != "prompts":
                 yield f"{section}.{name}", value
     yield "lora", config.lora and config.lora.model_dump(mode="json")
-    for name in ("compile", "fused_adapters", "health_every"):
+    for name in ("compile", "health_every"):
         yield f"precision.{name}", getattr(config.precision, name)
     train, args = config.train, sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
     args["method"] = method_of(train).name

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
+from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
 from finetune.precision.gemm import Codes, as_output, as_rows, compute_dtype, scaled_mm
 from finetune.precision.planner import LayerPlan
@@ -210,7 +211,8 @@ class EmulatedBackend(Backend):
             "high_gemms": sorted(self.high),
         }
         if p.scaling == "nvfp4":
-            report |= {"hadamard": p.hadamard, "stochastic_rounding": p.stochastic_rounding}
+            report["hadamard"] = constants.HADAMARD
+            report["stochastic_rounding"] = constants.STOCHASTIC_ROUNDING
         if self.state is not None:
             report |= {
                 "margin": self.state.margin,
@@ -223,8 +225,7 @@ class EmulatedBackend(Backend):
     @property
     def rounds_stochastically(self) -> bool:
         """True if gradients are rounded stochastically in some GEMM."""
-        p = self.precision
-        requested = p.scaling == "nvfp4" and p.stochastic_rounding
+        requested = self.precision.scaling == "nvfp4" and constants.STOCHASTIC_ROUNDING
         # Only gradients are rounded so, and they are operands of dgrad and wgrad alone.
         return requested and not {"dgrad", "wgrad"} <= self.high
 
@@ -251,6 +252,6 @@ class EmulatedBackend(Backend):
                     why="the run would continue with other random numbers than it stopped with, "
                     "and resuming would not be exact",
                     fix="resume with the precision section of the run that saved it (its "
-                    "config.yaml), or set precision.stochastic_rounding=false",
+                    "config.yaml)",
                 )
             self.randomness.restore(tensors["random"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import has_triton
+from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import as_output, as_rows, compute_dtype
@@ -109,7 +110,7 @@ class FrozenBackend(Backend):
             emulate=emulate,
             in_bf16=pow2 or precision.emulation != "exact",
             high=high,
-            fast_accum=precision.fast_accum,
+            fast_accum=constants.FAST_ACCUM,
             own=own,
             own_cast=own and precision.kernels == "triton",
         )
@@ -127,7 +128,7 @@ class FrozenBackend(Backend):
         """The same, and what to keep of `x`: its codes in one byte each, None for `x` itself."""
         values, inverse = self.cast(x, how, dtype)
         kept = None
-        if self.precision.saved_input == "fp8":
+        if constants.SAVED_INPUT == "fp8":
             compiling = torch.compiler.is_compiling()
             kept = values.to(E4M3.dtype) if compiling else self._shared.bits()
         return values, inverse, kept
@@ -154,6 +155,6 @@ class FrozenBackend(Backend):
             "g": E4M3.name,
             "power_of_two_scales": self.how.pow2,
             "high_gemms": sorted(self.how.high),
-            "saved_input": self.precision.saved_input,
-            "fast_accum": self.precision.fast_accum,
+            "saved_input": constants.SAVED_INPUT,
+            "fast_accum": self.how.fast_accum,
         }

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
+from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
 from finetune.precision.backends.te_products import RULES, SLOTS, TeRule, te_linear
 from finetune.precision.layers import alignment
@@ -47,8 +48,8 @@ def te_recipe(precision: PrecisionConfig) -> Any:
     if precision.scaling == "nvfp4":
         return _made(
             recipe.NVFP4BlockScaling,
-            disable_rht=not precision.hadamard,
-            disable_stochastic_rounding=not precision.stochastic_rounding,
+            disable_rht=not constants.HADAMARD,
+            disable_stochastic_rounding=not constants.STOCHASTIC_ROUNDING,
             **high,
         )
     fmt = {"hybrid": recipe.Format.HYBRID, "e4m3": recipe.Format.E4M3}[precision.fp8_format]
