@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from finetune.runs.receipt import changed_numbers
+from finetune.precision.proof.row import changed_numbers
 
 PICTURE = Path(__file__).parent / "pages" / "pictures" / "fp8_over_bf16.svg"
 STYLE = (

@@ -36,19 +36,12 @@ from finetune.config.optimizers import (
     Optimizer,
 )
 from finetune.config.paths import find_recipe
-from finetune.config.schema import (
-    DataConfig,
-    EvalConfig,
-    Fp8Format,
-    LoraSection,
-    ModelConfig,
-    PrecisionConfig,
-    Scaling,
-    Section,
-)
-from finetune.config.section import CheckpointsConfig, ResumeConfig
+from finetune.config.schema import DataConfig, EvalConfig, LoraSection, ModelConfig
+from finetune.config.sections import CheckpointsConfig, ResumeConfig
 from finetune.hardware.device import Device, version
 from finetune.hardware.requirements import backend_verdict, engine_verdict, least_capability
+from finetune.precision.settings import Fp8Format, PrecisionConfig, Scaling
+from finetune.section import Section
 
 ROOT = Path(__file__).parents[1]
 RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)

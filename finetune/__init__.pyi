@@ -6,7 +6,6 @@ from finetune.analysis.diagnose.diagnose import diagnose as diagnose
 from finetune.analysis.report.report import report as report
 from finetune.api import train as train
 from finetune.config.paths import list_recipes as list_recipes
-from finetune.config.schema import PrecisionConfig as PrecisionConfig
 from finetune.config.schema import RunConfig as RunConfig
 from finetune.data.auto_length import load_recipe as load_recipe
 from finetune.errors import FinetuneError as FinetuneError
@@ -18,6 +17,7 @@ from finetune.precision.convert import disabled as disabled
 from finetune.precision.convert import revert as revert
 from finetune.precision.layers import register_parameter_matmuls as register_parameter_matmuls
 from finetune.precision.planner import plan as plan
+from finetune.precision.settings import PrecisionConfig as PrecisionConfig
 from finetune.runs.lookup import find_runs as find_runs
 from finetune.scripting.calls import add_lora as add_lora
 from finetune.scripting.calls import load as load

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
+from finetune.precision.settings import PrecisionConfig
 
 torch.set_num_threads(1)
 

@@ -299,7 +299,7 @@ def batch(rows: int = 2, length: int = 32, vocab: int = 272, seed: int = 1) -> d
 
 def emulated(**settings):
     """A precision of FP8 that is emulated here."""
-    from finetune.config.schema import PrecisionConfig
+    from finetune.precision.settings import PrecisionConfig
 
     known = {"compute": "fp8", "backend": "emulated", "emulation": "allow"}
     return PrecisionConfig.model_validate(known | settings)

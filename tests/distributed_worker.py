@@ -46,8 +46,8 @@ from finetune import (
 )
 from finetune.config.paths import TINY_LLAMA
 from finetune.precision.convert import conversion_of
+from finetune.precision.proof.row import changed_numbers
 from finetune.precision.stored import StoredMixin
-from finetune.runs.receipt import changed_numbers
 
 
 def rows(rank: int) -> list[dict]:

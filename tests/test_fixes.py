@@ -19,7 +19,7 @@ import site_reference
 
 import finetune
 from finetune import load_recipe, setup_fp8_mixed_precision_training
-from finetune.config import section
+from finetune.config import sections as section
 from finetune.config.schema import DataConfig
 from finetune.errors import ConfigError, FinetuneError, PrecisionError
 from finetune.hardware.device import Device

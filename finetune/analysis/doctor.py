@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
-from finetune.config.schema import PrecisionConfig, Scaling
 from finetune.errors import FinetuneError, first_line
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
@@ -24,6 +23,7 @@ from finetune.hardware.device import (
 from finetune.hardware.requirements import backend_verdict, resolve
 from finetune.hardware.versions import Standing, concerns, installed, older, standings
 from finetune.logging import plain_table
+from finetune.precision.settings import PrecisionConfig, Scaling
 from finetune.units import size_of_gib
 
 COMBINATIONS: tuple[tuple[str, Scaling], ...] = (

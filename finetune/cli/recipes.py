@@ -277,7 +277,7 @@ def _rows(config: RunConfig) -> tuple[CountedRows | None, str]:
     Raises:
         DataError, DataNotFoundError: what lies here cannot be trained on.
     """
-    from finetune.config.schema import BUILTIN
+    from finetune.config.sections import BUILTIN
     from finetune.data.counting import counted_rows
 
     named = (config.data.hub, config.model.name)

@@ -268,7 +268,8 @@ def evaluate(
 ) -> None:
     """Score a run on lm-eval tasks, and keep the result."""
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
-    from finetune.config.schema import BUILTIN, EvalConfig
+    from finetune.config.schema import EvalConfig
+    from finetune.config.sections import BUILTIN
     from finetune.training.reload import loaded, open_trained
 
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from finetune.config.paths import ASSETS
+from finetune.precision.settings import TORCH_NAMES, plain_dtype
 
 _TABLE = tomllib.loads((ASSETS / "other_names.toml").read_text("utf-8"))
 SETTINGS: dict[str, str] = _TABLE["settings"]
@@ -38,8 +39,6 @@ _ELSEWHERE = {
     "lora.dropout": "lora_dropout",
 }
 """Key of a recipe -> its name as an argument of Transformers or PEFT, where it is another one."""
-TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Name of a type in torch -> the same as `precision.compute`."""
 _FALSE = ("false", "no", "off", "0", "0.0", "none", "null")
 
 
@@ -170,8 +169,3 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def plain_dtype(value: object) -> str:
-    """`bfloat16` for `torch.bfloat16`, as an object or as text; other values as text."""
-    return str(value).removeprefix("torch.")

@@ -36,11 +36,6 @@ def user_path(name: Path | str) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def is_text(value: str) -> bool:
-    """True if a text can be a name or be written to a file: no NUL, no half of a surrogate pair."""
-    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
 def recipes_folder() -> Path:
     """The folder of shipped recipes: inside the wheel, or beside the package in a checkout."""
     packaged = PACKAGE / "recipes"

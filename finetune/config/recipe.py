@@ -15,18 +15,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.aliases import in_recipe, plain_dtype
+from finetune.config.aliases import in_recipe
 from finetune.config.methods import PATIENCE, arguments, method_of
 from finetune.config.paths import find_recipe, recipe_of
-from finetune.config.schema import (
-    DELAYED_ONLY,
-    FP8_ONLY,
-    FROZEN_ONLY,
-    FROZEN_SCALINGS,
-    RunConfig,
-)
+from finetune.config.schema import RunConfig
 from finetune.config.secrets import check_secrets
-from finetune.config.section import RefusedError
 from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import (
     convert_train,
@@ -38,6 +31,14 @@ from finetune.config.train_section import (
 )
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean, raise_all, speaking
+from finetune.precision.settings import (
+    DELAYED_ONLY,
+    FP8_ONLY,
+    FROZEN_ONLY,
+    FROZEN_SCALINGS,
+    plain_dtype,
+)
+from finetune.section import RefusedError
 
 SECTIONS = tuple(RunConfig.model_fields)
 

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen, complete, and plain data.
 
-The sections of a `RunConfig` are described field by field here and in `finetune.config.section`,
+The sections of a `RunConfig` are described field by field here and in `finetune.config.sections`,
 but for `train`, which is handed unchanged to TRL's configuration, whose documentation describes it.
 Nothing here imports torch, so that listing and checking recipes stays instant.
 """
@@ -8,51 +8,23 @@ Nothing here imports torch, so that listing and checking recipes stays instant.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
-from finetune.config.aliases import TORCH_NAMES, plain_dtype
 from finetune.config.methods import METHODS, REWARDS
-from finetune.config.section import BUILTIN as BUILTIN
-from finetune.config.section import (
+from finetune.config.sections import (
     CheckpointsConfig,
     DataConfig,
     EvalConfig,
     LoraSection,
-    RefusedError,
     ResumeConfig,
-    Section,
 )
 from finetune.config.train_keys import TrainSection
+from finetune.precision.settings import FROZEN_SCALINGS, PrecisionConfig
+from finetune.section import Section
 
-Compute = Literal["fp8", "bf16", "fp16", "fp32"]
-BackendName = Literal["te", "torchao", "emulated"]
-Scaling = Literal[
-    "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
-]
-SCALES = {
-    "rowwise": "row-wise scales",
-    "rowwise_with_gw_hp": "row-wise scales, wgrad high",
-    "tensorwise": "tensor-wise scales",
-    "delayed": "delayed scaling",
-    "blockwise": "block scales",
-}
-"""Setting of `precision.scaling` -> what a person reads."""
-Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
-Gemm = Literal["fprop", "dgrad", "wgrad"]
 Storage = Literal["nf4", "fp8"]
-
-
-def _compute_of(value: Any) -> Any:
-    """`fp32` of `torch.float32`, `torch.float32` as text, or `float32`; anything else as it is."""
-    return TORCH_NAMES.get(plain_dtype(value), value)
 
 
 class ModelConfig(Section):
@@ -99,199 +71,6 @@ class ModelConfig(Section):
     )
     revision: str | None = Field(default=None, description="hub revision (branch, tag or commit)")
     trust_remote_code: bool = Field(default=False, description="allow hub model code to run")
-
-
-class PrecisionConfig(Section):
-    """Precision of matmuls. Storage is another matter: see `model.dtype`."""
-
-    compute: Compute = Field(
-        default="bf16", description="precision of the matmuls of linear layers"
-    )
-    backend: Literal["auto", BackendName] = Field(
-        default="auto",
-        description="engine; `auto` takes the fastest that has the scaling on an FP8 GPU: torchao, "
-        "else Transformer Engine",
-    )
-    scaling: Scaling = Field(
-        default="tensorwise",
-        description="`delayed`: per tensor from an amax history; `tensorwise`: per tensor, current "
-        "amax; `rowwise`: one scale per row of each GEMM operand; `rowwise_with_gw_hp`: the same, "
-        "weight gradient in high precision; `blockwise`: 1x128 for activations and gradients, "
-        "128x128 for weights; `mxfp8`: 1x32, E8M0 scales; `nvfp4`: FP4, 1x16 with E4M3 scales",
-    )
-    format: Fp8Format | None = Field(
-        default=None,
-        description="`hybrid`: E4M3 for activations and weights, E5M2 for gradients; `e4m3`: E4M3 "
-        "everywhere; `e5m2`: E5M2 everywhere (no engine runs it, emulation does; it is not a cure "
-        "for NaN); left out: hybrid with delayed and tensorwise scaling, else e4m3 (nvfp4 has "
-        "one format of its own, E2M1)",
-    )
-    power_of_two_scales: bool | None = Field(
-        default=None,
-        description="round scales down to powers of two; left out: yes with rowwise and blockwise, "
-        "no with delayed and tensorwise (mxfp8 and nvfp4 have scales of their own); weights held "
-        "in FP8 (`frozen`) have float32 scales, and left out so have what they multiply",
-    )
-    high_gemms: tuple[Gemm, ...] = Field(
-        default=(),
-        description="GEMMs that stay in high precision in every layer: `fprop`, `dgrad`, `wgrad`",
-    )
-    map: dict[str, Annotated[Compute, BeforeValidator(_compute_of)]] = Field(
-        default={},
-        description="precision by part: `embed`, `attn`, `mlp`, `norm`, `output`, `router` or a "
-        "module pattern, to `fp8`, `bf16`, `fp16` or `fp32` (or a torch dtype); one that cannot be "
-        "honored is an error. `output: fp8` is for a frozen head (LoRA with `frozen: fp8`), "
-        "stored in FP8 as well. Attention scores and softmax are never touched",
-    )
-    first_n: NonNegativeInt = Field(
-        default=0, description="decoder blocks at the beginning that stay in high precision"
-    )
-    last_n: NonNegativeInt = Field(
-        default=0, description="decoder blocks at the end that stay in high precision"
-    )
-    margin: NonNegativeInt = Field(
-        default=0, le=16, description="delayed scaling: headroom, scales are divided by 2^margin"
-    )
-    amax_history_len: PositiveInt = Field(
-        default=1024, description="delayed scaling: micro-steps of amax history"
-    )
-    amax_compute_algo: Literal["max", "most_recent"] = Field(
-        default="max", description="delayed scaling: which amax of the history sets the scale"
-    )
-    reduce_amax: bool = Field(
-        default=True, description="delayed scaling: share amax over all processes"
-    )
-    frozen: Literal["fp8", "bf16"] | None = Field(
-        default=None,
-        description="how an FP8 run holds the linear layers that do not train: `fp8`: only as E4M3 "
-        "codes, which forward and backward multiply, cast by current amax (scaling `rowwise` or "
-        "`tensorwise`); `bf16`: in `model.dtype`, cast at each use; left out: `fp8` in recipes "
-        "with adapters where the scaling has it",
-    )
-    keep: tuple[str, ...] = Field(
-        default=(),
-        description="patterns of layers that stay in high precision: `fnmatch` over module names "
-        "or any dotted part of them; one that matches nothing is an error",
-    )
-    eval: Literal["high", "fp8"] = Field(
-        default="high",
-        description="precision of evaluation and generation: high precision, or FP8 too",
-    )
-    emulation: Literal["forbid", "allow", "exact"] = Field(
-        default="forbid",
-        description="may FP8 be emulated where the device has none? `exact`: on CPUs multiply in "
-        "float32, where `allow` rounds a product twice to BF16 if its scales are no powers of two",
-    )
-    compile: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="`torch.compile` of each decoder layer; `auto`: with torchao on a GPU, where "
-        "casts are slow unless fused, in a run that is long enough for it to save time",
-    )
-    kernels: Literal["auto", "triton", "inductor", "eager"] = Field(
-        default="auto",
-        description="frozen=fp8: what casts the operands of GEMMs and transposes codes: `triton`: "
-        "kernels of ours; `inductor`: torch.compile, which fuses casts with what precedes them; "
-        "`eager`: torch's own kernels, and no layer is compiled; `auto`: on FP8 GPUs `triton`, but "
-        "`inductor` for casts in compiled layers; elsewhere as `compile` has it",
-    )
-    on_unsupported: Literal["error", "bf16"] = Field(
-        default="error",
-        description="where FP8 is not available: stop, or train in BF16 and say so loudly",
-    )
-    health_every: NonNegativeInt = Field(
-        default=50,
-        description="optimizer steps between logs of training health (amax, overflow, underflow, "
-        "quantization and gradient noise by layer group); 0: none. That a loss or gradient is "
-        "finite is checked at every step anyway",
-    )
-
-    @property
-    def low(self) -> Literal["fp8", "fp4"]:
-        """Precision of the GEMMs requested as `fp8`: FP4 with nvfp4 scaling."""
-        return "fp4" if self.scaling == "nvfp4" else "fp8"
-
-    @property
-    def fp8_format(self) -> Fp8Format:
-        """The format in force: as given, or the one usual for the scaling."""
-        usual: Fp8Format = "hybrid" if self.scaling in ("delayed", "tensorwise") else "e4m3"
-        return self.format or usual
-
-    @property
-    def pow2_scales(self) -> bool:
-        """True when scales are powers of two: as given, or as usual for the scaling."""
-        if self.power_of_two_scales is None:
-            return self.scaling in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
-        return self.power_of_two_scales
-
-    @property
-    def gemms_kept_high(self) -> frozenset[Gemm]:
-        """GEMMs in high precision: those asked for, and the one that the scaling leaves out."""
-        by_rule: tuple[Gemm, ...] = ("wgrad",) if self.scaling == "rowwise_with_gw_hp" else ()
-        return frozenset((*self.high_gemms, *by_rule))
-
-    @property
-    def compile_requested(self) -> Literal["auto", "on", "off"]:
-        """`compile` as given, or what `kernels` needs."""
-        needed: dict[str, Literal["on", "off"]] = {"inductor": "on", "eager": "off"}
-        return needed.get(self.kernels, "auto") if self.compile == "auto" else self.compile
-
-    @model_validator(mode="after")
-    def _known_limits(self) -> PrecisionConfig:
-        # A setting of another scaling rule would be ignored silently.
-        for name in self._changed(*DELAYED_ONLY) if self.scaling != "delayed" else ():
-            raise RefusedError(
-                f"{name} belongs to delayed scaling and scaling is {self.scaling!r}, which has no "
-                "amax history",
-                *("scaling=delayed", f"~{name}"),
-            )
-        if self.scaling == "nvfp4" and self.format is not None:
-            raise RefusedError("nvfp4 has one format, E2M1 with E4M3 block scales", "~format")
-        if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
-            kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
-            raise RefusedError(
-                f"scales of {self.scaling} are {kind} by definition", "~power_of_two_scales"
-            )
-        for name in self._changed(*FP8_ONLY) if self.compute != "fp8" else ():
-            raise RefusedError(
-                f"{name} belongs to FP8 compute and compute is {self.compute!r}",
-                *("compute=fp8", f"~{name}"),
-            )
-        if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
-            what = "fprop, dgrad and wgrad are all kept in high precision, so nothing would run "
-            raise RefusedError(what + "in FP8", "high_gemms=[wgrad]", "compute=bf16 ~high_gemms")
-        self._check_frozen()
-        return self
-
-    def _check_frozen(self) -> None:
-        own = self._changed(*FROZEN_ONLY)
-        without = " ".join(f"~{name}" for name in own)
-        if self.frozen != "fp8":
-            if own:
-                fitting = "" if self.scaling in FROZEN_SCALINGS else " scaling=rowwise"
-                what = f"{own[0]} belongs to weights stored in FP8"
-                raise RefusedError(what, f"frozen=fp8{fitting}", without)
-            return
-        if (self.kernels, self.compile) in (("inductor", "off"), ("eager", "on")):
-            what = f"kernels={self.kernels} and compile={self.compile} contradict each other"
-            raise RefusedError(what, "~kernels", "~compile")
-        plain = f"frozen=bf16 {without}".rstrip()
-        if self.scaling not in FROZEN_SCALINGS:
-            what = f"multiplies under current scaling, and scaling is {self.scaling!r}"
-            ways = [f"scaling={scaling}" for scaling in FROZEN_SCALINGS]
-        elif self.format not in (None, "e4m3"):
-            what = f"multiplies E4M3 operands, gradients too, and format is {self.format!r}"
-            ways = ["~format"]
-        elif {"fprop", "dgrad"} <= self.gemms_kept_high:
-            what, ways = "needs one of fprop and dgrad in FP8, both are high", ["~high_gemms"]
-        else:
-            return
-        raise RefusedError(f"frozen=fp8 {what}", *ways, plain)
-
-
-DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
-FROZEN_ONLY = ("kernels",)
-FP8_ONLY = ("high_gemms", "eval", "frozen", *FROZEN_ONLY)
-FROZEN_SCALINGS = ("rowwise", "tensorwise")
 
 
 PARTS = ("train", "model")

@@ -23,10 +23,10 @@ from finetune.config.methods import (
 )
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
-from finetune.config.section import check_text
 from finetune.config.train_keys import TrainSection
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 from finetune.errors import ConfigError, did_you_mean, nearest, raise_all
+from finetune.section import check_text
 
 _COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 OWNED_BY_US = {

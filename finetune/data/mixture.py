@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.section import DataConfig
+from finetune.config.sections import DataConfig
 from finetune.data.masks import TRAINED_TURNS, WHOLE
 from finetune.data.rows import SkippedLate
 from finetune.data.sources import Source

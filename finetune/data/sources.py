@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, user_path
-from finetune.config.section import BUILTIN, DataConfig
+from finetune.config.sections import BUILTIN, DataConfig
 from finetune.data import text_rows
 from finetune.data.text_rows import COMPRESSED, cells, columns_of, features_of, kind_of
 from finetune.errors import (

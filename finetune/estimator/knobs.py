@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
-from finetune.config.schema import FROZEN_SCALINGS, RunConfig
+from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
 from finetune.hardware.device import Device
+from finetune.precision.settings import FROZEN_SCALINGS
 
 if TYPE_CHECKING:
     from finetune.estimator.speed.step_parts import StepPart

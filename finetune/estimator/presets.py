@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import apply_overrides, checked
-from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
 from finetune.errors import ConfigError, did_you_mean
 from finetune.estimator.knobs import COMPILED, Change, changes, free_of_charge, longest
 from finetune.hardware.device import Device
+from finetune.precision.settings import PrecisionConfig
 
 FP8_GPU = Device("cuda", "H100", (9, 0), 80.0)
 STEPS, LENGTH = 10, 128

@@ -31,7 +31,8 @@ from finetune import __version__
 from finetune.config.methods import method_of
 from finetune.config.paths import recipe_of, user_path
 from finetune.config.recipe import read_recipe
-from finetune.config.schema import BUILTIN, ModelConfig, RunConfig
+from finetune.config.schema import ModelConfig, RunConfig
+from finetune.config.sections import BUILTIN
 from finetune.errors import ConfigError, DataNotFoundError, did_you_mean, install_hint
 from finetune.export import compressed_tensors, gguf, parity
 from finetune.export.folder import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.optimizers import cannot_have, chosen
-from finetune.config.schema import FP8_ONLY, SCALES, PrecisionConfig, RunConfig
+from finetune.config.schema import RunConfig
 from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import (
@@ -31,6 +31,7 @@ from finetune.hardware.device import (
 )
 from finetune.hardware.gpus import Place
 from finetune.hardware.versions import version
+from finetune.precision.settings import FP8_ONLY, SCALES, PrecisionConfig
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import compiling, constants
 from finetune.precision.backends.base import (
     Backend,
@@ -46,6 +45,7 @@ from finetune.precision.overrides import DTYPES, OverrideMixin
 from finetune.precision.parameters import ParameterMixin, planned_parameters
 from finetune.precision.peft_methods import guard_adapters
 from finetune.precision.planner import PrecisionPlan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import store
 from finetune.precision.swap import Swapped, swap, unswap
 from finetune.precision.weights import Arithmetic, tile_of

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 from finetune.precision.backends.base import ObservedMixin, Observer, Owner, Tally, multiplying
 from finetune.precision.backends.frozen import FrozenBackend
+from finetune.precision.codes import Fp8Bits, refuse_merge
 from finetune.precision.contractions import group_sizes
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import compute_dtype
@@ -45,7 +46,6 @@ from finetune.precision.stored import CodesMixin, scale_of
 from finetune.precision.swap import Swapped, swap
 from finetune.precision.weights import (
     Arithmetic,
-    Fp8Bits,
     Granularity,
     Tile,
     check_stack,
@@ -54,7 +54,6 @@ from finetune.precision.weights import (
     dgrad,
     fprop,
     quantize_weight,
-    refuse_merge,
     tile_of,
 )
 

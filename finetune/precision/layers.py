@@ -35,8 +35,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError, did_you_mean
+from finetune.precision.settings import PrecisionConfig
 
 Role = Literal["base", "head", "adapter", "router"]
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")

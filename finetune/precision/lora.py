@@ -37,13 +37,14 @@ from torch.autograd.function import once_differentiable
 
 from finetune.precision.backends.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.backends.frozen import FrozenMixin
+from finetune.precision.codes import refuse_merge
 from finetune.precision.formats import decode_bits
 from finetune.precision.gemm import as_output, as_rows, compute_dtype, mm
 from finetune.precision.layers import is_conv1d, linear_shape
 from finetune.precision.overrides import OverrideMixin
 from finetune.precision.stored import StoredMixin
 from finetune.precision.swap import Swapped, weight_matrix
-from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop, refuse_merge
+from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
 
 
 class Adapter(NamedTuple):

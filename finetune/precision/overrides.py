@@ -30,9 +30,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import PlanError
 from finetune.precision.layers import matched, matches
+from finetune.precision.settings import Compute, PrecisionConfig
 from finetune.precision.stored import StoredMixin
 from finetune.precision.swap import Swapped, weight_matrix
 

@@ -26,9 +26,9 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import nn
 
-from finetune.config.schema import Compute, Gemm, PrecisionConfig
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
 from finetune.logging import plain_table
+from finetune.precision.codes import Fp8Bits
 from finetune.precision.layers import (
     Record,
     Role,
@@ -48,8 +48,9 @@ from finetune.precision.layers import (
 )
 from finetune.precision.overrides import Choices, Part, part_of
 from finetune.precision.peft_methods import cannot_adapt_codes, other_method
+from finetune.precision.settings import Compute, Gemm, PrecisionConfig
 from finetune.precision.stored import StoredMixin, stored_as
-from finetune.precision.weights import Fp8Bits, Granularity
+from finetune.precision.weights import Granularity
 
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 OF_ENGINE = "Transformer Engine's layers own their weights; precision.backend=torchao takes it"

@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import constants
 from finetune.precision.formats import (
     E2M1,
@@ -56,6 +55,7 @@ from finetune.precision.formats import (
     widen,
 )
 from finetune.precision.gemm import Codes
+from finetune.precision.settings import PrecisionConfig
 
 Operand = Literal["x", "w", "g"]
 OPERANDS: tuple[Operand, ...] = ("x", "w", "g")

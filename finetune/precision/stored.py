@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from finetune.errors import PlanError, did_you_mean, some
+from finetune.precision.codes import Fp8Bits, moving
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.layers import (
@@ -38,13 +39,11 @@ from finetune.precision.layers import (
 from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
 from finetune.precision.weights import (
     GRANULARITIES,
-    Fp8Bits,
     FrozenLinear,
     Granularity,
     Tile,
     dequantize_weight,
     dequantizing,
-    moving,
     quantize_weight,
     tile_of,
 )

@@ -16,7 +16,8 @@ from jinja2 import Environment, StrictUndefined
 from finetune import __version__
 from finetune.config.methods import method_of
 from finetune.config.paths import ASSETS
-from finetune.config.schema import BUILTIN, RunConfig
+from finetune.config.schema import RunConfig
+from finetune.config.sections import BUILTIN
 from finetune.runs.progress import outcome
 from finetune.runs.receipt import Receipt
 

@@ -21,8 +21,9 @@ from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from finetune.config.methods import method_of
-from finetune.config.schema import SCALES
 from finetune.logging import as_text, plain_table, whole
+from finetune.precision.proof.row import LayerReceipt, changed_numbers, still_line
+from finetune.precision.settings import SCALES
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
 from finetune.runs.folder import finite, write_whole
 from finetune.runs.progress import outcome
@@ -30,31 +31,6 @@ from finetune.units import elapsed, percent, size_of_gib
 
 PEFT_WRAPPERS = ("base_layer", "default")
 """Parts that PEFT adds to the names of layers: the layer it wraps, and its first adapter."""
-
-
-@dataclass
-class LayerReceipt:
-    """One linear layer: the precision in which each GEMM really ran, `none` where it did not.
-
-    Attributes:
-        name: dotted module name.
-        shape: (N, K).
-        role: base, head, adapter or router.
-        fprop, dgrad, wgrad: `fp8`, `bf16`, ... or `none`.
-        calls: GEMM calls of each kind in the observed micro-step.
-        flops: floating point operations of the observed micro-step.
-        reason: why this precision was planned.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    role: str
-    fprop: str
-    dgrad: str
-    wgrad: str
-    calls: dict[str, int]
-    flops: int
-    reason: str
 
 
 def name_parts(name: str) -> list[str]:
@@ -322,30 +298,6 @@ class Receipt(JupyterMixin):
             yield Text(f"! {line}", style="yellow")
         if line := memory_line(self.memory):
             yield Text(line)
-
-
-def changed_numbers(movement: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of `Receipt.movement` that have changed, and all of them; zeros if none was seen."""
-    groups = (movement.get("now") or {}).get("groups", [])
-    return sum(g["changed"] for g in groups), sum(g["numbers"] for g in groups)
-
-
-def still_line(movement: dict[str, Any]) -> str:
-    """What to do where most numbers of BF16 matrices stand still; empty where they move.
-
-    Not of embeddings, whose rows wait for their tokens. Weights rounded by chance move on average.
-    """
-    now = movement.get("now") or {}
-    low = [g for g in now.get("groups", []) if (g["kind"], g["type"]) == ("matrices", "bfloat16")]
-    every, changed = (sum(g[key] for g in low) for key in ("numbers", "changed"))
-    if movement.get("rounding") != "nearest" or changed >= every / 2:
-        return ""
-    return (
-        f"{changed / every:.1%} of the numbers in BF16 matrices have changed in {now['steps']} "
-        "steps: the other updates are smaller than BF16 can hold, and lost. "
-        'train.optim=adamw_torch_8bit (in a script with optim_args="bf16_stochastic_round=True") '
-        "rounds by chance, which loses none on average; model.dtype=float32 holds them"
-    )
 
 
 def memory_line(memory: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from finetune.config.aliases import keyword
 from finetune.config.methods import arguments, method_of
 from finetune.config.paths import user_path
 from finetune.config.recipe import read_recipe
-from finetune.config.section import BUILTIN
+from finetune.config.sections import BUILTIN
 from finetune.config.train_section import fields_of
 from finetune.data.auto_length import decided
 from finetune.data.dataset import MASKING

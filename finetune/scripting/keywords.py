@@ -15,7 +15,7 @@ from typing import Any
 from finetune.config.aliases import as_argument, in_python, keyword
 from finetune.config.methods import METHODS, arguments, method_of
 from finetune.config.recipe import Recipe, checked, replace
-from finetune.config.section import BUILTIN
+from finetune.config.sections import BUILTIN
 from finetune.config.train_section import elsewhere, fields_of
 from finetune.config.yaml import KeyPath, PlainText
 from finetune.errors import UnknownArgumentError, did_you_mean, speaking

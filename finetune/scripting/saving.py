@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.recipe import read_recipe
-from finetune.config.section import BUILTIN
+from finetune.config.sections import BUILTIN
 from finetune.errors import ConfigError
 from finetune.export import hub
 from finetune.export.export import Export, export_run

@@ -35,16 +35,9 @@ from torch import Tensor
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from finetune.errors import ConfigError, ModelNotFoundError, StorageNotComputeError, did_you_mean
+from finetune.precision.codes import Fp8Bits
 from finetune.precision.formats import E4M3
-from finetune.precision.weights import (
-    BLOCK,
-    GRANULARITIES,
-    Fp8Bits,
-    Granularity,
-    Tile,
-    slab_rows,
-    tile_of,
-)
+from finetune.precision.weights import BLOCK, GRANULARITIES, Granularity, Tile, slab_rows, tile_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

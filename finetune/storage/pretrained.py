@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS, TINY_LLAMA, shipped_shape, shipped_shapes, user_path
-from finetune.config.schema import BUILTIN, ModelConfig
+from finetune.config.schema import ModelConfig
+from finetune.config.sections import BUILTIN
 from finetune.errors import (
     ConfigError,
     FinetuneError,

@@ -32,18 +32,12 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.errors import ConfigError, StorageNotComputeError, some
+from finetune.precision.codes import Fp8Bits, refuse_training
 from finetune.precision.experts import put_experts, quantize_stack, release_experts, stored_names
 from finetune.precision.formats import E4M3
 from finetune.precision.layers import experts_in, linear_shape, why_own_forward
 from finetune.precision.stored import iter_stored, put, release, resolve, scale_of, storable
-from finetune.precision.weights import (
-    GRANULARITIES,
-    Fp8Bits,
-    Granularity,
-    Tile,
-    quantize_weight,
-    refuse_training,
-)
+from finetune.precision.weights import GRANULARITIES, Granularity, Tile, quantize_weight
 from finetune.storage import mxfp4
 from finetune.storage.checkpoint_formats import (
     OWN,

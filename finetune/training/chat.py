@@ -26,12 +26,12 @@ from rich.text import Text
 from transformers import TextStreamer, set_seed
 
 from finetune.config.generation import generation
-from finetune.config.paths import is_text
-from finetune.config.schema import Compute
 from finetune.data.answers import UNREADABLE, Answers
 from finetune.data.chat import probe, without_system
 from finetune.errors import ConfigError, did_you_mean
 from finetune.logging import output, plain_table
+from finetune.precision.settings import Compute
+from finetune.section import is_text
 from finetune.storage.pretrained import positions
 from finetune.training.samples import autocast, check_room_for, encode, undisturbed
 

@@ -26,7 +26,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 
-from finetune.config.section import CheckpointsConfig
+from finetune.config.sections import CheckpointsConfig
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, first_line
 from finetune.runs.checkpoints import (
     KEPT,

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.config.schema import Compute
 from finetune.errors import PrecisionError, ProofError, some
+from finetune.precision.settings import Compute
 
 AUTOCAST: dict[Compute, torch.dtype | None] = {
     "fp8": torch.bfloat16,  # around FP8 GEMMs

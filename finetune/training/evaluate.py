@@ -32,7 +32,8 @@ import yaml
 from transformers import TrainerCallback, TrainerState
 
 from finetune.config.paths import ASSETS, user_path
-from finetune.config.schema import BUILTIN, EvalConfig, RunConfig
+from finetune.config.schema import EvalConfig, RunConfig
+from finetune.config.sections import BUILTIN
 from finetune.errors import (
     ConfigError,
     DataError,

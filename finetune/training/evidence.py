@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from finetune.config.methods import REWARDS
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, expand_segments, gemm_engine
 from finetune.hardware.requirements import Resolution, emulates
@@ -24,9 +23,11 @@ from finetune.precision.layers import without_adapters
 from finetune.precision.lora import fused_adapters
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.proof import Proof, named_trainable
+from finetune.precision.proof.row import changed_numbers
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import recipe_name
-from finetune.runs.receipt import Receipt, changed_numbers
+from finetune.runs.receipt import Receipt
 from finetune.training import compute_types
 from finetune.training.health.finiteness import is_broken
 from finetune.training.varlen import executed_attention

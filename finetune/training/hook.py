@@ -12,11 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.aliases import as_arguments, in_python, in_script
-from finetune.config.schema import Fp8Format, PrecisionConfig, Scaling
-from finetune.config.section import RefusedError
 from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean, speaking
 from finetune.hardware.device import EXPANDABLE, expand_segments, processes, refuse_lone_process
+from finetune.precision.settings import Fp8Format, PrecisionConfig, Scaling
 from finetune.runs.receipt import Receipt
+from finetune.section import RefusedError
 from finetune.training import session
 
 if TYPE_CHECKING:

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from finetune.config.schema import Compute, PrecisionConfig
 from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import processes
 from finetune.hardware.requirements import Resolution
 from finetune.precision.compiling import never_compiled
 from finetune.precision.layers import multiplies
+from finetune.precision.settings import Compute, PrecisionConfig
 from finetune.precision.stored import before_sharding, share_scales
 from finetune.training import compute_types
 from finetune.training.checkpoint_weights import refuse_sharded_codes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.methods import method_of
 from finetune.config.optimizers import check_optimizer
-from finetune.config.schema import PrecisionConfig, RunConfig, Storage
+from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import fsdp_settings
 from finetune.config.train_section import (
     check_batch,
@@ -29,6 +29,7 @@ from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.early_stopping import check_early_stopping
 from finetune.training.model import Attention, resolve_attention, sketch
 from finetune.training.patches import WHY_NOT_FSDP1, engine_refused

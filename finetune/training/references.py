@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import nn
 
-from finetune.config.schema import PrecisionConfig
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import PrecisionPlan
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.replacing import Patches, replaced
 
 PRECOMPUTES = "_precompute_ref_logps"

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.recipe import read_recipe
-from finetune.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from finetune.config.schema import ModelConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean, some
+from finetune.precision.settings import PrecisionConfig
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.folder import Run
 from finetune.runs.lookup import refuse_foreign_code

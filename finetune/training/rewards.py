@@ -38,7 +38,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from finetune.config.paths import user_path
-from finetune.config.section import BUILTIN
+from finetune.config.sections import BUILTIN
 from finetune.config.train_keys import TrainSection
 from finetune.data.answers import Answers
 from finetune.data.chat import rendered

@@ -28,10 +28,11 @@ from rich.text import Text
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerState
 
-from finetune.config.schema import Compute, RunConfig
+from finetune.config.schema import RunConfig
 from finetune.data.answers import Answers
 from finetune.errors import ConfigError
 from finetune.hardware.device import generators
+from finetune.precision.settings import Compute
 from finetune.runs.receipt import Sample
 from finetune.training.callbacks import step_label
 from finetune.training.compute_types import AUTOCAST

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PlanError, PrecisionError
 from finetune.hardware.device import Device, expand_segments, this_device
 from finetune.hardware.gpus import find_gpu
@@ -39,6 +38,7 @@ from finetune.precision.convert import Conversion
 from finetune.precision.layers import multiplies, records, without_adapters
 from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.proof import Proof, named_trainable
+from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import Receipt
 from finetune.training import compute_types, low_bit
 from finetune.training.checkpoint_weights import load_all_weights, refuse_unsaved_experts

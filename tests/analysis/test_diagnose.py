@@ -22,12 +22,12 @@ from finetune.analysis.diagnose.observer import PREFIX, WINDOW, Observer, Ranges
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.config.recipe import with_overrides
-from finetune.config.schema import PrecisionConfig
 from finetune.data.dataset import random_rows
 from finetune.errors import ProofError
 from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.precision import convert
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.training import session
 from tests.conftest import CPU, H100, batch
 from tests.traced import traced

@@ -33,7 +33,8 @@ from finetune.config.schema import RunConfig
 from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import PROFILED_PARTS
 from finetune.hardware.gpus import named_gpu
-from finetune.runs.receipt import LayerReceipt, group_layers, layer_kind
+from finetune.precision.proof.row import LayerReceipt
+from finetune.runs.receipt import group_layers, layer_kind
 from tests.conftest import A100, CPU, H100
 
 (FP8_GEMM, GEMM, CASTS, ATTENTION, POINTWISE, OPTIMIZER, COMMUNICATION, HOST, OTHER) = (

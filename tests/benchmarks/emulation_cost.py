@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.config.paths import TINY_LLAMA
-from finetune.config.schema import BackendName, PrecisionConfig, Scaling
 from finetune.hardware.requirements import engine_verdict
 from finetune.precision import convert, planner
+from finetune.precision.settings import BackendName, PrecisionConfig, Scaling
 
 BASELINE = "bf16"
 

@@ -20,8 +20,8 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from finetune import HealthMonitor
-from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import this_device
+from finetune.precision.settings import PrecisionConfig
 from finetune.training import session
 from tests.benchmarks.step_overhead import make_model
 

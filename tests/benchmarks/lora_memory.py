@@ -44,10 +44,10 @@ import torch
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import constants
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.memory_meter import LiveTensors
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

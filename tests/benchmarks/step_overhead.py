@@ -27,9 +27,9 @@ from torchao.float8 import convert_to_float8_training
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune import setup_fp8_mixed_precision_training
-from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import this_device
 from finetune.precision.backends.torchao import ao_config
+from finetune.precision.settings import PrecisionConfig
 
 
 def make_model(hidden: int, layers: int) -> LlamaForCausalLM:

@@ -15,9 +15,10 @@ from finetune import load_recipe
 from finetune.config.methods import METHODS
 from finetune.export.serving import commands
 from finetune.logging import as_text
+from finetune.precision.proof.row import LayerReceipt
 from finetune.runs.card import model_card
 from finetune.runs.progress import figures
-from finetune.runs.receipt import LayerReceipt, Receipt, RunReport, Sample
+from finetune.runs.receipt import Receipt, RunReport, Sample
 
 
 @pytest.mark.parametrize("words", [[], ["--details"]])

@@ -28,7 +28,8 @@ from finetune.estimator.gate import bound
 from finetune.hardware.requirements import check_here, check_optimizer_here
 from finetune.precision.planner import plan
 from finetune.precision.proof.movement import stored_bytes
-from finetune.runs.receipt import RunReport, changed_numbers
+from finetune.precision.proof.row import changed_numbers
+from finetune.runs.receipt import RunReport
 from finetune.training import low_bit
 from finetune.training.adamw import Update
 from finetune.training.model import sketch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from finetune import load_recipe
 from finetune.config.methods import KEYS, METHODS, arguments, method_of
-from finetune.config.paths import find_recipe, is_text, list_recipes
+from finetune.config.paths import find_recipe, list_recipes
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
@@ -27,6 +27,7 @@ from finetune.config.train_section import (
 )
 from finetune.config.yaml import dump_yaml, parse_yaml
 from finetune.errors import ConfigError, RecipeNotFoundError
+from finetune.section import is_text
 
 RECIPES = list_recipes()
 QLORA = [name for name in RECIPES if "_qlora_" in name]

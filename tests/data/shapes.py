@@ -13,7 +13,7 @@ from trl import SFTConfig
 
 from finetune.config.methods import METHODS
 from finetune.config.paths import TINY_LLAMA
-from finetune.config.section import DataConfig
+from finetune.config.sections import DataConfig
 from finetune.data.checks import MASKED
 from finetune.data.counting import CountedRows, count
 from finetune.data.dataset import load_data

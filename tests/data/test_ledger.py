@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig
 
 from finetune.config.paths import TINY_LLAMA
-from finetune.config.section import DataConfig
+from finetune.config.sections import DataConfig
 from finetune.data.checks import UNKNOWN
 from finetune.data.dataset import load_data
 from finetune.data.ledger import MASKED, AccountedTrainer, ByLength, account

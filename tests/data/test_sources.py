@@ -19,7 +19,7 @@ from datasets import Dataset, Value
 from torch.utils.data import DataLoader
 
 from finetune import load_recipe
-from finetune.config.section import DataConfig
+from finetune.config.sections import DataConfig
 from finetune.data.counting import counted_rows
 from finetune.data.dataset import load_data
 from finetune.data.sources import files_of

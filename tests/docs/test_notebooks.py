@@ -12,7 +12,7 @@ import pytest
 
 from finetune import load_recipe
 from finetune.config.paths import list_recipes
-from finetune.config.schema import PrecisionConfig
+from finetune.precision.settings import PrecisionConfig
 from tests.docs import notebooks
 from tests.docs.notebooks import NOTEBOOKS, code_cells
 

@@ -18,7 +18,8 @@ import yaml
 import finetune
 from finetune import setup_fp8_mixed_precision_training
 from finetune.config.paths import list_recipes, shipped_shape
-from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.config.schema import RunConfig
+from finetune.precision.settings import PrecisionConfig
 from tests.docs.commands import BLOCK, ROOT, Command, check, commands_of, documents
 
 HELPER = setup_fp8_mixed_precision_training

@@ -15,7 +15,7 @@ from rich.console import Console
 import finetune
 from finetune import load_recipe
 from finetune.config.recipe import with_overrides
-from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.config.schema import RunConfig
 from finetune.errors import (
     ConfigError,
     FinetuneError,
@@ -50,6 +50,7 @@ from finetune.hardware import requirements
 from finetune.hardware.device import Device, Verdict
 from finetune.hardware.gpus import place_here, place_of
 from finetune.hardware.requirements import resolve_there
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.memory_meter import Batch
 from finetune.units import GIB, MEMORY, duration, size
 from tests.estimator.configs import changed

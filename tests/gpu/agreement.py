@@ -22,11 +22,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from finetune.config.schema import PrecisionConfig, Scaling
 from finetune.hardware.device import Device, this_device
 from finetune.hardware.requirements import backend_verdict
 from finetune.precision import constants, convert, planner
 from finetune.precision.formats import snr_db
+from finetune.precision.settings import PrecisionConfig, Scaling
 
 TENSORS = ("y", "dx", "dw")
 STEPS = 3

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from finetune import load_recipe
 from finetune.analysis.doctor import COMBINATIONS, examine, real_gemm
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import (
     ALLOCATOR,
@@ -23,6 +22,7 @@ from finetune.hardware.device import (
 )
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import FP8_GPUS, backend_verdict, pays_to_compile, resolve
+from finetune.precision.settings import PrecisionConfig
 from finetune.units import GIB
 from tests import te
 from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.config.schema import PrecisionConfig
 from finetune.estimator.speed.roofline import efficiency_of
 from finetune.hardware.device import Device, cuda_of, gemm_engine, varlen_kernel
 from finetune.hardware.gpus import named_gpu
 from finetune.hardware.requirements import backend_verdict, resolve
+from finetune.precision.settings import PrecisionConfig
 
 RTX5090 = Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 31.4)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.hardware.device import (
     BLOCK_CAPABILITY,
@@ -20,6 +19,7 @@ from finetune.hardware.gpus import (
     named_gpu,
 )
 from finetune.hardware.requirements import resolve
+from finetune.precision.settings import PrecisionConfig
 
 OWN = """\
 - name: H20

@@ -15,10 +15,10 @@ import torch
 
 import finetune.training.session
 from finetune import get_receipt, setup_fp8_mixed_precision_training
-from finetune.config.schema import BackendName, Fp8Format, PrecisionConfig, Scaling
 from finetune.errors import ConfigError, PrecisionError
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import resolve
+from finetune.precision.settings import BackendName, Fp8Format, PrecisionConfig, Scaling
 from tests.conftest import B200, CPU, H100, batch, train
 
 BACKENDS, SCALINGS, FORMATS = get_args(BackendName), get_args(Scaling), get_args(Fp8Format)

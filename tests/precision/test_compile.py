@@ -17,12 +17,12 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.precision import compiling, convert
 from finetune.precision.backends.base import Owner
 from finetune.precision.lora import AdaptedLinear
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.health.operands import OperandWatch
 from tests.conftest import batch
 from tests.traced import traced

@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import constants, convert
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from tests.conftest import batch
 from tests.traced import traced
 

@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from finetune import get_receipt
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import StorageNotComputeError
 from finetune.precision import constants, convert
 from finetune.precision.backends.base import Owner
@@ -29,6 +28,7 @@ from finetune.precision.experts import (
 from finetune.precision.formats import E4M3, decode_bits
 from finetune.precision.layers import experts_in
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import before_sharding
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
 from finetune.storage.loading import build_stored, load_stored

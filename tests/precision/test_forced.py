@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, ProofError
 from finetune.precision import convert, planner
 from finetune.precision.overrides import DTYPES, OverrideMixin
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import store
 from tests.conftest import batch, emulated
 

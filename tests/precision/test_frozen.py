@@ -12,13 +12,14 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from finetune import get_receipt, revert, setup_fp8_mixed_precision_training
-from finetune.config.schema import PrecisionConfig, RunConfig
+from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, PlanError, StorageNotComputeError
 from finetune.precision import constants
 from finetune.precision.backends.frozen import FrozenBackend, FrozenMixin, SharedCast
 from finetune.precision.convert import apply
 from finetune.precision.formats import E4M3
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import StoredMixin, store
 from finetune.precision.weights import (
     Arithmetic,

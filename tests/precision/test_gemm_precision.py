@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision import convert, planner
+from finetune.precision.settings import PrecisionConfig
 from tests.conftest import batch, emulated
 
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune import load_recipe, train
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError
 from finetune.precision import convert, head
 from finetune.precision.backends.base import Owner
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.weights import multiply
 from finetune.training.model import sketch
 from finetune.training.preflight import check_settings

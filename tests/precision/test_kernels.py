@@ -17,7 +17,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.hardware.device import has_triton
 from finetune.hardware.requirements import resolve
@@ -34,6 +33,7 @@ from finetune.precision.kernels import (
 )
 from finetune.precision.planner import plan
 from finetune.precision.scaling import cast_current
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dgrad, fprop, quantize_weight
 from tests.conftest import CPU, H100
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from finetune import load_recipe
 from finetune.config.paths import list_recipes
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import PlanError
 from finetune.precision.layers import matches
 from finetune.precision.planner import PrecisionPlan, plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.model import sketch
 from tests.conftest import emulated, slow_but
 

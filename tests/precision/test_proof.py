@@ -11,13 +11,13 @@ from finetune import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PrecisionError, ProofError
 from finetune.precision import convert, planner
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.proof import movement
+from finetune.precision.proof.row import changed_numbers
 from finetune.precision.proof.witness import ATTENTION, Witness
-from finetune.runs.receipt import changed_numbers
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.references import PRECOMPUTES
 from tests.conftest import batch, prepared, step, train
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert, planner
+from finetune.precision.settings import PrecisionConfig
 from tests import te
 from tests.conftest import batch, on_h100, train
 from tests.te.fetch import is_here

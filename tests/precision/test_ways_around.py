@@ -19,12 +19,12 @@ from finetune import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import OrderError, PlanError, ProofError, UnknownArgumentError
 from finetune.precision import convert
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.convert import conversion_of
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import StoredMixin
 from tests.conftest import batch, prepared, step, train
 

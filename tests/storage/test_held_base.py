@@ -19,10 +19,10 @@ from finetune import (
 )
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.recipe import Recipe
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import FinetuneError, PlanError, StorageNotComputeError
 from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import StoredMixin, iter_stored, release, store
 from finetune.training.model import load_model, sketch
 from finetune.training.preflight import check_settings

@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from finetune import load_in_fp8
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import (
     ConfigError,
     ModelNotFoundError,
@@ -35,10 +34,11 @@ from finetune.errors import (
     StorageNotComputeError,
 )
 from finetune.hardware.versions import concerns, installed
+from finetune.precision.codes import Fp8Bits
 from finetune.precision.layers import linear_records
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import iter_stored, storable, store
-from finetune.precision.weights import Fp8Bits
 from finetune.storage.loading import build_stored, load_stored
 from finetune.storage.quantizer import Fp8StorageConfig
 from finetune.training.memory_meter import LiveTensors

@@ -229,9 +229,9 @@ def test_autocast_narrows_the_operands(model, monkeypatch) -> None:
 
 
 def test_the_witness_counts_it_as_attention(model) -> None:
-    from finetune.config.schema import PrecisionConfig
     from finetune.precision.planner import plan
     from finetune.precision.proof.witness import ATTENTION, Witness
+    from finetune.precision.settings import PrecisionConfig
 
     witness = Witness(model, plan(model, PrecisionConfig()))
     with witness.watching():

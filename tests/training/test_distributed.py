@@ -15,7 +15,8 @@ from rich.console import Console
 from transformers import TrainerControl
 
 from finetune.errors import ProofError
-from finetune.runs.receipt import LayerReceipt, Receipt
+from finetune.precision.proof.row import LayerReceipt
+from finetune.runs.receipt import Receipt
 from finetune.training.evidence import refuse_disagreement
 from finetune.training.interrupt import GracefulStop
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from finetune import get_receipt, load_recipe
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError, PrecisionError
+from finetune.precision.settings import PrecisionConfig
 from finetune.training import compute_types, session
 from tests.config.test_optimizers import SMALL
 from tests.conftest import batch

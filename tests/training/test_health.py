@@ -11,10 +11,10 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from finetune import HealthMonitor
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert
 from finetune.precision.formats import snr_db
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.training import low_bit
 from finetune.training.health.moments import (
     Ratio,

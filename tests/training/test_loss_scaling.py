@@ -13,8 +13,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from finetune import get_receipt, load_recipe
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import NonFiniteError, PrecisionError, ProofError
+from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import RunReport
 from finetune.training import session
 from finetune.training.compute_types import LOSS_SCALING, refuse_vanished_scale

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from finetune import HealthMonitor, load_recipe, train
 from finetune.cli import app
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import NonFiniteError
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.training.health import finiteness
 from finetune.training.health.finiteness import Finding, advise, all_finite, check_parameters
 from tests.conftest import batch

@@ -105,9 +105,9 @@ def test_training_is_bit_for_bit_as_without_samples(case, run, delayed_run, tmp_
 
 def test_nothing_of_an_evaluation_is_left(make_llama) -> None:
     """Of its random numbers, its modes, and what its forward multiplied in FP8."""
-    from finetune.config.schema import PrecisionConfig
     from finetune.precision import convert
     from finetune.precision.planner import plan
+    from finetune.precision.settings import PrecisionConfig
 
     precision = PrecisionConfig(
         compute="fp8", backend="emulated", scaling="delayed", emulation="allow", eval="fp8"

@@ -15,8 +15,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import store
 from finetune.training import session
 from finetune.training.checkpoint_weights import refuse_sharded_codes

@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import TrainerState
 
 from finetune import load_recipe, train
-from finetune.config.schema import EvalConfig, PrecisionConfig
+from finetune.config.schema import EvalConfig
 from finetune.errors import (
     ConfigError,
     DataError,
@@ -25,6 +25,7 @@ from finetune.errors import (
     MissingExtraError,
     install_hint,
 )
+from finetune.precision.settings import PrecisionConfig
 from finetune.training import evaluate
 from finetune.training.evaluate import PACKAGED, load_tasks, score
 from finetune.training.preflight import check_sharding

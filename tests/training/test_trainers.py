@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from finetune import get_receipt
-from finetune.config.schema import PrecisionConfig
 from finetune.precision import convert
 from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import store
 from finetune.training.references import References
 from tests.benchmarks import stock_trainers, trainers

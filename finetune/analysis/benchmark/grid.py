@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 from finetune.analysis.benchmark.result import WARM_UP
 from finetune.config.paths import shipped_shape, shipped_shapes
-from finetune.config.schema import BUILTIN, RunConfig
+from finetune.config.schema import RunConfig
+from finetune.config.sections import BUILTIN
 from finetune.config.sft import shortened
 from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import MOST_TOKENS

@@ -28,9 +28,9 @@ from finetune.analysis.diagnose.facts import Facts
 from finetune.analysis.diagnose.groups import LOW, LayerGroup
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
-from finetune.config.schema import FROZEN_SCALINGS
 from finetune.errors import ConfigError
 from finetune.estimator.speed.step_parts import StepPart
+from finetune.precision.settings import FROZEN_SCALINGS
 from finetune.units import short_time
 
 percent = partial(units.percent, space=True)

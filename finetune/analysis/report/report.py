@@ -34,10 +34,10 @@ from finetune.analysis.report.run_page import benchmark_page, names_of, page_of
 from finetune.analysis.report.run_source import RunSource
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError, writing
+from finetune.precision.proof.row import changed_numbers, still_line
 from finetune.runs.folder import COMPARISON
 from finetune.runs.last_model import MODEL
 from finetune.runs.lookup import LAST, find_comparisons, find_run, find_runs, read_run
-from finetune.runs.receipt import changed_numbers, still_line
 from finetune.units import count, percent, size_of_gib
 
 

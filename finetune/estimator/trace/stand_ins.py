@@ -46,7 +46,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
-from finetune.config.schema import PrecisionConfig
 from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
@@ -55,6 +54,7 @@ from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
 from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.scaling import Operand, cast_current
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import storable, store
 from finetune.precision.swap import Swapped, swap
 from finetune.storage import nf4

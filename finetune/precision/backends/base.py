@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import Operand
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.swap import Swapped, weight_matrix
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.errors import ConfigError
 from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
@@ -30,6 +29,7 @@ from finetune.precision.scaling import (
     formats_of,
     make_rule,
 )
+from finetune.precision.settings import Gemm, PrecisionConfig
 
 DELAYED_TENSORS = ("history", "current", "scale")
 """Tensors of a `DelayedState` that belong to a checkpoint."""

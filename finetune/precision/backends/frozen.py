@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.config.schema import PrecisionConfig
 from finetune.hardware.device import has_triton
 from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin
@@ -20,6 +19,7 @@ from finetune.precision.formats import E4M3
 from finetune.precision.gemm import as_output, as_rows, compute_dtype
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import Operand
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import StoredMixin
 from finetune.precision.weights import Arithmetic, FrozenLinear, cast
 

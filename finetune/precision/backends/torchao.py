@@ -27,13 +27,13 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.hardware.device import has_launcher, has_triton
 from finetune.precision.backends.base import Backend
 from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import OPERANDS, formats_of
+from finetune.precision.settings import Gemm, PrecisionConfig
 from finetune.precision.whole import INNER_MULTIPLE, Tensorwise, WholeMixin, whole_linear
 
 

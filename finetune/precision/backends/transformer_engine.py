@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from finetune.config.schema import PrecisionConfig
 from finetune.errors import PrecisionError
 from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
@@ -33,6 +32,7 @@ from finetune.precision.backends.te_products import RULES, SLOTS, TeRule, te_lin
 from finetune.precision.layers import alignment
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import Operand
+from finetune.precision.settings import PrecisionConfig
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:

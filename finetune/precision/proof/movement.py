@@ -42,7 +42,7 @@ from torch.optim.optimizer import Optimizer
 
 from finetune.errors import some
 from finetune.precision.backends.base import in_backward
-from finetune.runs.receipt import still_line
+from finetune.precision.proof.row import still_line
 
 EFFECTIVE_STEPS = 2
 SAMPLE = 65_536

@@ -40,9 +40,9 @@ from finetune.precision.convert import Conversion
 from finetune.precision.planner import GEMMS
 from finetune.precision.proof.movement import Movement, changes_nothing
 from finetune.precision.proof.remedy import remedy
+from finetune.precision.proof.row import LayerReceipt
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
-from finetune.runs.receipt import LayerReceipt
 
 
 def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:

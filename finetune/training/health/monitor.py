@@ -26,11 +26,11 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from finetune.config.schema import PrecisionConfig
 from finetune.data.repeats import refuse_no_batch, refuse_uneven, repeats_line
 from finetune.errors import in_words
 from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
+from finetune.precision.settings import PrecisionConfig
 from finetune.runs.progress import OPERANDS
 from finetune.training import session
 from finetune.training.first_batches import check_first_batches

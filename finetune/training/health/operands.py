@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from finetune.config.schema import Gemm, PrecisionConfig
 from finetune.precision.backends.base import in_backward
 from finetune.precision.compiling import recomputed
 from finetune.precision.convert import Conversion
@@ -60,6 +59,7 @@ from finetune.precision.scaling import (
     scaled,
     to_codes,
 )
+from finetune.precision.settings import Gemm, PrecisionConfig
 from finetune.precision.stored import StoredMixin
 from finetune.runs.receipt import name_parts
 
