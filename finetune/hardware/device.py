@@ -355,6 +355,13 @@ def has_launcher() -> Verdict:
     return Verdict(True, "Triton has its launcher")
 
 
+def starts_triton() -> bool:
+    """True if kernels of Triton start here, or would on the GPU that a run is predicted for."""
+    import torch
+
+    return bool(has_triton() and (not torch.cuda.is_available() or has_launcher()))
+
+
 GemmEngine = Literal["cuBLASLt tensorwise", "cuBLASLt outer-vector", "CUTLASS rowwise"]
 OUTER_VECTOR_CUDA = (12, 9)
 NO_ROWWISE = 12

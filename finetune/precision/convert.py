@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.precision import compiling, constants
+from finetune.precision import compiling, constants, kernels
 from finetune.precision.backends.base import (
     Backend,
     Fp8Mixin,
@@ -292,13 +292,16 @@ class WritingRootMixin(RootMixin):
             return super().generate(*args, **kwargs)  # pyright: ignore
 
 
-def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> Backend:
+def make_backend(
+    precision: PrecisionConfig, layers: int, *, hardware: bool, triton: bool = True
+) -> Backend:
     """The engine of layers that keep their weights.
 
     Args:
         precision: its backend must be concrete (`hardware.requirements.resolve`).
         layers: number of layers that it will multiply.
         hardware: True if the device multiplies FP8; if not, torchao emulates.
+        triton: True if kernels of ours start there.
     """
     match precision.backend:  # a library is imported only where its engine is wanted
         case "emulated":
@@ -308,7 +311,7 @@ def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> 
         case "torchao":
             from finetune.precision.backends.torchao import TorchaoBackend
 
-            return TorchaoBackend(precision, emulate=not hardware)
+            return TorchaoBackend(precision, emulate=not hardware, triton=triton)
         case "te":
             from finetune.precision.backends.transformer_engine import TransformerEngineBackend
 
@@ -317,13 +320,21 @@ def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> 
             raise AssertionError("resolve() names the backend before a plan is made")
 
 
-def apply(model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False) -> Conversion:
-    """Make `model` equal `plan`. A model that was already converted is reverted first."""
+def apply(
+    model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False, triton: bool = True
+) -> Conversion:
+    """Make `model` equal `plan`. A model that was already converted is reverted first.
+
+    Args:
+        hardware: True if the device multiplies FP8; elsewhere it is emulated.
+        triton: False if the device cannot start kernels of Triton: torch's own take their place.
+    """
     revert(model)
+    kernels.can_launch = triton
     precision, plain = plan.precision, sum(not layer.stored for layer in plan.fp8_layers)
-    backend = make_backend(precision, plain, hardware=hardware) if plain else None
+    backend = make_backend(precision, plain, hardware=hardware, triton=triton) if plain else None
     emulate = not hardware or precision.backend == "emulated"
-    frozen = FrozenBackend(precision, emulate=emulate) if plan.stored else None
+    frozen = FrozenBackend(precision, emulate=emulate, triton=triton) if plan.stored else None
     conversion = Conversion(model, plan, backend, frozen)
     try:
         conversion.apply()

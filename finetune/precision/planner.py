@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.console import RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 from torch import nn
 
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
-from finetune.logging import plain_table
 from finetune.precision.codes import Fp8Bits
 from finetune.precision.layers import (
     Record,
@@ -155,10 +155,11 @@ class PrecisionPlan:
         rows = Counter((*_place(x), *_shown(x)) for x in self.layers)
         rows.update((place_in_block(x.name), "", x.compute, x.reason) for x in self.casts)
         titles = ("", "layer", "N x K", "", "reason")
-        table = plain_table(*titles, whole=("N x K",), fold=titles, gap=1)
+        columns = [Column(t, no_wrap=t == "N x K", overflow="fold") for t in titles]
+        table = Table(*columns, box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for (name, shape, compute, reason), count in rows.items():
             style = "green" if compute in ("fp8", "fp4") else "dim"
-            table.add_row(str(count), name, shape, Text(compute, style=style), reason)
+            table.add_row(str(count), Text(name), shape, Text(compute, style), Text(reason))
         return table
 
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune.errors import OrderError, PlanError, PrecisionError
-from finetune.hardware.device import Device, expand_segments, this_device
+from finetune.hardware.device import Device, expand_segments, starts_triton, this_device
 from finetune.hardware.gpus import find_gpu
 from finetune.hardware.requirements import Resolution, pays_to_compile, resolve
 from finetune.precision import convert
@@ -129,7 +129,7 @@ class Session:
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
             return
         self._take_over(model)
-        conversion = convert.apply(model, made, hardware=hardware)
+        conversion = convert.apply(model, made, hardware=hardware, triton=starts_triton())
         self.conversions.add(conversion)
         self.references.add(conversion)
 
@@ -166,7 +166,8 @@ class Session:
         if before:
             refuse_unsaved_experts(model, made)
         self._replaced.update((id(p), p) for p in model.parameters() if not p.requires_grad)
-        conversion = convert.apply(model, made, hardware=bool(self.device.has_fp8))
+        hardware = bool(self.device.has_fp8)
+        conversion = convert.apply(model, made, hardware=hardware, triton=starts_triton())
         self.conversions.add(conversion)
         self.has_prepared = True
         for p in model.parameters():

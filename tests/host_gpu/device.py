@@ -321,17 +321,19 @@ def _without_triton() -> None:
     from finetune.precision import kernels
 
     stub: Any = types.ModuleType("finetune.precision.triton_kernels")
-    stub.cast_rows, stub.transpose_codes = kernels._cast_rows, kernels._transpose
+    stub.transpose_codes = kernels._transpose
+    names = ("cast_rows", "cast_whole", "swiglu_cast", "swiglu_backward_cast")
+    for name in (*names, "observe_logits", "grade_logits"):
+        setattr(stub, name, getattr(kernels, f"_{name}"))
     sys.modules[stub.__name__] = stub
     testing: Any = types.ModuleType("triton.testing")
     testing.do_bench = _milliseconds
     sys.modules[testing.__name__] = testing
-    from finetune.hardware import requirements
-    from finetune.precision.backends import frozen
+    from finetune.hardware import device, requirements
 
     double = Verdict(True, "a double of Triton")
-    requirements.has_triton = frozen.has_triton = lambda: double
-    requirements.has_launcher = lambda: double
+    for module in (device, requirements):
+        module.has_triton = module.has_launcher = lambda: double
     compile = nn.Module.compile
 
     def only_traced(self: nn.Module, *args: Any, options: Any = None) -> None:

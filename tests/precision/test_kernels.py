@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.errors import PrecisionError
-from finetune.hardware.device import has_triton
+from finetune.hardware.device import has_triton, starts_triton
 from finetune.hardware.requirements import resolve
 from finetune.precision import convert
 from finetune.precision.backends.frozen import FrozenBackend
@@ -380,7 +380,9 @@ def test_a_cuda_build_without_triton_takes_torchs_kernels(monkeypatch) -> None:
     has_triton.cache_clear()
     try:
         assert not has_triton()
-        assert not FrozenBackend(fp8(compile="off"), emulate=False).how.own
+        assert not starts_triton()
+        frozen = FrozenBackend(fp8(compile="off"), emulate=False, triton=starts_triton())
+        assert not frozen.how.own
         with pytest.raises(PrecisionError, match="Triton kernels are not available on") as caught:
             resolve(fp8(kernels="triton"), H100)
         assert "triton does not import" in caught.value.why

@@ -76,7 +76,7 @@ from finetune.estimator.trace.stand_ins import (
 )
 from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
 from finetune.estimator.trace.writing import PROMPT, settle, writing, written_beside
-from finetune.hardware.device import Device, generators
+from finetune.hardware.device import Device, generators, starts_triton
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
 from finetune.precision.planner import PrecisionPlan
@@ -194,7 +194,8 @@ def rehearse(
             compiled = compiles(resolution.precision, device)
             engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
-        conversion = convert.apply(model, plan, hardware=bool(device.has_fp8))
+        hardware = {"hardware": bool(device.has_fp8), "triton": starts_triton()}
+        conversion = convert.apply(model, plan, **hardware)
         stack.callback(conversion.revert)
         reference: Any = getattr(trainer, "ref_model", None)
         beside = [(reference, plan)] if reference is not None else []
@@ -203,7 +204,7 @@ def rehearse(
             beside.append((teacher, make_plan(teacher, asked)))
         for other, its in beside:
             if layers_of(its) == layers_of(plan) or its.precision.eval == "fp8":
-                made = convert.apply(other, its, hardware=bool(device.has_fp8))
+                made = convert.apply(other, its, **hardware)
                 made.follows = lambda: True  # it computes as the policy does, in FP8
                 stack.callback(made.revert)
         if conversion.backend is not None:

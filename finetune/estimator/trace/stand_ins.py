@@ -210,7 +210,7 @@ class EngineBackend(Backend):
 def engine_maker(capability: tuple[int, int], *, compiled: bool) -> Any:
     """Replacement of `convert.make_backend` for Transformer Engine."""
 
-    def make_backend(precision: PrecisionConfig, layers: int, *, hardware: bool) -> Backend:
+    def make_backend(precision: PrecisionConfig, layers: int, **_: bool) -> Backend:
         return EngineBackend(precision, capability, compiled=compiled)
 
     return make_backend

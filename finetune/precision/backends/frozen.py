@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.hardware.device import has_triton
 from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin
 from finetune.precision.formats import E4M3
@@ -94,14 +93,14 @@ class FrozenBackend(Backend):
     name = "frozen"
     mixin = FrozenMixin
 
-    def __init__(self, precision: PrecisionConfig, *, emulate: bool) -> None:
+    def __init__(self, precision: PrecisionConfig, *, emulate: bool, triton: bool = True) -> None:
         super().__init__(precision)
         rowwise, pow2 = precision.scaling == "rowwise", bool(precision.power_of_two_scales)
         # A frozen weight has no wgrad to keep in high precision.
         high = precision.gemms_kept_high - {"wgrad"}
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than
         # casts apart; what it does not compile, or cannot join, runs in kernels of ours.
-        own = precision.kernels in ("auto", "triton") and not emulate and bool(has_triton())
+        own = precision.kernels in ("auto", "triton") and not emulate and triton
         self.how = Arithmetic(
             # Placeholder: `attributes` puts in the tile of each layer.
             tile=(1, 1),

@@ -27,7 +27,6 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-from finetune.hardware.device import has_launcher, has_triton
 from finetune.precision.backends.base import Backend
 from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.gemm import as_output, as_rows
@@ -176,14 +175,13 @@ class TorchaoBackend(Backend):
     name = "torchao"
     mixin = TorchaoMixin
 
-    def __init__(self, precision: PrecisionConfig, *, emulate: bool) -> None:
+    def __init__(self, precision: PrecisionConfig, *, emulate: bool, triton: bool = True) -> None:
         super().__init__(precision)
         self.config = ao_config(precision, emulate=emulate)
         self.whole: Tensorwise | None = None
         if precision.scaling == "tensorwise" and not emulate and not precision.gemms_kept_high:
             formats, pow2 = formats_of(precision), bool(precision.pow2_scales)
-            launches = has_triton() and (not torch.cuda.is_available() or has_launcher())
-            self.whole = Tensorwise(formats, pow2, own=bool(launches))
+            self.whole = Tensorwise(formats, pow2, own=triton)
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         # Built only for its `linear_mm_config`: on meta it takes no memory.
