@@ -19,7 +19,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError
-from finetune.estimator.gate import bound
+from finetune.estimator.gate import bound_of
 from finetune.estimator.knobs import length_of, with_length
 from finetune.estimator.memory.footprint import tensor_footprint
 from finetune.estimator.predict import in_eager_kernels, predict_fast
@@ -124,7 +124,7 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     found = on_h100(config, backend)
     model = sketch(config, layers=2)
     the_plan = plan(model, there(config, backend).precision)
-    least = bound(model, the_plan, config.train, storage=config.model.storage)
+    least = bound_of(config, model, the_plan)
     peaks = tensor_footprint(found.trace)
     assert peaks.tensors >= least.total
     kinds = peaks.phases["optimizer"]
