@@ -27,11 +27,12 @@ never train.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -55,6 +56,7 @@ from finetune.errors import ConfigError, FinetuneError, install_hint
 from finetune.hardware.device import Device, Verdict, this_device
 from finetune.hardware.gpus import place_here
 from finetune.precision import constants
+from finetune.precision.head import Head
 from finetune.precision.proof.movement import sample
 from finetune.precision.proof.proof import Proof
 from finetune.runs.folder import new_folder
@@ -223,8 +225,9 @@ def climb(
         if step.how.startswith("shipped") or config.train.get("use_liger_kernel")
     ]
     measuring = Climbing(
-        variants, points, place_here(device), steps, rounds, force, say=say, unpredicted=unpredicted
-    )
+        variants, points, place_here(device), steps, rounds, force, say=say,
+        unpredicted=unpredicted, stock=[step.name for step in taken if step.how == "stock"],
+    )  # fmt: skip
     result = Benchmark(references=list(references))
     if not liger and any(step.liger == "wanted" for step in taken):
         result.alike = f"without Liger: {liger.reason}"
@@ -232,10 +235,22 @@ def climb(
 
 
 class Climbing(Measuring):
-    """Predicts the stock libraries' step with adapters as PEFT has them."""
+    """Predicts steps of stock libraries with PEFT's adapters and TRL's head.
+
+    On a GPU with a head that holds as much: TRL's own kernels are not rehearsed.
+    """
+
+    def __init__(self, *args: Any, stock: Collection[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stock = stock
 
     def _unfit(self, row: Row, config: RunConfig) -> str:
-        with patch.object(constants, "FUSED_ADAPTERS", row.label != "stock"):
+        if row.label not in self._stock:
+            return super()._unfit(row, config)
+        with (
+            patch.object(constants, "FUSED_ADAPTERS", False),
+            patch.object(Head, "in_fused_loss", lambda _: contextlib.nullcontext()),
+        ):
             return super()._unfit(row, config)
 
 
