@@ -109,7 +109,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
     args._n_gpu = min(args.n_gpu, 1)
     steps = config.data.min_steps if args.max_steps <= 0 else None
-    # Packed rows that make the fewest steps that are wanted (`data.ledger.AccountedTrainer`).
+    # Packed rows that make the fewest steps that are wanted (`data.preparing.AccountedTrainer`).
     args.least_rows = math.ceil((steps or 0) * args.world_size / args.num_train_epochs)
     return args
 

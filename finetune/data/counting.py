@@ -15,7 +15,7 @@ from finetune.config.train_section import with_checkpointing
 from finetune.data.dataset import Rows, rows_for
 from finetune.data.ledger import Ledger
 from finetune.data.lengths import Lengths
-from finetune.data.pairs import trainer_of
+from finetune.data.pairs import preparing
 from finetune.hardware.device import this_device
 from finetune.storage.pretrained import load_tokenizer
 
@@ -65,7 +65,7 @@ def arguments_for(rows: Rows, config: RunConfig) -> Any:
 
 def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
     """Tokenize and count rows as a method's trainer would; of a stream its first ones."""
-    trainer: Any = object.__new__(trainer_of(method))  # preparing rows needs no model
+    trainer: Any = object.__new__(preparing(method))  # preparing rows needs no model
     trainer._tokenizer = tokenizer
     held: Any = rows.train if rows.sample is None else rows.sample
     prepared = trainer.counts(held, args, "train")

@@ -23,13 +23,12 @@ from trl.data_utils import maybe_apply_chat_template
 from finetune.config.methods import Method
 from finetune.data.both_labels import BothLabels
 from finetune.data.checks import MASKED
-from finetune.data.ledger import (
+from finetune.data.ledger import Ledger, account
+from finetune.data.preparing import (
     TOKENIZED,
     TRAPPED,
     Accounted,
     AccountedTrainer,
-    Ledger,
-    account,
     endless,
     not_formatted,
 )
@@ -40,8 +39,8 @@ ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 
 
 @functools.cache
-def trainer_of(method: Method) -> type[Accounted]:
-    """TRL's trainer of a method, with ledgers."""
+def preparing(method: Method) -> type[Accounted]:
+    """TRL's trainer of a method, with ledgers of the rows that it prepares."""
     kind = method.trainer_class
     if issubclass(kind, SFTTrainer):
         return type(AccountedTrainer.__name__, (AccountedTrainer,), {"method": method})

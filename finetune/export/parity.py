@@ -252,7 +252,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     Raises:
         DataError, DataNotFoundError: the run's rows are gone.
     """
-    from finetune.data.ledger import AccountedTrainer
+    from finetune.data.preparing import AccountedTrainer
 
     tokenizer, _ = load_tokenizer(config.model, config.train.chat_template_path)
     seed, method = int(config.train.seed), method_of(config.train)

@@ -35,8 +35,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from finetune.data.ledger import Accounted
 from finetune.data.masks import MASKED, as_trained, shared
+from finetune.data.preparing import Accounted
 from finetune.errors import ConfigError, DataError
 from finetune.logging import counting_rows, output
 from finetune.precision.layers import without_adapters
@@ -63,7 +63,7 @@ def check_first_batches(trainer: Any) -> None:
     All processes run it.
 
     Args:
-        trainer: one of `finetune.data.pairs.trainer_of`, whose model is prepared, and has not
+        trainer: one of `finetune.training.trained.trainer_of`, whose model is prepared, and has not
             trained; of others nothing is known.
 
     Raises:

@@ -519,7 +519,7 @@ def make_trainer(
     Raises:
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
     """
-    from finetune.data.pairs import trainer_of
+    from finetune.training.trained import trainer_of
 
     method, beside = method_of(config.train), dict[str, Any]()
     if method.rewarded:

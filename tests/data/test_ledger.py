@@ -18,8 +18,10 @@ from finetune.config.paths import TINY_LLAMA
 from finetune.config.sections import DataConfig
 from finetune.data.checks import UNKNOWN
 from finetune.data.dataset import load_data
-from finetune.data.ledger import MASKED, AccountedTrainer, ByLength, account
+from finetune.data.ledger import MASKED, account
+from finetune.data.preparing import AccountedTrainer
 from finetune.errors import DataError
+from finetune.training.trained import ByLength
 
 TOOLS_TEMPLATE = (
     "{% if tools %}T:{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|{{ m.role }}|>"

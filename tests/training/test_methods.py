@@ -14,10 +14,10 @@ from rich.console import Console
 from finetune import load_recipe, train
 from finetune.config.methods import METHODS, arguments, method_of
 from finetune.data.counting import counted_rows
-from finetune.data.ledger import give_rate
 from finetune.errors import ConfigError, DataError
 from finetune.export.export import export_run
 from finetune.training.reload import open_trained
+from finetune.training.trained import give_rate
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)

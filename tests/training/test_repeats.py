@@ -14,7 +14,7 @@ from accelerate.data_loader import (
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from trl import SFTTrainer
 
-from finetune.data.ledger import AccountedTrainer
+from finetune.config.methods import METHODS
 from finetune.data.repeats import (
     EvaluatesOnce,
     refuse_no_batch,
@@ -25,6 +25,7 @@ from finetune.data.repeats import (
 )
 from finetune.errors import ConfigError, DataError
 from finetune.training.health.monitor import HealthMonitor
+from finetune.training.trained import trainer_of
 
 
 def loader_of(rows: int, batch: int, *, processes: int = 2, drop: bool = False, **settings):
@@ -156,4 +157,4 @@ def test_batches_of_several_lengths_read_by_one_process_are_refused(monkeypatch)
 
     monkeypatch.setattr(SFTTrainer, "get_batch_samples", get_batch_samples)
     with pytest.raises(ConfigError, match=r"differ in length[\s\S]*~train.accelerator_config"):
-        object.__new__(AccountedTrainer).get_batch_samples()
+        object.__new__(trainer_of(METHODS["sft"])).get_batch_samples()

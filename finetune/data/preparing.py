@@ -1,0 +1,246 @@
+"""TRL's preparation of rows, in two steps between which they are counted.
+
+TRL tokenizes, masks, truncates and packs (`SFTTrainer._prepare_dataset`), and drops rows of which
+truncation leaves no trained token without a word. `AccountedTrainer` lets it do so in two steps,
+first everything but truncating and packing, counts what is there, and lets it finish: the prepared
+rows are those of one step. Conversations it gets tokenized and masked (`finetune.data.masks`). Rows
+are prepared without a model, too (`finetune.data.counting`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import shlex
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+from jinja2 import TemplateError
+from transformers import Trainer
+from trl import SFTTrainer
+from trl.data_utils import is_conversational
+
+from finetune.config.methods import METHODS, Method
+from finetune.data.checks import UNKNOWN
+from finetune.data.doubled_tokens import each_once
+from finetune.data.ledger import Ledger, account
+from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
+from finetune.data.repeats import EvaluatesOnce
+from finetune.data.rows import workers
+from finetune.errors import ConfigError, DataError
+
+TOKENIZED = Features(input_ids=List(Value("int64")), labels=List(Value("int64")))
+
+
+class Accounted(Trainer):
+    """Mixin of TRL's trainers: keeps the `ledgers` of its data sets, by name (`train`, `eval`).
+
+    Attributes:
+        vocabulary: tokens of the model; without one, more than there can be.
+        method: that of `train.method`.
+        given: training rows as they were given, before the trainer's own preparation.
+        only_answers: of messages, only the assistant's turns are trained on.
+    """
+
+    method: Method = METHODS["sft"]
+    given: Any = None
+    vocabulary: int = UNKNOWN
+    only_answers: bool = False
+
+    @functools.cached_property
+    def ledgers(self) -> dict[str, Ledger]:
+        return {}
+
+    def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
+        """Some of the given rows, prepared as those that are trained on, none of them packed."""
+        raise NotImplementedError
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        self.given = kwargs["train_dataset"] if self.given is None else self.given
+        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self.only_answers = getattr(args, "assistant_only_loss", False)
+        # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the
+        # template of `chat_template_path` (`storage.pretrained.load_tokenizer`).
+        plain = {"assistant_only_loss": False, "chat_template_path": None}
+        given = {key: getattr(args, key) for key in plain if hasattr(args, key)}
+        for key in given:
+            setattr(args, key, plain[key])
+        try:
+            super().__init__(model=model, args=args, **kwargs)
+        finally:
+            for key, value in given.items():
+                setattr(args, key, value)
+
+    def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
+        """Rows as they are trained or evaluated on, `input_ids` and `labels`, without a model.
+
+        Their ledger is kept.
+        """
+        raise NotImplementedError
+
+
+class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
+    """`SFTTrainer` with ledgers."""
+
+    def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
+        """As it would be trained on, but not packed."""
+        state: Any = self
+        packing = args.packing
+        if name == "eval" and args.eval_packing is not None:
+            packing = args.eval_packing
+        if args.eos_token is not None:  # as TRL does when it makes a trainer
+            self._tokenizer.eos_token = args.eos_token
+        self.only_answers, state.chat_template = args.assistant_only_loss, None
+        pairs = {"prompt", "completion"} <= set(rows.column_names)
+        asked = args.completion_only_loss
+        state.completion_only_loss = pairs if asked is None else asked
+        if asked and not pairs:
+            raise DataError(
+                "train.completion_only_loss=true needs rows of prompt and completion",
+                where="train.completion_only_loss",
+                why=f"columns found: {', '.join(sorted(rows.column_names))}",
+                fix="~train.completion_only_loss",
+            )
+        tokenizer = self._tokenizer
+        found = self._prepare_dataset(rows, tokenizer, args, packing, None, name)
+        ledger = self.ledgers[name]
+        if packing:
+            found = self._prepare_dataset(rows, tokenizer, args, False, None, name)
+        self.ledgers[name] = ledger
+        return found
+
+    def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
+        args, tokenizer = self.args, self._tokenizer
+        found = self._prepare_dataset(rows.select(picked), tokenizer, args, False, None, "look")
+        del self.ledgers["look"]
+        return list(found)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool,
+        formatting_func: Any, dataset_name: str,
+    ) -> Any:  # fmt: skip
+        """TRL's preparation, with rows that begin and end once, counted half-way."""
+        prepare = super()._prepare_dataset
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        held, row = isinstance(dataset, Dataset), next(iter(dataset))
+        if held and args.dataset_num_proc is None:
+            args = copy.copy(args)
+            args.dataset_num_proc = whole.dataset_num_proc = workers(len(dataset))
+        if self.only_answers and not is_conversational(row):
+            raise ConfigError(
+                "train.assistant_only_loss=true needs rows of messages",
+                where="train.assistant_only_loss",
+                why=f"columns found: {', '.join(sorted(row))}",
+                fix="~train.assistant_only_loss: of prompt and completion the latter is trained on",
+            )
+        tokenizer = self._tokenizer
+        if tokenizer.eos_token is None and not (is_conversational(row) or "input_ids" in row):
+            raise endless(tokenizer, row)  # TRL, which ends text with it, fails
+        given, doubled = dataset, 0
+        processes: dict[str, Any] = {"num_proc": args.dataset_num_proc} if held else {}
+        pairs = "prompt" in row and bool(self.completion_only_loss)
+        answers = is_conversational(row) and (self.only_answers or pairs)
+        try:
+            if answers:
+                mask = partial(masked, tokenizer=tokenizer, completion_only=pairs)
+                processes |= {"batched": True, "remove_columns": [*row], "features": TOKENIZED}
+                dataset = dataset.map(mask, **processes)
+            elif TRAINED_TURNS in row:
+                dataset = dataset.map(refuse_weights, **processes)
+            tokenized: Any = prepare(
+                dataset, processing_class, whole, False, formatting_func, dataset_name
+            )
+        except TRAPPED as error:
+            raise not_formatted(dataset_name, error) from error
+        if not answers:
+            tokenized, doubled = each_once(tokenized, tokenizer, **processes)
+        if not held:
+            return prepare(tokenized, processing_class, args, packing, None, dataset_name)
+        found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
+        if not found.trained and dataset_name != "look":
+            raise nothing_trained(found, dataset_name)
+        if answers and dataset_name == "train" and found.never_ends:
+            raise endless(tokenizer, row)
+        done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
+        least = args.__dict__.get("least_rows", 0) if packing and dataset_name == "train" else 0
+        while len(done) < least:  # shorter, but for the longest row, which is not cut
+            length = max(found.longest + -found.longest % 16, args.max_length * len(done) // least)
+            if (length := length // 16 * 16) >= args.max_length:
+                break
+            args = copy.copy(args)
+            args.max_length = length
+            done = prepare(tokenized, processing_class, args, packing, None, dataset_name)
+        self.ledgers[dataset_name] = replace(
+            found,
+            bins=len(done) if packing else None,
+            max_length=args.max_length,
+            chat=is_conversational(row),
+            doubled=doubled,
+            on=" (the assistant's turns)" if self.only_answers else "",
+            split=len(tokenized) - len(given),
+            pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
+        )
+        return done
+
+
+TRAPPED = (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError)
+"""What a chat template raises over rows that it does not take."""
+
+
+def not_formatted(name: str, error: BaseException, step: int | None = None) -> DataError:
+    return DataError(
+        f"a row of the {name} set cannot be put into the model's chat template"
+        if step is None
+        else f"the stream of rows broke off at step {step}",
+        where="data",
+        why=f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}",
+        fix="look at the rows that have keys or roles which the template does not expect, or skip "
+        "and count them: data.on_bad_row=skip",
+    )
+
+
+def nothing_trained(found: Ledger, name: str) -> DataError:
+    """The error for rows of which no token has a part in the loss."""
+    if found.max_length is not None and found.cut:
+        return DataError(
+            f"no token of the {name} rows would be trained on",
+            where=f"train.max_length={found.max_length}",
+            why=f"all {found.rows:,} rows are cut before what is trained on begins; the longest "
+            f"has {found.longest:,} tokens",
+            fix=f"train.max_length={found.longest}",
+        )
+    return DataError(
+        f"no token of the {name} rows would be trained on",
+        where="data",
+        why=f"every token of all {found.rows:,} rows is masked",
+        fix="look at the rows: python -m finetune data RECIPE --show 5",
+    )
+
+
+def endless(tokenizer: Any, row: Any) -> DataError:
+    """The error for rows of which none ends: a model that learned them writes on and on.
+
+    An answer ends as the chat template prints it, or with the tokenizer's end token, as text does.
+    """
+    loss = "train.completion_only_loss" if "prompt" in row else "train.assistant_only_loss"
+    why = "the {% generation %} markers of the chat template leave the end of an answer out"
+    fix = f"put {{% endgeneration %}} behind it in chat_template.jinja, or {loss}=false"
+    if "prompt_ids" in row or "chosen_ids" in row:  # of a trainer that asks for no markers
+        why = "the chat template prints no end behind an answer, and this method adds none"
+        fix = f"print {tokenizer.eos_token} behind an answer in chat_template.jinja"
+    if tokenizer.eos_token is None:
+        own = sorted(map(str, tokenizer.added_tokens_decoder.values()))
+        known = own or sorted(tokenizer.get_vocab())
+        close = [token for token in known if re.search(r"end|eo[st]|/s", token.lower())] or known
+        why = "the tokenizer has no end token, and the chat template prints none behind an answer"
+        fix = f"train.eos_token={shlex.quote(close[0])}, a token of its vocabulary"
+    return DataError(
+        "no row ends with a trained stop token: a model that learns these rows never stops",
+        where="the model's tokenizer and chat template",
+        why=why,
+        fix=fix,
+    )

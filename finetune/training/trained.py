@@ -1,0 +1,138 @@
+"""What a run adds to TRL's trainers: an order that resumes, rates of embeddings, better errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from jinja2 import TemplateError
+from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from finetune.config.methods import Method
+from finetune.config.sft import refused_by
+from finetune.data.both_labels import order_seed
+from finetune.data.pairs import preparing
+from finetune.data.preparing import not_formatted
+from finetune.errors import ConfigError, FinetuneError, first_line
+from finetune.storage.ends import save_ends
+from finetune.storage.pretrained import TEMPLATE_ERRORS
+
+
+@functools.cache
+def trainer_of(method: Method) -> type[Any]:
+    """TRL's trainer of a method, with ledgers, as a run trains by it."""
+    kind = preparing(method)
+    return type(kind.__name__, (Trained, kind), {})
+
+
+class Trained(Trainer):
+    """Mixin of a trainer that prepares its rows (`finetune.data.preparing.Accounted`).
+
+    Attributes:
+        embedding_learning_rate: that of embeddings and output head, where it is another one.
+    """
+
+    embedding_learning_rate: float | None = None
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers'; rows by length in an order that a resumed run makes again."""
+        found = super()._get_train_sampler(*args, **kwargs)
+        by_length = isinstance(found, LengthGroupedSampler)
+        return ByLength(found, order_seed(self.args)) if by_length else found
+
+    def get_train_dataloader(self) -> Any:
+        """TRL's; settings of workers that torch refuses are a `ConfigError`."""
+        fix = "take back the settings train.dataloader_... that it names"
+        with refused_by("torch's DataLoader", fix=fix):
+            return super().get_train_dataloader()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, embeddings in groups of their own; what it refuses is a `ConfigError`."""
+        with refused_by("the optimizer", fix="~train.optim_args, or ~train.optim"):
+            made = super().create_optimizer(*args, **kwargs)
+        if self.embedding_learning_rate is not None:
+            give_rate(made, embeddings_of(self.model), self.embedding_learning_rate)
+        return made
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; what the learning rate's schedule refuses is a `ConfigError`."""
+        fix = "~train.lr_scheduler_kwargs, or ~train.lr_scheduler_type"
+        with refused_by("the learning rate's schedule", fix=fix):
+            return super().create_scheduler(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """TRL's; beside an adapter, too, stands where its answers end."""
+        super()._save(output_dir, state_dict)
+        folder, model = Path(output_dir or str(self.args.output_dir)), self.model
+        if (folder / "adapter_config.json").is_file():
+            save_ends(self.accelerator.unwrap_model(model), folder)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Next batches; what is wrong with a stream's rows shows when they are read."""
+        try:
+            return super().get_batch_samples(*args, **kwargs)
+        except (TemplateError, *TEMPLATE_ERRORS, RuntimeError, OSError, EOFError) as error:
+            if "dispatch_batches" in str(error):
+                raise ConfigError(
+                    "one process was to read batches for all, and theirs differ in length",
+                    where="train.accelerator_config: dispatch_batches",
+                    why=first_line(error),
+                    fix="~train.accelerator_config",
+                ) from error
+            if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
+                raise
+            raise not_formatted("train", error, step=self.state.global_step) from error
+
+
+class ByLength(LengthGroupedSampler):
+    """Rows grouped by length, in an order that seed and epoch make.
+
+    Transformers (5.23) draws it from torch's global generator, which has gone further in a run that
+    goes on in mid-epoch: of another order, some rows are trained on again and others never.
+    """
+
+    def __init__(self, like: LengthGroupedSampler, seed: int) -> None:
+        super().__init__(like.batch_size, lengths=like.lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Accelerate's loaders."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+def embeddings_of(model: Any) -> list[torch.nn.Parameter]:
+    """Parameters of embeddings and output head that train."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [p for end in ends if end is not None for p in end.parameters() if p.requires_grad]
+
+
+def give_rate(optimizer: Any, parameters: list[Any], rate: float) -> None:
+    """Move parameters of an optimizer into groups with a learning rate of their own.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not parameters:
+        raise ConfigError(
+            "a learning rate is given for embeddings, and none of them trains",
+            where="train.embedding_learning_rate",
+            why="adapters leave them as they are",
+            fix="lora.modules_to_save=[embed_tokens, lm_head], or ~train.embedding_learning_rate",
+        )
+    own = {id(p) for p in parameters}
+    for group in list(optimizer.param_groups):
+        inside = [p for p in group["params"] if id(p) in own]
+        if len(inside) == len(group["params"]):
+            group["lr"] = rate if inside else group["lr"]
+        elif inside:
+            group["params"] = [p for p in group["params"] if id(p) not in own]
+            optimizer.add_param_group({**group, "params": inside, "lr": rate})
