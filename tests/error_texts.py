@@ -17,8 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FILE, ARROW = Path(__file__).with_suffix(".txt"), "  ->  "
-RAISES = re.compile(r"Error$|^_?refuse|^warn$|^_warn$")
-"""Names of what is called with such a text first."""
+RAISES = re.compile(r"Error$|^_?refuse|^_?warn$")
+"""Names of what is called with such a text first; so is whatever is called with a `fix=`, too."""
 
 
 def template(node: ast.expr) -> str:
@@ -36,16 +36,28 @@ def texts(package: Path = ROOT / "finetune") -> set[str]:
     """What errors, refusals and warnings say first, one line each."""
     found = set[str]()
     for file in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            found |= {" ".join(template(one).split()) for one in _said(node)}
+        nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
+        parts = {
+            id(one) for node in nodes if isinstance(node, ast.JoinedStr) for one in node.values
+        }
+        for node in nodes:
+            if id(node) not in parts:
+                found |= {" ".join(template(one).split()) for one in _said(node)}
     return {text for text in found if len(text.replace("{}", "")) > 8}
 
 
 def _said(node: ast.AST) -> Iterator[ast.expr]:
-    """The first argument of an error, or what is kept for one: `what = ...`, `what, why = ...`."""
+    """Texts that a node says: the first argument of an error, what is kept for one (`what = ...`),
+    the reason of a verdict (`Verdict(False, ...)`), and a line of warning (`! ...`).
+    """
     if isinstance(node, ast.Call) and node.args:
-        if RAISES.search(getattr(node.func, "id", getattr(node.func, "attr", ""))):
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if RAISES.search(name) or any(each.arg == "fix" for each in node.keywords):
             yield node.args[0]
+        elif name == "Verdict" and getattr(node.args[0], "value", None) is False:
+            yield from node.args[1:]
+    elif isinstance(node, ast.Constant | ast.JoinedStr) and template(node).startswith("! "):
+        yield node
     elif isinstance(node, ast.Assign):
         names, value = node.targets[0], node.value
         both = isinstance(names, ast.Tuple) and isinstance(value, ast.Tuple)
