@@ -38,6 +38,7 @@ from finetune.config.optimizers import (
 from finetune.config.paths import find_recipe
 from finetune.config.schema import DataConfig, EvalConfig, LoraSection, ModelConfig
 from finetune.config.sections import CheckpointsConfig, ResumeConfig
+from finetune.estimator.measured import measured
 from finetune.hardware.device import Device, version
 from finetune.hardware.requirements import backend_verdict, engine_verdict, least_capability
 from finetune.precision.settings import Fp8Format, PrecisionConfig, Scaling
@@ -263,7 +264,7 @@ def pairs() -> dict[str, dict[str, dict[str, Any]]]:
 def recipes() -> str:
     """Shipped recipes by model, a pair in a row: method, scaling, tokens, memory, speed."""
     _, speeds, ratios = listing._speeds()
-    seen = listing.measured("H100")
+    seen = measured("H100")
     groups: dict[str, list[tuple[str, ...]]] = {}
     for name, pair in pairs().items():
         one = next(iter(pair.values()))

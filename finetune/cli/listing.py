@@ -19,6 +19,7 @@ from finetune.cli import AsJson
 from finetune.config.measures import LOSSES
 from finetune.config.paths import ASSETS, find_recipe, list_recipes, shipped_shape, shipped_shapes
 from finetune.errors import ConfigError
+from finetune.estimator.measured import measured
 from finetune.logging import output, print_rows
 from finetune.runs.lookup import find_comparisons, find_runs
 from finetune.units import percent, size_of_gib
@@ -26,8 +27,6 @@ from finetune.units import percent, size_of_gib
 ROWS = ASSETS / "recipes.json"
 """Rows of `ls`, each with the checksum of its recipe and predicted speeds on several GPUs; made by
 `tests.asset_makers.make_recipes`."""
-MEASURED = ASSETS / "measured.json"
-"""GPU -> recipe -> tokens/s, peak GiB and speed of FP8 over BF16, measured; the commit of each."""
 FAMILIES = ASSETS / "families.json"
 """Families of models, each with what was measured of it; written by `tests.benchmarks.families`."""
 
@@ -63,11 +62,6 @@ def row_of(name: str) -> dict[str, Any]:
         "length": str(config.train.max_length) if "max_length" in config.train else "",
         "data": config.data.label.rpartition("/")[2],
     }
-
-
-def measured(gpu: str) -> dict[str, dict[str, Any]]:
-    """Recipe -> what was measured of it on a GPU."""
-    return json.loads(MEASURED.read_text()).get(gpu, {})
 
 
 def ls(

@@ -22,15 +22,16 @@ from finetune.estimator.advice import Advised, advise
 from finetune.estimator.caveats import caveats
 from finetune.estimator.knobs import with_length
 from finetune.estimator.ladder import Rung, ladder_of, ladder_table
+from finetune.estimator.measured import measured_pair
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
 from finetune.estimator.speed.timing import Pace
 from finetune.estimator.variants import (
+    Pair,
     Variant,
     alternatives_of,
-    fitting_twin_of,
+    pair_of,
     table_of,
-    twin_of,
 )
 from finetune.hardware.gpus import Gpu, Place, place_of
 from finetune.logging import plain_table
@@ -58,8 +59,8 @@ class Estimate(JupyterMixin):
     Attributes:
         name: Recipe or model name.
         prediction: Memory and time at a place.
-        twin: The same run in BF16 or FP8, whichever it does not use.
-        fitting: The twin with gradient checkpointing, if without it only the FP8 run fits.
+        pair: The run in FP8 and in BF16, with like settings; None for other precisions.
+        measured: What was measured of that pair on this GPU, if it was.
         others: Alternatives, if requested.
         advised: Changes that make it fit or faster, if it does not fit or if requested.
         notes: Limits of the estimate and the direction of their error.
@@ -70,8 +71,8 @@ class Estimate(JupyterMixin):
 
     name: str
     prediction: Prediction
-    twin: Variant | None = None
-    fitting: Variant | None = None
+    pair: Pair | None = None
+    measured: dict[str, Any] | None = None
     others: tuple[Variant, ...] = ()
     advised: Advised | None = None
     notes: tuple[str, ...] = ()
@@ -82,7 +83,10 @@ class Estimate(JupyterMixin):
     @cached_property
     def ladder(self) -> tuple[Rung, ...]:
         """What each setting of the run brings in speed, from stock settings on; takes seconds."""
-        return ladder_of(self.prediction, self.twin, self.fitting) if self.compares else ()
+        if not self.compares:
+            return ()
+        twin, fitting = (self.pair.twin, self.pair.fitting) if self.pair else (None, None)
+        return ladder_of(self.prediction, twin, fitting)
 
     @property
     def place(self) -> Place:
@@ -127,8 +131,8 @@ class Estimate(JupyterMixin):
                 "price_per_hour": self.price,
                 "cost": self.cost,
             },
-            "twin": None if self.twin is None else self.twin.facts(),
-            "fitting_twin": None if self.fitting is None else self.fitting.facts(),
+            "pair": None if self.pair is None else self.pair.facts(),
+            "measured": self.measured,
             "alternatives": [other.facts() for other in self.others],
             "ladder": [rung._asdict() for rung in self.ladder],
             "advice": None if self.advised is None else self.advised.facts(),
@@ -163,7 +167,7 @@ class Estimate(JupyterMixin):
         if prediction.pace is not None:
             yield Text()
             yield from self._time(prediction.pace)
-        twin = [each for each in (self.twin, self.fitting) if each]
+        twin = list(self.pair.rows) if self.pair else []
         beside = twin + [x for x in self.others if x.change not in {t.change for t in twin}]
         if beside:
             yield Text()
@@ -243,19 +247,18 @@ class Estimate(JupyterMixin):
             yield Text(f"a million tokens cost {million:.3f}")
 
     def _verdict(self) -> Iterator[Text]:
-        if self.twin is None or self.twin.gain is None:
+        pair = self.pair
+        if pair is None:
             return
-        gain = self.twin.gain.value
-        pays = f"FP8 runs at {gain:.2f}x the speed of BF16 here"
-        lost = f"FP8 does not pay here: {gain:.2f}x the speed of BF16"
-        if self.fitting is not None and self.fitting.gain is not None:
-            pays = (
-                f"FP8 runs at {self.fitting.gain.value:.2f}x the speed of BF16 here, which "
-                f"does not fit without gradient checkpointing ({gain:.2f}x if it did)"
-            )
-        yield Text(pays if gain > 1.02 else lost, "bold")
-        for reason in self.twin.reasons:
-            yield Text(f"  {reason}")
+        if pair.gain is not None:
+            value, how = pair.gain.value, "predicted"
+            if self.measured is not None:
+                how = f"measured on commit {self.measured['commit']} ({value:.2f}x predicted)"
+                value = self.measured["over_bf16"]
+            says = "FP8 runs at" if value > 1.02 else "FP8 does not pay here:"
+            yield Text(f"{says} {value:.2f}x the speed of BF16, {how}; {pair.alike}", "bold")
+        for line in (*pair.unlike, *pair.reasons):
+            yield Text(f"  {line}")
 
 
 def _rough(number: float) -> str:
@@ -357,12 +360,12 @@ def estimate(
     steps, tokens = int(config.train.max_steps), tokens or config.data.max_tokens
     if tokens is None and steps > 0 and prediction.pace is not None:
         tokens = steps * prediction.pace.tokens * place.count
-    other = twin_of(prediction) if twin else None
+    recipe = run if isinstance(run, Recipe) and length is None else None
     return Estimate(
         name,
         prediction,
-        other,
-        fitting_twin_of(prediction, other),
+        pair_of(prediction) if twin else None,
+        measured_pair(recipe, prediction) if recipe else None,
         tuple(alternatives_of(prediction)) if alternatives else (),
         advise(prediction) if advice or (advice is None and prediction.fit != "fits") else None,
         caveats(prediction),

@@ -39,7 +39,7 @@ from finetune.estimator.speed.timing import Interval, Pace, spread
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.logging import plain_table
-from finetune.units import MEMORY, size
+from finetune.units import MEMORY, duration, size
 
 # Fractions of a step below which a part is not named as a reason.
 _CASTS, _ADAPTERS, _SENT, _REST = 0.01, 0.03, 0.03, 0.05
@@ -109,37 +109,9 @@ class Variant:
         return spread(self.times, table.scatter_ratio if self._same else table.scatter_time)
 
     @property
-    def gain(self) -> Interval | None:
-        """Speed of FP8 relative to BF16, whichever of the two the run is, and its range."""
-        if self.speed is None or self.asked.config.precision.compute != "fp8":
-            return self.speed
-        value, low, high = self.speed
-        return Interval(1 / value, 1 / high, 1 / low)
-
-    @property
     def _same(self) -> bool:
         """True if it differs from the run in precision alone."""
         return all(item.startswith("precision.") for item in self.change)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Reasons for the difference in speed between FP8 and BF16, or why it is impossible."""
-        if self.prediction is None:
-            return (self.why,)
-        pair = {x.config.precision.compute == "fp8": x for x in (self.asked, self.prediction)}
-        if not self._same or len(pair) == 1:
-            return ()
-        fp8, plain = pair[True], pair[False]
-        if fp8.pace is None or plain.pace is None:
-            return ()
-        found = explain(fp8.pace, plain.pace)
-        if fp8.compiled == plain.compiled:
-            return found
-        return (
-            *found,
-            "layers are compiled in FP8 only, whose casts need it; precision.compile=on would "
-            "give BF16 its fused pointwise kernels too",
-        )
 
     def facts(self) -> dict[str, Any]:
         asked = self.asked.footprint.allocated
@@ -152,7 +124,7 @@ class Variant:
             "step_seconds": self.pace.seconds if self.pace else None,
             "speed": list(self.speed) if self.speed else None,
             "memory": None if self.allocated is None else self.allocated / asked,
-            "why": list(self.reasons),
+            "why": self.why,
         }
 
 
@@ -209,17 +181,95 @@ def table_of(variants: Sequence[Variant]) -> Table:
 # -------------------------------------------------------------------------------- other precisions
 
 
-def twin_of(asked: Prediction) -> Variant | None:
-    """An FP8 run in BF16 and a BF16 run in FP8; None for other compute types.
+@dataclass(frozen=True)
+class Pair:
+    """A run in FP8 and in BF16, alike in all other settings: batch, checkpointing, compiled layers.
 
-    If FP8 compiles its layers, so does the BF16 twin: the gain from compiling is not FP8's.
+    Attributes:
+        asked: the run itself, in one of the two.
+        twin: the run in the other precision.
+        compiled: the BF16 run with compiled layers, if it has none and its FP8 twin has.
+        fitting: the BF16 twin with gradient checkpointing, if it fits with that alone.
+    """
+
+    asked: Prediction
+    twin: Variant
+    compiled: Variant | None = None
+    fitting: Variant | None = None
+
+    @property
+    def rows(self) -> tuple[Variant, ...]:
+        return tuple(one for one in (self.compiled, self.twin, self.fitting) if one)
+
+    @property
+    def paces(self) -> tuple[Pace, Pace] | None:
+        """Speeds of FP8 and of BF16; None if one cannot run or is not known."""
+        found = [self.asked.pace, self.twin.pace]
+        if self.asked.config.precision.compute == "bf16":
+            found = [self.twin.pace, self.compiled.pace if self.compiled else self.asked.pace]
+        fp8, bf16 = found
+        return None if fp8 is None or bf16 is None else (fp8, bf16)
+
+    @property
+    def gain(self) -> Interval | None:
+        """Speed of FP8 relative to BF16, and its range; None if unknown."""
+        if self.paces is None:
+            return None
+        fp8, bf16 = self.paces
+        return spread(fp8.tokens_per_s / bf16.tokens_per_s, shared().scatter_ratio)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why FP8 is faster or slower than BF16, or why one of them cannot run."""
+        if self.twin.prediction is None:
+            return (self.twin.why,)
+        return explain(*self.paces) if self.paces else ()
+
+    @property
+    def alike(self) -> str:
+        """What FP8 and BF16 both have."""
+        compiled = (self.compiled.prediction if self.compiled else None) or self.asked
+        saving = setting(self.asked.config, CHECKPOINTING)
+        return (
+            f"both {'' if compiled.compiled else 'un'}compiled, "
+            f"{'with' if saving else 'without'} gradient checkpointing"
+        )
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """What BF16 does with other settings, which no ratio is made of."""
+        said = []
+        if self.fitting is not None and self.fitting.pace is not None:
+            seconds = duration(self.fitting.pace.seconds)
+            said.append(f"BF16 does not fit so: with checkpointing a step takes {seconds}")
+        if self.compiled is not None and self.asked.pace is not None:
+            said.append(f"BF16 as asked, uncompiled: {duration(self.asked.pace.seconds)} a step")
+        return tuple(said)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "rows": [one.facts() for one in self.rows],
+            "fp8_over_bf16": list(self.gain) if self.gain else None,
+            "why": [*self.unlike, *self.reasons],
+        }
+
+
+def pair_of(asked: Prediction) -> Pair | None:
+    """A run beside its twin in the other precision; None for compute types other than FP8 and BF16.
+
+    If FP8 compiles its layers, so does BF16: what compiling gains is not FP8's.
     """
     config = asked.config
     match config.precision.compute:
         case "fp8":
-            return _in_bf16(asked)
+            twin = _in_bf16(asked)
+            return Pair(asked, twin, fitting=_fitting(asked, twin))
         case "bf16" if config.model.storage is None:
-            return variant_of(asked, *(IN_FP8 if config.lora else (FP8,)), label="FP8")
+            twin = variant_of(asked, *(IN_FP8 if config.lora else (FP8,)), label="FP8")
+            if twin.prediction is None or twin.prediction.compiled == asked.compiled:
+                return Pair(asked, twin)
+            twin = replace(twin, label="FP8, compiled")
+            return Pair(asked, twin, variant_of(asked, COMPILED, label="BF16, compiled"))
         case _:
             return None
 
@@ -232,14 +282,13 @@ def _in_bf16(asked: Prediction, *more: str) -> Variant:
     return variant_of(asked, *overrides, *more, label=label + ", checkpointed" * bool(more))
 
 
-def fitting_twin_of(asked: Prediction, twin: Variant | None) -> Variant | None:
+def _fitting(asked: Prediction, twin: Variant) -> Variant | None:
     """The BF16 twin with gradient checkpointing, if without it an FP8 run fits and BF16 does not.
 
     FP8 saves about a third less for backward, so there is a range of GPUs and batches in which
     only BF16 has to compute forward twice.
     """
-    low = asked.config.precision.compute == "fp8" and asked.fit != "does not fit"
-    if not low or twin is None or twin.prediction is None or twin.fit != "does not fit":
+    if asked.fit == "does not fit" or twin.prediction is None or twin.fit != "does not fit":
         return None
     if asked.config.train.gradient_checkpointing:
         return None

@@ -4,14 +4,13 @@
     python -m tests.benchmarks.when_fp8_pays --tokens   # by tokens of a micro-batch (findings)
     python -m tests.benchmarks.when_fp8_pays --speeds   # tokens/s and memory of each side
 
-No GPU, no weights and no network: a cell is what `python -m finetune estimate` says, or what
-`finetune/assets/measured.json` has of a GPU, which the cell then says. Memory is the peak that
+No GPU, no weights and no network: a figure is what `python -m finetune estimate` says, or what
+`finetune/assets/measured.json` has of a GPU, which then says so. Memory is the peak that
 PyTorch allocates; where it does not fit, the least that is needed. Speed is that of the FP8 recipe
 over its BF16 twin, whose decoder layers are compiled as well (`precision.compile=on`): with torchao
 FP8 layers are compiled by default, BF16 ones are not, and that gain is not FP8's. Recipes that
 leave gradient checkpointing open have it where FP8's own memory needs it, and the twin has it where
-FP8 has it: equal pairs. `--tokens` shows the ratio over BF16 as it ships, too, which is not
-compiled and has checkpointing where it needs it.
+FP8 has it: equal pairs, and no others.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ GIB = 2**30
 
 def cell(recipe: str, gpu: str, gpus: int = 1) -> str:
     """GiB of the recipe in FP8 where the GPU and the recipe have it, else in BF16; the speed-up."""
-    from finetune.cli.listing import measured
     from finetune.errors import PrecisionError, RecipeNotFoundError
+    from finetune.estimator.measured import measured
 
     seen = measured(gpu)
     if one := seen.get(f"{recipe}_fp8") or seen.get(f"{recipe}_bf16"):
@@ -107,7 +106,7 @@ def choosing(gpus: tuple[str, ...]) -> str:
 
 
 def by_tokens(gpu: str) -> str:
-    """Markdown: FP8 over BF16 by tokens of a micro-batch; over compiled BF16, and over plain."""
+    """Markdown: FP8 over compiled BF16 by tokens of a micro-batch."""
     names = [f"{tokens:,} tokens" for tokens in TOKENS]
     lines = [f"| recipe, {gpu} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for recipe in SWEPT:
@@ -119,9 +118,10 @@ def by_tokens(gpu: str) -> str:
                 f"train.per_device_train_batch_size={tokens // length}",
             )
             fp8 = ask(f"{recipe}_fp8", gpu, 1, asked)
-            plain = faster(fp8, ask(f"{recipe}_bf16", gpu, 1, asked))
-            fair = faster(fp8, like(fp8, recipe, gpu, 1, asked))
-            cells.append(f"{fair:.2f} ({plain:.2f})")
+            if fp8.measured:
+                cells.append(f"{fp8.measured['over_bf16']:.2f}, measured")
+                continue
+            cells.append(f"{faster(fp8, like(fp8, recipe, gpu, 1, asked)):.2f}")
         lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
@@ -142,7 +142,12 @@ def speeds(gpus: tuple[str, ...]) -> str:
     lines = [f"| {titles} |", "|---" * 8 + "|"]
     for recipe, count, more in SIDES:
         for gpu in gpus:
+            name = f"`{recipe}`" + "".join(f" `{override}`" for override in more)
+            name += f", {f'{count} x ' * (count > 1)}{gpu}"
             fp8 = ask(f"{recipe}_fp8", gpu, count, more)
+            if fp8.measured:
+                lines.append(f"| {name}, **measured** | {measured_sides(recipe, gpu)} |")
+                continue
             other = like(fp8, recipe, gpu, count, more)
             ratio = f"{faster(fp8, other):.2f}"
             cells = [f"{x.tokens_per_s:,.0f}" for x in (fp8, other)]
@@ -151,10 +156,19 @@ def speeds(gpus: tuple[str, ...]) -> str:
             fits = ["" if x.fit == "fits" else f", {x.fit}" for x in (fp8, other)]
             cells += [f"{size:.1f}{fit}" for size, fit in zip(held, fits, strict=True)]
             cells.append(f"{held[0] / held[1]:.2f}")
-            name = f"`{recipe}`" + "".join(f" `{override}`" for override in more)
-            lines.append(f"| {name}, {f'{count} x ' * (count > 1)}{gpu} | {' | '.join(cells)} |")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
             print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
+
+
+def measured_sides(recipe: str, gpu: str) -> str:
+    """Cells of a measured pair, which had no checkpointing."""
+    from finetune.estimator.measured import measured
+
+    fp8, other = (measured(gpu)[f"{recipe}_{compute}"] for compute in ("fp8", "bf16"))
+    cells = [f"{x['tokens_per_s']:,}" for x in (fp8, other)] + [f"{fp8['over_bf16']:.2f}", "off"]
+    cells += [f"{x['gib']:.1f}" for x in (fp8, other)] + [f"{fp8['gib'] / other['gib']:.2f}"]
+    return " | ".join(cells)
 
 
 def main() -> None:

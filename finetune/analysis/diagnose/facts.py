@@ -37,7 +37,7 @@ from finetune.estimator.predict import predict_fast
 from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
-from finetune.estimator.variants import twin_of
+from finetune.estimator.variants import pair_of
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import Gpu, find_gpu, place_here
 from finetune.hardware.requirements import emulates
@@ -102,7 +102,7 @@ def predict(
         if not config.train.packing:
             config = with_overrides(config, [f"train.max_length={length}"])
         measured = predict_fast(config, place)
-        beside = twin_of(measured)
+        beside = pair_of(measured)
     except FinetuneError as error:
         return None, f"nothing is predicted: {error.why or error.what}"
     pace = measured.pace
