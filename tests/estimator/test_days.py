@@ -23,11 +23,11 @@ def test_days_are_those_of_the_answer_and_energy_is_power_times_time():
     found = {(one["gpus"], one["compute"]): one for one in spent}
     assert len(found) == 3 * len(CHANGES)
     assert answer.run_seconds
-    assert answer.twin
-    assert answer.twin.pace
+    assert answer.pair
+    assert answer.pair.twin.pace
     assert found[1, "fp8"]["days"] == pytest.approx(answer.run_seconds / 86400)
     assert found[1, "fp8"]["cost"] == pytest.approx(answer.cost)
-    twin = TOKENS / answer.twin.pace.tokens_per_s / 86400
+    twin = TOKENS / answer.pair.twin.pace.tokens_per_s / 86400
     assert found[1, "bf16"]["days"] == pytest.approx(twin)
     for (gpus, compute), one in found.items():
         hours = one["days"] * 24 * gpus

@@ -37,6 +37,7 @@ from finetune.estimator.predict import (
     Prediction,
     are_alike,
     in_eager_kernels,
+    predict,
     predict_fast,
     predict_whole,
 )
@@ -45,7 +46,7 @@ from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace import fake_cuda, rehearsal
 from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import rehearse
-from finetune.estimator.variants import twin_of
+from finetune.estimator.variants import pair_of
 from finetune.hardware import requirements
 from finetune.hardware.device import Device, Verdict
 from finetune.hardware.gpus import place_here, place_of
@@ -164,17 +165,16 @@ def test_the_first_layers_say_what_all_of_them_take(config):
 
 @pytest.mark.long
 def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
-    assert result.twin.label == "BF16, compiled"
+    twin = result.pair.twin
+    assert twin.label == "BF16, compiled"
     assert result.prediction.compiled
-    assert result.twin.prediction.compiled, "what compiling gains is not FP8's merit"
-    back = estimate(
-        changed(result.twin.prediction.config, train={}), gpu="H100"
-    )  # what was FP8 is the twin's twin
-    assert back.twin.label == "FP8"
-    assert back.prediction.footprint.allocated == result.twin.prediction.footprint.allocated
+    assert twin.prediction.compiled, "what compiling gains is not FP8's merit"
+    back = estimate(changed(twin.prediction.config, train={}), gpu="H100")
+    assert back.pair.twin.label == "FP8"  # what was FP8 is the twin's twin
+    assert back.prediction.footprint.allocated == twin.prediction.footprint.allocated
     # A frozen base in one byte a number against two.
     assert result.prediction.footprint.kinds["weights"] < back.prediction.footprint.kinds["weights"]
-    assert result.twin.reasons
+    assert result.pair.reasons
 
 
 @pytest.mark.long
@@ -211,9 +211,9 @@ def test_settings_of_an_alternative_typed_behind_the_recipe_are_what_was_measure
         return replace(unmeasured, config=config, place=place)
 
     monkeypatch.setattr(variants, "predict_fast", prediction)
-    twin = variants.twin_of(unmeasured)
-    assert twin is not None
-    for other in (twin, *variants.alternatives_of(unmeasured)):
+    pair = variants.pair_of(unmeasured)
+    assert pair is not None
+    for other in (*pair.rows, *variants.alternatives_of(unmeasured)):
         assert other.prediction is not None, other
         typed = load_recipe(recipe, [*own, *other.change]).config
         assert other.prediction.config == typed, other.label
@@ -454,20 +454,27 @@ def test_the_first_step_is_counted_uncompiled(config):
 
 
 @pytest.mark.long
-def test_a_twin_that_does_not_fit_is_compared_with_its_checkpoints():
+def test_no_ratio_is_of_unlike_settings():
     """48 GB hold rank 32 without checkpointing in FP8 alone: BF16 computes its forward twice."""
     found = estimate(load_recipe("llama_8b_lora32_fp8"), gpu="L40S")
-    assert (found.fit, found.twin.fit, found.fitting.fit) == ("fits", "does not fit", "fits")
-    assert found.fitting.prediction.config.train["gradient_checkpointing"] is True
-    assert found.fitting.speed.value < found.twin.speed.value
+    twin, fitting = found.pair.twin, found.pair.fitting
+    assert (found.fit, twin.fit, fitting.fit) == ("fits", "does not fit", "fits")
+    assert fitting.prediction.config.train["gradient_checkpointing"] is True
+    assert fitting.speed.value < twin.speed.value
     said = text_of(found)
-    assert "which does not fit without gradient checkpointing" in said
-    assert f"{1 / found.fitting.speed.value:.2f}x the speed of BF16" in said
+    assert f"FP8 runs at {1 / twin.speed.value:.2f}x the speed of BF16, predicted; both" in said
+    assert f"with checkpointing a step takes {duration(fitting.pace.seconds)}" in said
+    assert f"{1 / fitting.speed.value:.2f}x" not in said
+    plain = pair_of(predict(load_recipe("llama_8b_lora32_bf16").config, place_of("L40S")))
+    fp8, bf16 = plain.paces
+    assert plain.twin.prediction.compiled
+    assert plain.compiled.prediction.compiled, "the run itself is not"
+    assert plain.gain.value == fp8.tokens_per_s / bf16.tokens_per_s < plain.twin.times
     assert [rung.setting.partition("=")[0] for rung in found.ladder][-2:] == [
         "precision.compute", "train.gradient_checkpointing",
     ]  # fmt: skip
-    assert found.ladder[-3].tokens_per_s == found.fitting.prediction.tokens_per_s
-    assert estimate(load_recipe("llama_8b_lora32_fp8"), gpu="H200").fitting is None
+    assert found.ladder[-3].tokens_per_s == fitting.prediction.tokens_per_s
+    assert estimate(load_recipe("llama_8b_lora32_fp8"), gpu="H200").pair.fitting is None
 
 
 @pytest.mark.slow
@@ -611,9 +618,9 @@ def test_layers_that_are_left_out_of_compiling_are_predicted_so():
     prediction = predict_fast(recipe.config, H100)
     assert not prediction.compiled
     assert "precision.compile=on is predicted to change nothing" in " ".join(caveats(prediction))
-    twin = twin_of(prediction)
-    assert twin is not None
-    assert twin.change == ("precision.compute=bf16",)
+    pair = pair_of(prediction)
+    assert pair is not None
+    assert pair.twin.change == ("precision.compute=bf16",)
 
 
 @pytest.mark.slow
@@ -653,8 +660,24 @@ def test_a_step_of_8b_is_predicted_as_an_h100_took_it(recipe, fp8, bf16, within,
     rows = ("train.per_device_train_batch_size=4", "train.max_length=2048")
     config = load_recipe(recipe, (*rows, "train.gradient_accumulation_steps=1"))
     found = estimate(config, gpu="H100", advice=False).facts()
-    seconds, twin = found["time"]["step_seconds"], found["twin"]
+    seconds, twin = found["time"]["step_seconds"], found["pair"]["rows"][0]
     assert seconds + third == pytest.approx(fp8[0], rel=within)
     assert twin["step_seconds"] + third == pytest.approx(bf16[0], rel=0.04)
     assert found["memory"]["allocated"] / GIB == pytest.approx(fp8[1], rel=0.005)
     assert twin["allocated"] / GIB == pytest.approx(bf16[1], rel=0.005)
+
+
+@pytest.mark.long
+def test_what_was_measured_of_a_recipe_stands_before_what_is_predicted():
+    """Until a setting differs that its step depends on; both recipes of a pair say the same."""
+    same = ["train.max_steps=8", "train.gradient_accumulation_steps=1"]
+    found = estimate(load_recipe("llama_8b_lora_fp8", same), gpu="H100", advice=False)
+    measured = found.measured["over_bf16"]
+    assert f"FP8 runs at {measured:.2f}x the speed of BF16, measured on commit" in text_of(found)
+    assert f"({found.pair.gain.value:.2f}x predicted); both compiled, without" in text_of(found)
+    for other in ("lora.r=16", "train.max_length=1024", "train.gradient_checkpointing=true"):
+        recipe = load_recipe("llama_8b_lora_fp8", [other])
+        assert estimate(recipe, gpu="H100", twin=False, advice=False).measured is None
+    twin = load_recipe("llama_8b_lora_bf16", ["precision.compile=on"])
+    assert estimate(twin, gpu="H100", twin=False).measured["over_bf16"] == measured
+    assert estimate(twin, gpu="H200", twin=False).measured is None

@@ -9,7 +9,7 @@ import pytest
 from finetune import load_recipe
 from finetune.estimator.ladder import ladder_of
 from finetune.estimator.predict import predict
-from finetune.estimator.variants import twin_of
+from finetune.estimator.variants import pair_of
 from finetune.hardware.gpus import place_of
 
 
@@ -21,7 +21,7 @@ def test_gains_multiply_to_the_run() -> None:
         "precision.map.output=fp8",
     )  # fmt: skip
     run = predict(load_recipe("tiny_lora_fp8", changes).config, place_of("H100"))
-    twin = twin_of(run)
+    twin = pair_of(run).twin
     rungs = ladder_of(run, twin)
     assert [rung.setting.partition("=")[0] for rung in rungs] == [
         "", "model.attention", "precision.compile",
@@ -41,7 +41,7 @@ def test_gains_multiply_to_the_run() -> None:
 def test_rungs_of_layers_that_share_their_weights() -> None:
     """A BDH calls one block again and again: its second layer is no other module."""
     run = predict(load_recipe("bdh_tiny_full_fp8").config, place_of("H100"))
-    twin = twin_of(run)
+    twin = pair_of(run).twin
     assert twin is not None
     assert twin.pace is not None
     rungs = ladder_of(run, None)
