@@ -10,7 +10,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import ASSETS
-from finetune.config.train_section import CHECKPOINTING
 
 if TYPE_CHECKING:
     from finetune.config.recipe import Recipe
@@ -36,7 +35,7 @@ def measured_pair(recipe: Recipe, predicted: Prediction) -> dict[str, Any] | Non
     """
     from finetune.config.recipe import read_recipe
 
-    place, saving = predicted.place, predicted.config.train.get(CHECKPOINTING, True)
+    place, saving = predicted.place, predicted.config.train.gradient_checkpointing
     if place.gpu is None or place.count > 1 or saving:
         return None
     pair = recipe.name.removesuffix("_bf16").removesuffix("_fp8")

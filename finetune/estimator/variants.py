@@ -229,7 +229,7 @@ class Pair:
     def alike(self) -> str:
         """What FP8 and BF16 both have."""
         compiled = (self.compiled.prediction if self.compiled else None) or self.asked
-        saving = setting(self.asked.config, CHECKPOINTING)
+        saving = self.asked.config.train.gradient_checkpointing
         return (
             f"both {'' if compiled.compiled else 'un'}compiled, "
             f"{'with' if saving else 'without'} gradient checkpointing"
