@@ -161,7 +161,7 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
         run: recipe and settings.
         place: options that say which GPU; none: this machine.
     """
-    from finetune.estimator.knobs import as_typed
+    from finetune.estimator.changes import as_typed
 
     if found.fit != "does not fit":
         count = found.place.count

@@ -1,6 +1,6 @@
 """Advice on a run: what to change when it does not fit, and what makes it faster when it does.
 
-Every applicable change (`finetune.estimator.knobs`) is predicted by a rehearsal, so "frees 11 GiB"
+Every change (`finetune.estimator.changes`) is predicted by a rehearsal, so "frees 11 GiB"
 and "12 % slower" (time per token and device) hold for this run on this hardware, and savings that
 two changes share are counted once. Memory is extrapolated from the model's first layers
 (`predict_fast`).
@@ -27,7 +27,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.padding import Padding
 from rich.text import Text
 
-from finetune.estimator.knobs import GAIN, RANKS, Change, as_typed, changes, speedups
+from finetune.estimator.changes import GAIN, RANKS, Change, as_typed, changes, speedups
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction
 from finetune.estimator.variants import Variant, changed, with_changes

@@ -19,7 +19,7 @@ from rich.text import Text
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import BF16, COMPILED, FP8, IN_FP8
+from finetune.estimator.changes import BF16, COMPILED, FP8, IN_FP8
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, predict, tried
 from finetune.estimator.speed.timing import spread

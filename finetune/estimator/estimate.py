@@ -19,9 +19,9 @@ from finetune.config.schema import RunConfig
 from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError
 from finetune.estimator.advice import Advised, advise
-from finetune.estimator.caveats import caveats
-from finetune.estimator.knobs import with_length
+from finetune.estimator.changes import with_length
 from finetune.estimator.ladder import Rung, ladder_of, ladder_table
+from finetune.estimator.limits import limits
 from finetune.estimator.measured import measured_pair
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
@@ -368,7 +368,7 @@ def estimate(
         measured_pair(recipe, prediction) if recipe else None,
         tuple(alternatives_of(prediction)) if alternatives else (),
         advise(prediction) if advice or (advice is None and prediction.fit != "fits") else None,
-        caveats(prediction),
+        limits(prediction),
         tokens,
         price,
         twin,

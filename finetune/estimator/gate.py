@@ -24,7 +24,7 @@ from finetune.config.sft import padding_free
 from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.knobs import as_typed, changes, length_of, rows_of, with_length
+from finetune.estimator.changes import as_typed, changes, length_of, rows_of, with_length
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import EXPANDABLE, Device, available_gib, expand_segments, processes
 from finetune.hardware.gpus import place_here

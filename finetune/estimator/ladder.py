@@ -18,7 +18,7 @@ from rich.table import Table
 
 from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
-from finetune.estimator.knobs import BF16, CHECKPOINTED, COMPILED, FP8
+from finetune.estimator.changes import BF16, CHECKPOINTED, COMPILED, FP8
 from finetune.estimator.predict import Prediction
 from finetune.estimator.trace.fake_cuda import KERNELS
 from finetune.estimator.variants import Variant, variant_of

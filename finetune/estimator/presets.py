@@ -21,7 +21,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
 from finetune.errors import ConfigError, did_you_mean
-from finetune.estimator.knobs import COMPILED, Change, changes, free_of_charge, longest
+from finetune.estimator.changes import COMPILED, Change, changes, free_of_charge, longest
 from finetune.hardware.device import Device
 from finetune.precision.settings import PrecisionConfig
 

@@ -32,8 +32,15 @@ from rich.text import Text
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
-from finetune.estimator.caveats import ONE_MACHINE
-from finetune.estimator.knobs import SHARDED, as_typed, length_of, longest, rows_in_groups, rows_of
+from finetune.estimator.changes import (
+    SHARDED,
+    as_typed,
+    length_of,
+    longest,
+    rows_in_groups,
+    rows_of,
+)
+from finetune.estimator.limits import ONE_MACHINE
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast, tried
 from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of

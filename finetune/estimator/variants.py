@@ -17,7 +17,7 @@ from rich.table import Table
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
-from finetune.estimator.knobs import (
+from finetune.estimator.changes import (
     BF16,
     CHECKPOINTED,
     COMPILED,
@@ -59,7 +59,7 @@ class Variant:
         change: command-line parts that produce it: `--gpus N`, overrides.
         prediction: memory and time; None if it cannot run.
         why: effect and drawbacks of the change, or why it cannot run.
-        rank: effect on the training (`finetune.estimator.knobs`).
+        rank: effect on the training (`finetune.estimator.changes`).
     """
 
     asked: Prediction

@@ -34,7 +34,7 @@ from finetune import load_recipe
 from finetune.api import train
 from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe
-from finetune.estimator.knobs import longest
+from finetune.estimator.changes import longest
 from finetune.estimator.memory.footprint import Footprint, tensor_footprint
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import this_device

@@ -9,7 +9,7 @@ import pytest
 from finetune import load_recipe
 from finetune.config.paths import list_recipes
 from finetune.config.yaml import parse_yaml, with_values
-from finetune.estimator.knobs import rows_of
+from finetune.estimator.changes import rows_of
 from finetune.estimator.presets import PRESETS
 from finetune.training.preflight import check_sharding
 

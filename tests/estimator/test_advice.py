@@ -16,7 +16,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator import predict as predicting
 from finetune.estimator.advice import Advised, advise, speed_of
-from finetune.estimator.knobs import RANKS, SHARDED, as_typed, changes, rows_of
+from finetune.estimator.changes import RANKS, SHARDED, as_typed, changes, rows_of
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.estimator.variants import Variant
 from finetune.hardware.gpus import Place, place_of

@@ -25,9 +25,9 @@ from finetune.errors import (
 )
 from finetune.estimator import predict as predicting
 from finetune.estimator import variants
-from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.ladder import ladder_of
+from finetune.estimator.limits import limits
 from finetune.estimator.memory.footprint import (
     Footprint,
     footprint,
@@ -562,7 +562,7 @@ def test_transformer_engine_may_be_broken_here_and_run_there(monkeypatch):
 @pytest.mark.parametrize("gpu", ["T4", "A100-80GB"])
 def test_bf16_where_the_gpu_has_none_is_said(config, gpu):
     plain = with_overrides(config, ["precision.compute=bf16"])
-    said = " ".join(caveats(predict_fast(plain, place_of(gpu))))
+    said = " ".join(limits(predict_fast(plain, place_of(gpu))))
     assert ("has no BF16 (compute capability 7.5" in said) == (gpu == "T4")
 
 
@@ -570,7 +570,7 @@ def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, mo
     slice_of_one = Device("cuda", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0), 39.5)
     plain = with_overrides(config, ["precision.compute=bf16"])
     prediction = predict_fast(plain, place_here(slice_of_one))
-    said = " ".join(caveats(prediction))
+    said = " ".join(limits(prediction))
     assert "not in the table of GPUs" in said
     assert "taken to have FP8" not in said
 
@@ -579,7 +579,7 @@ def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, mo
 def test_a_cpu_has_no_predicted_time(config):
     found = predict_fast(with_overrides(config, ["precision.compute=bf16"]), place_of())
     assert ladder_of(found, None) == ()
-    said = " ".join(caveats(found))
+    said = " ".join(limits(found))
     assert "no time is predicted" in said
     assert "--gpu" in said
 
@@ -617,7 +617,7 @@ def test_layers_that_are_left_out_of_compiling_are_predicted_so():
     recipe = load_recipe("bdh_tiny_full_fp8", ["precision.compile=on"])
     prediction = predict_fast(recipe.config, H100)
     assert not prediction.compiled
-    assert "precision.compile=on is predicted to change nothing" in " ".join(caveats(prediction))
+    assert "precision.compile=on is predicted to change nothing" in " ".join(limits(prediction))
     pair = pair_of(prediction)
     assert pair is not None
     assert pair.twin.change == ("precision.compute=bf16",)

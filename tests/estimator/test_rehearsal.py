@@ -19,8 +19,8 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.errors import RehearsalError
+from finetune.estimator.changes import length_of, with_length
 from finetune.estimator.gate import bound_of
-from finetune.estimator.knobs import length_of, with_length
 from finetune.estimator.memory.footprint import tensor_footprint
 from finetune.estimator.predict import in_eager_kernels, predict_fast
 from finetune.estimator.speed.step_parts import StepPart, classes_of, in_layer

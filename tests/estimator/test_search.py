@@ -14,7 +14,7 @@ from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator import predict as predicting
 from finetune.estimator import search as searching
-from finetune.estimator.knobs import SHARDED
+from finetune.estimator.changes import SHARDED
 from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.predict import Prediction, predict_fast
 from finetune.estimator.search import (

@@ -13,8 +13,8 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import FsdpSettings, fsdp_settings
 from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, FinetuneError
-from finetune.estimator.caveats import caveats
 from finetune.estimator.estimate import estimate
+from finetune.estimator.limits import limits
 from finetune.estimator.memory.overheads import nccl_bytes
 from finetune.estimator.memory.sharding import sharded_footprint
 from finetune.estimator.predict import Prediction, predict_fast, predict_whole
@@ -112,8 +112,8 @@ def test_one_gpu_shards_nothing(config: RunConfig) -> None:
     alone = changed(config, train={"fsdp": None, "fsdp_config": None})
     asked, not_asked = predict_whole(config, gpus(1)), predict_whole(alone, gpus(1))
     assert asked.footprint == not_asked.footprint
-    assert any("train.fsdp needs several GPUs" in note for note in caveats(asked))
-    assert not any("fsdp" in note for note in caveats(not_asked))
+    assert any("train.fsdp needs several GPUs" in note for note in limits(asked))
+    assert not any("fsdp" in note for note in limits(not_asked))
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import MOST_TOKENS
 from finetune.data.dataset import MASKING
 from finetune.errors import ConfigError, ModelNotFoundError, did_you_mean
-from finetune.estimator.knobs import rows_of
+from finetune.estimator.changes import rows_of
 from finetune.storage.pretrained import locate
 
 _LEFT_OUT = ("lr_scheduler_kwargs", "warmup_ratio", "neftune_noise_alpha", *MASKING)

@@ -40,8 +40,8 @@ from finetune.config.sft import padding_free, sft_config, shortened
 from finetune.data.auto_length import load_recipe
 from finetune.data.dataset import MASKING, Rows, random_rows, rows_for
 from finetune.errors import ConfigError, ProofError
+from finetune.estimator.changes import rows_of
 from finetune.estimator.gate import MemoryForecast
-from finetune.estimator.knobs import rows_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.hardware.device import processes, this_device
 from finetune.logging import output

@@ -32,7 +32,7 @@ from finetune.analysis.diagnose.groups import LayerGroup
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
-from finetune.estimator.knobs import rows_of
+from finetune.estimator.changes import rows_of
 from finetune.estimator.predict import predict_fast
 from finetune.estimator.speed.roofline import efficiency_of
 from finetune.estimator.speed.step_parts import StepPart

@@ -16,7 +16,7 @@ from rich.text import Text
 from finetune.analysis.diagnose.causes import Cause, percent
 from finetune.analysis.diagnose.facts import Facts, Prediction
 from finetune.analysis.diagnose.groups import LayerGroup
-from finetune.estimator.knobs import as_typed
+from finetune.estimator.changes import as_typed
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.logging import plain_table
 from finetune.precision.planner import GEMMS

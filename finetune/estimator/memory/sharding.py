@@ -42,7 +42,7 @@ Sources: `_fsdp_param_group.py`, `_fsdp_collectives.py` and `_fsdp_state.py` of 
 
 Limits: FSDP2 on one machine, no hybrid sharding, no CPU offload. Not counted: what is there for a
 moment between two groups (the buffer before, casts of shards), and padding of a first dimension
-that N does not divide. `finetune.estimator.caveats` reports the other cases.
+that N does not divide. `finetune.estimator.limits` reports the other cases.
 """
 
 from __future__ import annotations

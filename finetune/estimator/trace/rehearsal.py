@@ -47,7 +47,7 @@ from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, settings_in, sft_config, shortened
 from finetune.errors import FinetuneError, RehearsalError, first_line
-from finetune.estimator.knobs import length_of
+from finetune.estimator.changes import length_of
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
     choose_attention,

@@ -8,7 +8,7 @@ from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free
-from finetune.estimator.knobs import attends_by_mask, length_of
+from finetune.estimator.changes import attends_by_mask, length_of
 from finetune.estimator.predict import Prediction
 from finetune.hardware.device import Device, shown_capability, varlen_kernel
 from finetune.hardware.requirements import TAKEN, pays_to_compile
@@ -22,7 +22,7 @@ ONE_MACHINE = (
 )
 
 
-def caveats(prediction: Prediction) -> tuple[str, ...]:
+def limits(prediction: Prediction) -> tuple[str, ...]:
     """Caveats that apply to one configuration at one place."""
     return (*_of_each(prediction), *_of_several(prediction))
 
