@@ -128,7 +128,7 @@ def examine(device: Device | None = None) -> Findings:
             ),
             *concerns(versions),
         ],
-        advice=advice(device),
+        advice=next_step(device),
     )
 
 
@@ -168,7 +168,7 @@ def real_gemm() -> Verdict:
     return Verdict(max(errors.values()) < GEMM_TOLERANCE, f"relative error {shown}")
 
 
-def advice(device: Device) -> str:
+def next_step(device: Device) -> str:
     capability = device.capability or (0, 0)
     if device.has_fp8:
         extra = " (MXFP8 and NVFP4 too)" if capability >= BLOCK_CAPABILITY else ""

@@ -18,7 +18,7 @@ from finetune.units import amount
 if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
     from finetune.estimator.estimate import Estimate
-    from finetune.estimator.search import Choices, Largest
+    from finetune.estimator.search import GpuChoices, Largest
     from finetune.hardware.gpus import Place
 
 
@@ -176,7 +176,7 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
     return f"next: {again} {as_typed(change)}"
 
 
-def _searched(fit: Fit, config: RunConfig, place: Place, gpu: str | None) -> Choices | Largest:
+def _searched(fit: Fit, config: RunConfig, place: Place, gpu: str | None) -> GpuChoices | Largest:
     from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
 
     if fit == "batch":

@@ -21,7 +21,7 @@ from finetune.runs.checkpoints import (
     checkpoints_in,
     resume_command,
 )
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from finetune.runs.last_model import MODEL
 from finetune.runs.lookup import LAST, find_run
 from finetune.units import size
@@ -72,7 +72,7 @@ def checkpoints(
     ]
     print_rows(console, shown)
     command = resume_command(folder)
-    if Run(folder).state == "finished":  # no step is left
+    if RunFolder(folder).state == "finished":  # no step is left
         sound = [f" --checkpoint {row['step']}" for row in rows if not row["problem"]]
         command = f'python -m finetune generate {shlex.quote(str(folder))} "..."'
         command += "".join(sound[-1:])

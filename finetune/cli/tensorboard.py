@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ConfigError, install_hint
-from finetune.runs.folder import Run, finite
+from finetune.runs.folder import RunFolder, finite
 
 PERIOD = 5.0
 """Seconds between two looks at the runs."""
@@ -49,7 +49,7 @@ def serve(runs: Callable[[], list[Path]]) -> int:
         try:
             while True:
                 for path in runs():
-                    run, log = Run(path), path / "metrics.jsonl"
+                    run, log = RunFolder(path), path / "metrics.jsonl"
                     size = log.stat().st_size if log.is_file() else 0
                     if size == sizes.get(path, 0):  # most runs have long ended
                         continue
@@ -71,7 +71,7 @@ def serve(runs: Callable[[], list[Path]]) -> int:
                 writer.close()
 
 
-def name_of(run: Run) -> str:
+def name_of(run: RunFolder) -> str:
     """`tiny_lora_fp8-20261126-065835-ada5-fp8-rowwise`: the precision is there once."""
     name, precision = f"{run.recipe}-{run.name}", re.sub(r"\W+", "-", run.precision.lower())
     return name if precision.split("-")[0] in run.name.split("-") else f"{name}-{precision}"

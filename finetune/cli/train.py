@@ -32,7 +32,7 @@ from finetune.errors import ConfigError, MissingExtraError
 from finetune.hardware.device import rank
 from finetune.logging import busy, json_alone, output, whole
 from finetune.runs.checkpoints import CHECKPOINTS, LATEST, checkpoints_in
-from finetune.runs.folder import Run, write_whole
+from finetune.runs.folder import RunFolder, write_whole
 from finetune.runs.last_model import MODEL, save_last_model
 from finetune.runs.lookup import find_run
 
@@ -70,7 +70,7 @@ def resume(
 ) -> None:
     """Resume a run from its newest complete checkpoint."""
     folder = find_run(run, out, CHECKPOINTS)
-    going = Run(folder)
+    going = RunFolder(folder)
     if going.holder:
         raise ConfigError(
             f"the run {str(folder)!r} is still running",
@@ -311,7 +311,7 @@ def _keep(folder: Path, weights: Path, requested: dict[str, Any], scores: dict[s
 
     A run without a report did not finish, and a report that only holds scores would say it had.
     """
-    run = Run(folder)
+    run = RunFolder(folder)
     if weights.name != "model" or not run.report:
         kept = folder / f"tasks-{weights.name}.json"
         text = {"weights": weights.name, "eval": requested, "tasks": scores}

@@ -26,7 +26,7 @@ from finetune.config.methods import SHOWN
 from finetune.errors import ConfigError
 from finetune.logging import output, plain_table, whole
 from finetune.runs.checkpoints import CHECKPOINTS, newest_checkpoint, resume_command
-from finetune.runs.folder import Run, finite
+from finetune.runs.folder import RunFolder, finite
 from finetune.runs.lookup import LAST, find_run, newest_runs
 from finetune.runs.progress import health_line, log_line, named
 from finetune.runs.receipt import Receipt
@@ -66,7 +66,7 @@ def watch(
         sys.exit(UNFINISHED)
 
 
-def _looks(folder: Path) -> Iterator[Run]:
+def _looks(folder: Path) -> Iterator[RunFolder]:
     """The run as it is, once in each `PERIOD`; at last as it ended.
 
     Raises:
@@ -74,10 +74,10 @@ def _looks(folder: Path) -> Iterator[Run]:
     """
     while True:
         try:
-            now = Run(folder)
+            now = RunFolder(folder)
             if now.state != "running":
                 # Once more: this look may have missed a receipt that was written while it lasted.
-                now = Run(folder)
+                now = RunFolder(folder)
             running = now.state == "running"
         except FileNotFoundError:
             raise ConfigError(
@@ -91,9 +91,9 @@ def _looks(folder: Path) -> Iterator[Run]:
         time.sleep(PERIOD)
 
 
-def _line_by_line(console: Console, folder: Path) -> Run:
+def _line_by_line(console: Console, folder: Path) -> RunFolder:
     """Print each row that is logged, as the run does itself, and health below it."""
-    told, now = set[tuple[float, bool, bool]](), Run(folder)
+    told, now = set[tuple[float, bool, bool]](), RunFolder(folder)
     for now in _looks(folder):
         new = dict[tuple[float, bool, bool], str]()
         for row in now.tail:
@@ -107,7 +107,7 @@ def _line_by_line(console: Console, folder: Path) -> Run:
     return now
 
 
-def _line(row: dict[str, Any], run: Run, width: int) -> str:
+def _line(row: dict[str, Any], run: RunFolder, width: int) -> str:
     """A row in a line; empty for samples and scores."""
     planned = run.planned_steps
     step = f"step {row['step']:.0f}/{planned or '?'}"
@@ -116,16 +116,16 @@ def _line(row: dict[str, Any], run: Run, width: int) -> str:
     return f"{step} | {health}" if health else log_line(row, step, run.method, left, width)
 
 
-def _in_place(console: Console, folder: Path) -> Run:
+def _in_place(console: Console, folder: Path) -> RunFolder:
     """Show one table until the run ends."""
-    now = Run(folder)
+    now = RunFolder(folder)
     with Live(console=console, auto_refresh=False) as live:
         for now in _looks(folder):
             live.update(_table(now), refresh=True)
     return now
 
 
-def _table(run: Run) -> Table:
+def _table(run: RunFolder) -> Table:
     planned, pace = run.planned_steps, finite(run.logged("step_seconds"))
     left = planned - run.last_step if planned else None
     health = next(filter(None, map(health_line, reversed(run.tail))), "")
@@ -159,7 +159,7 @@ def _table(run: Run) -> Table:
     return table
 
 
-def _end(run: Run) -> Iterator[Any]:
+def _end(run: RunFolder) -> Iterator[Any]:
     """How it ended, on what evidence, and the next command."""
     ended, name = run.receipt.get("run", {}), shlex.quote(str(run.folder))
     by_error = f": {ended.get('stopped') or 'after training; its own output says why'}"

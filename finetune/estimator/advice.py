@@ -102,8 +102,10 @@ class Advised:
             nothing = f"none of the changes looked at makes it {percent(GAIN, 0)} faster"
             if not self.timed:
                 nothing = "no time is predicted here, so nothing is known to make it faster"
-            return _Table("to make it faster", self.faster) if self.faster else Text(nothing)
-        parts: list[RenderableType] = [_Table("what to change", self.each)] if self.each else []
+            return _ChangeTable("to make it faster", self.faster) if self.faster else Text(nothing)
+        parts: list[RenderableType] = (
+            [_ChangeTable("what to change", self.each)] if self.each else []
+        )
         if (found := self.together) is None:
             nothing = (
                 "no set of these changes makes it fit: a smaller model, or a GPU with more memory"
@@ -118,7 +120,7 @@ class Advised:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _ChangeTable:
     """A change per line; in a terminal its settings, and below them what comes of it."""
 
     title: str

@@ -61,7 +61,7 @@ class MemoryForecast:
             error.what,
             where=error.where,
             why=f"{error.why}. Besides, {short}",
-            fix=f"an FP8 GPU with enough memory; or here: {advice(run.config, run.device)}",
+            fix=f"an FP8 GPU with enough memory; or here: {changes_to_fit(run.config, run.device)}",
         )
 
     def needs_checkpointing(self, run: Preflight) -> bool:
@@ -114,13 +114,15 @@ class MemoryForecast:
                 f"has {free:.1f} GiB free",
             )
 
-    def advice(self, run: Planned) -> str:
+    def how_to_shrink(self, run: Planned) -> str:
         """Changes for a run that memory was too small for: first those that train the same."""
         same = (c for c in changes(run.config, run.device) if c.rank == "same")
         first = {change.kind: as_typed(change.typed) for change in reversed([*same])}
         nvidia = run.device.kind == "cuda" and not run.device.is_rocm
         before = [EXPANDABLE] if nvidia and not expand_segments() else []
-        return "; ".join([*before, *reversed(first.values()), advice(run.config, run.device)])
+        return "; ".join(
+            [*before, *reversed(first.values()), changes_to_fit(run.config, run.device)]
+        )
 
     def predicted(self, run: Preflight, batch: Batch | None) -> dict[str, Any]:
         """Predict the memory of the measured batch for the receipt.
@@ -164,11 +166,11 @@ def _does_not_fit(
         "fine-tuning) does not fit here",
         where=where,
         why=why,
-        fix=advice(config, device) + force,
+        fix=changes_to_fit(config, device) + force,
     )
 
 
-def advice(config: RunConfig, device: Device) -> str:
+def changes_to_fit(config: RunConfig, device: Device) -> str:
     """Changes for a run that does not fit, without their effect."""
     hints = {"method": " (adapters: the recipe's _lora_ sibling)"}
     offered = (c for c in changes(config, device) if c.kind in KINDS_IN_BOUND)

@@ -196,7 +196,7 @@ def _guess(needs: dict[int, int], memory: int, low: int, high: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GpuChoice:
     """A run at one place, with the overrides it needs; `why` says why it is impossible."""
 
     change: tuple[str, ...]
@@ -238,14 +238,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Choices:
+class GpuChoices:
     """A run on several kinds or numbers of GPUs, best first; `order` describes it for display."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[GpuChoice, ...]
     order: str
 
     @property
-    def best(self) -> Choice | None:
+    def best(self) -> GpuChoice | None:
         first = self.choices[0] if self.choices else None
         return first if first is not None and first.fit == "fits" else None
 
@@ -275,7 +275,7 @@ class Choices:
         return Group(*lines)
 
 
-def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> Choices:
+def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> GpuChoices:
     """Rank GPUs (by default all of the table): those that fit first, by cost per million tokens.
 
     GPUs without a price come last, fastest first; ties go to the GPU with less memory. An L4 at 0.8
@@ -285,14 +285,14 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> C
     check_sizes(config)
     places = map(place_of, gpus_with_own() if gpus is None else gpus)
     found = sorted(
-        (Choice((), place, *tried(predict, config, place)) for place in places), key=_rank
+        (GpuChoice((), place, *tried(predict, config, place)) for place in places), key=_rank
     )
     priced = any(choice.usd_per_million is not None for choice in found)
     order = "the cheapest first" if priced else "the fastest that fits first; no prices known"
-    return Choices(tuple(found), order)
+    return GpuChoices(tuple(found), order)
 
 
-def _rank(choice: Choice) -> tuple[float, ...]:
+def _rank(choice: GpuChoice) -> tuple[float, ...]:
     """Sort key: verdict, then cost if known, then speed, then memory."""
     memory, cost, speed = choice.place.memory_bytes, choice.usd_per_million, choice.tokens_per_s
     if choice.prediction is None:
@@ -301,7 +301,7 @@ def _rank(choice: Choice) -> tuple[float, ...]:
     return _VERDICTS.index(choice.fit), *order, memory
 
 
-def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
+def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> GpuChoices:
     """Find the smallest number of GPUs (1, 2, 4, ..., 64) on which a run fits, sharded by FSDP2.
 
     Returns:
@@ -318,11 +318,11 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> Choices:
     def sharded(place: Place) -> Prediction:
         return predict_fast(with_overrides(config, shared), place)
 
-    found = [Choice(alone, place, predict_fast(config, place))]
+    found = [GpuChoice(alone, place, predict_fast(config, place))]
     while found[-1].fit != "fits" and found[-1].prediction and place.count < MOST_GPUS:
         place = replace(place, count=2 * place.count)
-        found.append(Choice((f"--gpus {place.count}", *shared), place, *tried(sharded, place)))
+        found.append(GpuChoice((f"--gpus {place.count}", *shared), place, *tried(sharded, place)))
     found.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
     fits = found[0].fit == "fits"
     order = "the smallest number that fits" if fits else "none of these numbers fits"
-    return Choices(tuple(found), order)
+    return GpuChoices(tuple(found), order)

@@ -31,7 +31,7 @@ from typing import Any
 from finetune.config.methods import Method, method_in
 from finetune.config.paths import user_path
 from finetune.errors import ConfigError
-from finetune.runs.folder import Run, finite, json_of
+from finetune.runs.folder import RunFolder, finite, json_of
 from finetune.runs.lookup import LAST, find_runs, is_run
 
 CHECKPOINTS, SAVING = "checkpoints", ".saving"
@@ -188,7 +188,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def history(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Rows of `metrics.jsonl` until a checkpoint; of another program's what the trainer logged."""
     run = checkpoint.folder.absolute().parents[1]
-    rows = Run(run).rows if is_run(run) else checkpoint.log
+    rows = RunFolder(run).rows if is_run(run) else checkpoint.log
     last = checkpoint.step
     return [row for row in rows if row.get("step", 0) <= last and "train_runtime" not in row]
 

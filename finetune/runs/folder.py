@@ -120,7 +120,7 @@ def new_folder(inside: Path, out: Path | str) -> Path:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """A run folder. Each file is read when it is first asked for, and once."""
 
     folder: Path

@@ -26,7 +26,7 @@ from finetune.runs.checkpoints import (
     newest_checkpoint,
     scaling_file,
 )
-from finetune.runs.folder import Run, finite, json_of, write_whole
+from finetune.runs.folder import RunFolder, finite, json_of, write_whole
 
 MODEL = "model"
 """Folder of a run's model."""
@@ -67,7 +67,7 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
     Raises:
         ConfigError: the run has its model, or it cannot be written.
     """
-    config, newest = Run(folder).config, newest_checkpoint(folder / CHECKPOINTS)
+    config, newest = RunFolder(folder).config, newest_checkpoint(folder / CHECKPOINTS)
     state = Checkpoint(newest).state if newest is not None else {}
     if newest is None or state.get("global_step", 0) < state.get("max_steps", math.inf):
         return None

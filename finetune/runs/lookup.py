@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from finetune.config.paths import recipe_of, user_path
 from finetune.errors import ConfigError, did_you_mean, nearest
 from finetune.logging import output, whole
-from finetune.runs.folder import COMPARISON, Run
+from finetune.runs.folder import COMPARISON, RunFolder
 
 if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
@@ -33,13 +33,13 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and any((folder / f).is_file() for f in _WRITTEN)
 
 
-def find_runs(out: Path | str = "runs") -> list[Run]:
+def find_runs(out: Path | str = "runs") -> list[RunFolder]:
     """All runs below a folder, newest first; those of comparisons that ended belong to these.
 
     Raises:
         ConfigError: there is no such folder.
     """
-    found = [Run(folder) for folder in _folders(Path(out)) if is_run(folder)]
+    found = [RunFolder(folder) for folder in _folders(Path(out)) if is_run(folder)]
     return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
 
 
@@ -81,11 +81,11 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
             yield from _walk(Path(path), depth - 1)
 
 
-def read_run(folder: Path | str) -> Run:
+def read_run(folder: Path | str) -> RunFolder:
     """The run in a folder; if it is none, a `ConfigError` names that around it, or the nearest."""
     folder = user_path(folder)
     if is_run(folder):
-        return Run(folder)
+        return RunFolder(folder)
     around = next((path for path in folder.parents if is_run(path)), None)
     inside = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
     # Not the whole disk, or the folder that the command was started in.
@@ -135,7 +135,7 @@ def find_run(name: str, out: Path | str = "runs", holding: str = "") -> Path:
     if runs:
         has = (run for run in runs if name == LAST or (run / holding).is_dir())
         if (found := next(has, runs[0])) != runs[0]:
-            newest = f"{runs[0]}, which is newer, has no {holding}/: {Run(runs[0]).progress}"
+            newest = f"{runs[0]}, which is newer, has no {holding}/: {RunFolder(runs[0]).progress}"
             output(stderr=True).print(whole(f"! {newest}; {found} is taken", "yellow"), crop=False)
         return found
     others = newest_runs(out)

@@ -22,7 +22,7 @@ from finetune.export import hub
 from finetune.export.export import Export, export_run
 from finetune.logging import output
 from finetune.precision.layers import without_adapters
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from finetune.runs.receipt import Receipt
 from finetune.scripting.keywords import Settings, recipe_of
 from finetune.scripting.run import TRAINED
@@ -72,7 +72,10 @@ def _export(model: Any, said: Settings, tokenizer: Any, target: str, out: Path |
     config, base = recipe_of("trainer", said, rows), without_adapters(model)
     receipt = Receipt(UNSEEN, {"ran": said["precision"].get("compute", "bf16")})
     if run := TRAINED.get(base):
-        config, receipt = read_recipe(str(run / "config.yaml")), Receipt.read(Run(run).receipt)
+        config, receipt = (
+            read_recipe(str(run / "config.yaml")),
+            Receipt.read(RunFolder(run).receipt),
+        )
     else:
         running = session.in_force()
         found = running and running.conversion  # of this model, not of another

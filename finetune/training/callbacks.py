@@ -40,14 +40,14 @@ def summed(numbers: Tensor) -> Tensor:
     return numbers
 
 
-class Moment(NamedTuple):
+class TimeAndEnergy(NamedTuple):
     """Seconds and joules until now; joules are NaN where nothing counts them."""
 
     seconds: float
     joules: float
 
-    def __sub__(self, other: Moment) -> Moment:
-        return Moment(self.seconds - other.seconds, self.joules - other.joules)
+    def __sub__(self, other: TimeAndEnergy) -> TimeAndEnergy:
+        return TimeAndEnergy(self.seconds - other.seconds, self.joules - other.joules)
 
 
 class MetricsWriter(TrainerCallback):
@@ -70,14 +70,14 @@ class MetricsWriter(TrainerCallback):
         self.counter = counter or EnergyCounter("cpu")
         self.rows, self.resumed, self._written = [*earlier], len(earlier), 0
         self._before = max((finite(row.get("seconds")) or 0.0 for row in earlier), default=0.0)
-        self.trained = Moment(0.0, 0.0)
+        self.trained = TimeAndEnergy(0.0, 0.0)
         self._last = self._now()
         self._started = self._last.seconds
-        self._evaluating: Moment | None = None
+        self._evaluating: TimeAndEnergy | None = None
         self._last_tokens, self._last_step = 0.0, 0
 
-    def _now(self) -> Moment:
-        return Moment(time.perf_counter(), self.counter.joules())
+    def _now(self) -> TimeAndEnergy:
+        return TimeAndEnergy(time.perf_counter(), self.counter.joules())
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._last = self._now()
@@ -105,13 +105,13 @@ class MetricsWriter(TrainerCallback):
         row["precision"] = self.precision
         self.write(row, state)
 
-    def _count(self) -> Moment:
+    def _count(self) -> TimeAndEnergy:
         """Seconds and joules since the last count, which are added to those of training."""
         now = self._now()
         spent, self._last = now - self._last, now
         joules = summed(torch.tensor([spent.joules], dtype=torch.float64)).item()
-        spent = Moment(max(spent.seconds, 1e-9), joules)
-        self.trained = Moment(*map(operator.add, self.trained, spent))
+        spent = TimeAndEnergy(max(spent.seconds, 1e-9), joules)
+        self.trained = TimeAndEnergy(*map(operator.add, self.trained, spent))
         return spent
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -141,7 +141,7 @@ class MetricsWriter(TrainerCallback):
         yield
         self._exclude(began)
 
-    def _exclude(self, began: Moment) -> None:
+    def _exclude(self, began: TimeAndEnergy) -> None:
         now = self._now()
         self._last = now - (began - self._last)
 

@@ -83,7 +83,7 @@ class Forecast(Protocol):
         """Raise `MemoryShortError` for a run that cannot fit into free memory."""
         ...
 
-    def advice(self, run: Planned) -> str:
+    def how_to_shrink(self, run: Planned) -> str:
         """Return what to change so that a run needs less memory."""
         ...
 
@@ -385,8 +385,8 @@ def _check_stored_layers(storage: Storage | None, made: PrecisionPlan) -> None:
             )
 
 
-def advice(forecast: Forecast | None, ahead: Preflight) -> str:
+def how_to_shrink(forecast: Forecast | None, ahead: Preflight) -> str:
     """What to change in a run that ran out of memory."""
     if forecast is not None:
-        return forecast.advice(ahead)
+        return forecast.how_to_shrink(ahead)
     return "train.gradient_checkpointing=true, or a smaller train.per_device_train_batch_size"

@@ -25,7 +25,7 @@ from finetune.config.schema import ModelConfig, RunConfig
 from finetune.errors import ConfigError, did_you_mean, some
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from finetune.runs.lookup import refuse_foreign_code
 from finetune.storage.pretrained import refuse_random_base
 
@@ -58,7 +58,7 @@ def open_trained(
     if checkpoint is None and weights.is_dir():
         return TrainedRun(folder, config, weights)
     if checkpoint is None:
-        raise Run(folder).without_weights(known, can_wait=not steps)
+        raise RunFolder(folder).without_weights(known, can_wait=not steps)
     step = steps[-1] if checkpoint == "last" and steps else checkpoint
     if step not in saved:
         raise ConfigError(

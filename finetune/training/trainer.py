@@ -52,7 +52,7 @@ from finetune.training.evidence import refuse_disagreement, standstill
 from finetune.training.faults import explained, write_failure
 from finetune.training.hints import hints
 from finetune.training.model import VARLEN, Attention, load_model, take_model, teacher_of
-from finetune.training.preflight import Forecast, Preflight, advice, preflight
+from finetune.training.preflight import Forecast, Preflight, how_to_shrink, preflight
 from finetune.training.rewards import RewardWatch, code_of, reward_names, rewards_of
 from finetune.training.run_folder import (
     check_disk,
@@ -102,7 +102,7 @@ def begun(
     with keeps_going(console, prints=given is None) as shown:  # a script's output is its own
         with busy(console, f"checking {recipe.name}"):
             ahead = preflight(recipe.config, this_device(), forecast=forecast, force=force)
-        less = partial(advice, forecast, ahead)
+        less = partial(how_to_shrink, forecast, ahead)
         with explained(Path(out), less):
             run = _Run(recipe, ahead, Path(out), console, force=force, given=given)
         run.forecast = forecast
@@ -241,7 +241,7 @@ class _Run:
         Args:
             save: save the trained model.
         """
-        guarded = partial(explained, self.folder, partial(advice, self.forecast, self.ahead))
+        guarded = partial(explained, self.folder, partial(how_to_shrink, self.forecast, self.ahead))
         try:
             self.stop.until = self.until
             with self.stop, guarded():

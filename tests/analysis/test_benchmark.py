@@ -443,7 +443,7 @@ def test_processes_of_torchrun_end_with_it(tmp_path) -> None:
     """They are in sessions of their own, so that a signal to its session does not reach them."""
     import psutil
 
-    job = Job(jobs.Variant("a", load_recipe(BF16)), 42, tmp_path / "a.yaml", measured=True)
+    job = Job(jobs.LabeledRecipe("a", load_recipe(BF16)), 42, tmp_path / "a.yaml", measured=True)
     job.process = subprocess.Popen(["sh", "-c", "setsid sleep 60 & wait"])
     agent = psutil.Process(job.process.pid)
     while not (children := agent.children()):

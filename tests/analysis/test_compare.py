@@ -39,7 +39,7 @@ from finetune.analysis.experiment.jobs import Watcher
 from finetune.analysis.experiment.outcome import read_outcome
 from finetune.analysis.report import report as writer
 from finetune.analysis.report.comparison_page import comparison_page
-from finetune.analysis.report.elements import Source
+from finetune.analysis.report.elements import PageSource
 from finetune.analysis.report.run_source import RunSource
 from finetune.analysis.statistics import (
     band,
@@ -477,7 +477,7 @@ def test_fp8_that_ends_in_no_number_is_not_equivalent_and_has_no_figures(pretend
     assert (reported["losses"], reported["speed"]) == ({}, None)
     folder = folders(tmp_path)[0]
     found = read_comparison(folder)
-    page = comparison_page(found, Source(folder, folder))
+    page = comparison_page(found, PageSource(folder, folder))
     assert page.verdict.text == "Not equivalent within 1%"
     assert 'class="facts"' not in writer.as_html(page)
     metrics = folder / found.runs[0].a / "metrics.jsonl"
@@ -566,7 +566,7 @@ def test_a_reference_that_ends_in_no_number_is_refused(pretend, tmp_path):
     out, _ = pretend("tiny_full_fp8", code=2, BROKEN="bf16")
     assert "training loss: BF16, seed 43, ends at nan" in out
     folder = folders(tmp_path)[0]
-    page = comparison_page(read_comparison(folder), Source(folder, folder))
+    page = comparison_page(read_comparison(folder), PageSource(folder, folder))
     assert page.verdict.text == "Refused"
     html = writer.as_html(page)
     assert 'class="facts"' not in html

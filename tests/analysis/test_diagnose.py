@@ -18,7 +18,7 @@ from finetune import load_recipe
 from finetune.analysis.diagnose import diagnose as module
 from finetune.analysis.diagnose.facts import predict
 from finetune.analysis.diagnose.groups import precisions_of
-from finetune.analysis.diagnose.observer import PREFIX, WINDOW, Observer, Ranges
+from finetune.analysis.diagnose.observer import PREFIX, WINDOW, Ranges, StepObserver
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.config.recipe import with_overrides
@@ -63,7 +63,7 @@ def test_every_step_sees_the_micro_batch_whose_tokens_are_counted() -> None:
     """Rows differ in length: tokens of one and seconds of others would make no tokens/s."""
     seen = []
     trainer = SimpleNamespace(training_step=lambda _, inputs: seen.append(inputs))
-    observer = Observer(session=None, steps=1)
+    observer = StepObserver(session=None, steps=1)
     observer.attend(trainer)
     for step, length in enumerate((5, 9, 2)):
         observer.on_step_begin(None, SimpleNamespace(global_step=step), None)

@@ -19,7 +19,7 @@ from finetune.analysis.diagnose.facts import (
     Facts,
     payoff_of,
 )
-from finetune.analysis.diagnose.groups import LayerGroup, groups_of_receipt, with_times
+from finetune.analysis.diagnose.groups import ObservedGroup, groups_of_receipt, with_times
 from finetune.analysis.diagnose.observer import WINDOW
 from finetune.analysis.diagnose.timeline import (
     Slice,
@@ -366,10 +366,10 @@ def config(name: str = "llama_8b_lora_fp8", *overrides: str) -> RunConfig:
     return load_recipe(name, overrides, check_train=False).config
 
 
-def group(kind="q_proj", shape=(4096, 4096), role="base", *, tokens=8192, **more) -> LayerGroup:
+def group(kind="q_proj", shape=(4096, 4096), role="base", *, tokens=8192, **more) -> ObservedGroup:
     values = {"ran": dict.fromkeys(("fprop", "dgrad"), "fp8"), "reason": ""}
     values |= {"calls": {"fprop": 1, "dgrad": 1, "wgrad": 0}, "flops": 1, "share": 0.1} | more
-    return LayerGroup(kind, role, (f"l.0.{kind}",), shape, tokens=tokens, **values)
+    return ObservedGroup(kind, role, (f"l.0.{kind}",), shape, tokens=tokens, **values)
 
 
 def facts(run: RunConfig | None = None, device=H100, groups=(), **more) -> Facts:

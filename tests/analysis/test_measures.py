@@ -14,7 +14,7 @@ from finetune.analysis.compare.result import Comparison, PairOfRuns, Side, read_
 from finetune.analysis.experiment.fairness import requested_differences
 from finetune.config.measures import MEASURES
 from finetune.config.methods import METHODS
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from tests.run_folders import make_run
 
 SEEDS = (42, 43, 44)
@@ -97,7 +97,7 @@ def test_preferences_are_judged_by_the_accuracy_of_the_evaluation_too(tmp_path, 
     assert cli("compare", folder, "--margins", "loss=3pt,accuracy=12pt").code == 0
     monkeypatch.chdir(tmp_path)
     run = run_of("dpo", tmp_path / "runs" / "tiny_full_fp8" / "r", "tiny_full_fp8", 1, 0.7)
-    assert Run(run).summary()["scores"]["accuracy"] == pytest.approx(0.8, abs=0.01)
+    assert RunFolder(run).summary()["scores"]["accuracy"] == pytest.approx(0.8, abs=0.01)
     assert "  accuracy 0.79" in cli("ls", "--runs").out
     page = finetune.report(run).html.read_text("utf-8")
     assert "<dt>Eval rewards/accuracies</dt>" in page

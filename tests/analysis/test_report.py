@@ -15,13 +15,13 @@ import finetune
 from finetune.analysis.compare.result import EMULATED, read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.curves import curve
-from finetune.analysis.report.elements import Line, Num, Source
+from finetune.analysis.report.elements import Line, Num, PageSource
 from finetune.analysis.report.report import as_html
 from finetune.analysis.report.run_page import names_of, page_of
 from finetune.analysis.report.run_source import RunSource
 from finetune.cli.app import main
 from finetune.errors import ConfigError
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from finetune.runs.receipt import Receipt
 from tests.run_folders import make_comparison, make_run
 
@@ -152,7 +152,7 @@ def test_no_path_of_the_machine_leaves_with_a_page(tmp_path):
     assert "betas 0.9 0.95" in page
     other = make_run(tmp_path / "s", steps=8, groups=())
     (run / "config.yaml").write_text(config.replace("path: null", f"path: {home}/a.jsonl", 1))
-    assert Run(run).config["data"]["path"] == f"{home}/a.jsonl"
+    assert RunFolder(run).config["data"]["path"] == f"{home}/a.jsonl"
     page = as_html(page_of([RunSource(one, tmp_path, one.name) for one in (run, other)]))
     assert "secret" not in page
     assert ">…/a.jsonl</a>" in page.partition("<td>data.path</td>")[2].partition("</tr>")[0]
@@ -164,12 +164,14 @@ def test_gaps_over_steps_are_of_the_seeds_whose_two_runs_are_there(tmp_path):
     found = read_comparison(folder)
     shutil.rmtree(folder / found.runs[0].a)
     shutil.rmtree(folder / found.runs[2].b)
-    plots = {plot.name: plot for plot in comparison_page(found, Source(folder, folder)).plots}
-    a, b = (curve(Run(folder / run).rows, "loss").y for run in (found.runs[1].a, found.runs[1].b))
+    plots = {plot.name: plot for plot in comparison_page(found, PageSource(folder, folder)).plots}
+    a, b = (
+        curve(RunFolder(folder / run).rows, "loss").y for run in (found.runs[1].a, found.runs[1].b)
+    )
     (line,) = plots["gap_train"].series
     assert line.y == pytest.approx((a / b - 1).tolist())
     shutil.rmtree(folder / found.runs[1].b)
-    names = [plot.name for plot in comparison_page(found, Source(folder, folder)).plots]
+    names = [plot.name for plot in comparison_page(found, PageSource(folder, folder)).plots]
     assert "loss" in names
     assert not any(name.startswith("gap_") for name in names)
 
@@ -177,7 +179,7 @@ def test_gaps_over_steps_are_of_the_seeds_whose_two_runs_are_there(tmp_path):
 def test_runs_on_a_page_have_names_of_their_own(tmp_path):
     """Those of one recipe and seed were all called "tiny_full_fp8", and had one color."""
     folders = [(tmp_path / "a", 42), (tmp_path / "b", 43), (tmp_path / "c", 43)]
-    runs = [Run(make_run(folder, steps=8, seed=seed, groups=())) for folder, seed in folders]
+    runs = [RunFolder(make_run(folder, steps=8, seed=seed, groups=())) for folder, seed in folders]
     assert names_of(runs[:1]) == ["tiny_full_fp8"]
     assert names_of(runs[:2]) == ["tiny_full_fp8, seed 42", "tiny_full_fp8, seed 43"]
     assert names_of(runs) == [f"tiny_full_fp8, run {number}" for number in (1, 2, 3)]
@@ -226,9 +228,9 @@ def test_verdicts(reports, tmp_path):
 def test_speeds_of_an_emulation_say_so(tmp_path):
     folder = make_comparison(tmp_path / "c", steps=8)
     found = read_comparison(folder)
-    assert "emulated, no claim" not in as_html(comparison_page(found, Source(folder, folder)))
+    assert "emulated, no claim" not in as_html(comparison_page(found, PageSource(folder, folder)))
     found.notes.append(EMULATED)
-    page = as_html(comparison_page(found, Source(folder, folder)))
+    page = as_html(comparison_page(found, PageSource(folder, folder)))
     assert "emulated, no claim" in page
     cost = page.partition("<h2>Speed and memory</h2>")[2].partition("</section>")[0]
     assert "FP8 was emulated" in cost
@@ -401,4 +403,4 @@ def test_parts_of_a_receipt_of_another_form_are_left_out(tmp_path):
 
 
 def receipt_of(folder: Path) -> Receipt:
-    return Receipt.read(Run(folder).receipt)
+    return Receipt.read(RunFolder(folder).receipt)

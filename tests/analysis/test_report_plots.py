@@ -22,7 +22,7 @@ from finetune.analysis.report.curves import (
     speed_plots,
     window_of,
 )
-from finetune.analysis.report.elements import Line, Plot, Row, Series
+from finetune.analysis.report.elements import Line, Plot, PlotRow, Series
 from finetune.analysis.report.figures import (
     DARK,
     LIGHT,
@@ -119,7 +119,7 @@ def test_below_three_values_numbers_are_said_and_nothing_is_drawn(tmp_path):
 
 def test_health_is_drawn_by_group_and_what_is_always_zero_is_a_sentence(run):
     parts = health(RunSource(run, run))
-    plots = {plot.name: plot for part in parts if isinstance(part, Row) for plot in part.plots}
+    plots = {plot.name: plot for part in parts if isinstance(part, PlotRow) for plot in part.plots}
     assert [series.label for series in plots["snr_weights"].series] == ["attn", "embed", "mlp"]
     assert "overflow_gradients" in plots
     assert "overflow_weights" not in plots

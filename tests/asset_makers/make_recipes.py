@@ -14,7 +14,7 @@ from finetune.config.paths import list_recipes
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.estimator.predict import predict_fast
-from finetune.estimator.search import Choice, cheapest_gpu
+from finetune.estimator.search import GpuChoice, cheapest_gpu
 from finetune.hardware.gpus import Gpu, gpu_table, place_of
 from finetune.units import GIB
 
@@ -46,7 +46,7 @@ def over_bf16(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, float]:
     if "tiny" in recipe or not recipe.endswith("_fp8"):
         return {}
     found, twin = _fitting(recipe, names), _compiled(recipe.removesuffix("fp8") + "bf16")
-    ratios, others = dict[str, float](), dict[bool, dict[str, Choice]]()
+    ratios, others = dict[str, float](), dict[bool, dict[str, GpuChoice]]()
     for name, choice in sorted(found.items()):
         saving = bool(choice.prediction.config.train["gradient_checkpointing"])
         if saving not in others:
@@ -57,7 +57,7 @@ def over_bf16(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, float]:
     return ratios
 
 
-def _fitting(recipe: str, names: tuple[str, ...]) -> dict[str, Choice]:
+def _fitting(recipe: str, names: tuple[str, ...]) -> dict[str, GpuChoice]:
     found = cheapest_gpu(_compiled(recipe), gpus=_gpus(names)).choices
     return {x.place.gpu.name: x for x in found if x.tokens_per_s and x.fit != "does not fit"}
 

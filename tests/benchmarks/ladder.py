@@ -48,7 +48,7 @@ from finetune.analysis.benchmark.benchmark import ROUNDS, STEPS, Measuring, Say
 from finetune.analysis.benchmark.grid import points_of
 from finetune.analysis.benchmark.result import Benchmark, Row
 from finetune.analysis.experiment.fairness import settle_checkpointing
-from finetune.analysis.experiment.jobs import Variant
+from finetune.analysis.experiment.jobs import LabeledRecipe
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.data.dataset import load_data
@@ -211,7 +211,7 @@ def climb(
         [step.of(loaded.config, has_liger=bool(liger)) for step in taken], device
     )
     variants = [
-        Variant(
+        LabeledRecipe(
             step.name,
             dataclasses.replace(loaded, config=config),
             () if step.how == "finetune" else ("-m", "tests.benchmarks.ladder", "--run", step.how),

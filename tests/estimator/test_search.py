@@ -18,8 +18,8 @@ from finetune.estimator.changes import SHARDED
 from finetune.estimator.memory.footprint import Footprint
 from finetune.estimator.predict import Prediction, predict_fast
 from finetune.estimator.search import (
-    Choice,
-    Choices,
+    GpuChoice,
+    GpuChoices,
     cheapest_gpu,
     fewest_gpus,
     largest_length,
@@ -264,7 +264,7 @@ def test_a_speed_is_that_of_all_gpus(run):
 
 
 def test_many_gpus_are_taken_to_be_in_one_machine():
-    few, many = (Choices((Choice((), place_of("H100", gpus=n), None),), "") for n in (8, 16))
+    few, many = (GpuChoices((GpuChoice((), place_of("H100", gpus=n), None),), "") for n in (8, 16))
     assert "one machine" not in _shown(few)
     assert "one machine" in _shown(many)
 

@@ -15,7 +15,7 @@ from finetune.errors import ConfigError
 from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.operators import (
-    Product,
+    MatrixProduct,
     attention_flops,
     is_barrier,
     kind_of,
@@ -98,24 +98,26 @@ def test_a_copy_that_gives_its_argument_back_launches_nothing():
 
 
 def test_products_are_read_off_their_operands():
-    assert product_of(gemm(6, 10, 4)) == Product(1, 6, 10, 4, "bf16")
-    assert product_of(gemm(6, 10, 4, F32)) == Product(1, 6, 10, 4, "fp32")
-    assert product_of(gemm(6, 10, 4, FP8)) == Product(1, 6, 10, 4, "fp8")
-    assert product_of(gemm(6, 10, 4, FP8, scale=(6, 1))) == Product(1, 6, 10, 4, "fp8_rowwise")
+    assert product_of(gemm(6, 10, 4)) == MatrixProduct(1, 6, 10, 4, "bf16")
+    assert product_of(gemm(6, 10, 4, F32)) == MatrixProduct(1, 6, 10, 4, "fp32")
+    assert product_of(gemm(6, 10, 4, FP8)) == MatrixProduct(1, 6, 10, 4, "fp8")
+    assert product_of(gemm(6, 10, 4, FP8, scale=(6, 1))) == MatrixProduct(
+        1, 6, 10, 4, "fp8_rowwise"
+    )
     a, b, out = operand(1, 3, 6, 4), operand(2, 3, 4, 10), operand(3, 3, 6, 10)
-    assert product_of(op("aten.bmm.default", [a, b], [out])) == Product(3, 6, 10, 4, "bf16")
+    assert product_of(op("aten.bmm.default", [a, b], [out])) == MatrixProduct(3, 6, 10, 4, "bf16")
     y, low, weight = operand(1, 6, 10), operand(2, 6, 2), operand(3, 2, 10)
     added = op("aten.addmm_.default", [y, low, weight], [y])
-    assert product_of(added) == Product(1, 6, 10, 2, "bf16")
+    assert product_of(added) == MatrixProduct(1, 6, 10, 2, "bf16")
     bias = op("aten.addmm.default", [operand(4, 10), operand(1, 6, 4), operand(2, 4, 10)], [y])
-    assert product_of(bias) == Product(1, 6, 10, 4, "bf16")
+    assert product_of(bias) == MatrixProduct(1, 6, 10, 4, "bf16")
     assert product_of(op("aten.silu.default", [a], [a])) is None
     # 6 rows in 3 groups: results by row, and gradients of the groups' weights
     x, weights, y = operand(1, 6, 4), operand(2, 3, 4, 10), operand(3, 6, 10)
     grouped = op("aten._grouped_mm.default", [x, weights], [y])
-    assert product_of(grouped) == Product(3, 2, 10, 4, "bf16")
+    assert product_of(grouped) == MatrixProduct(3, 2, 10, 4, "bf16")
     gradients = op("aten._grouped_mm.default", [operand(1, 4, 6), y], [weights])
-    assert product_of(gradients) == Product(3, 4, 10, 2, "bf16")
+    assert product_of(gradients) == MatrixProduct(3, 4, 10, 2, "bf16")
 
 
 def test_flops_of_attention():
@@ -217,8 +219,8 @@ def test_rowwise_scales_cost_more_in_cutlass(gpu_name, factor):
 
 def test_a_round_that_is_hardly_filled_is_a_round():
     """132 multiprocessors: 132 tiles take one round, 133 do not fit one."""
-    share = shape_share(Product(1, 128 * 132, 256, 8192, "bf16"), 132, 128)
-    more = shape_share(Product(1, 128 * 133, 256, 8192, "bf16"), 132, 128)
+    share = shape_share(MatrixProduct(1, 128 * 132, 256, 8192, "bf16"), 132, 128)
+    more = shape_share(MatrixProduct(1, 128 * 133, 256, 8192, "bf16"), 132, 128)
     assert share > 0.97
     assert more < 0.9
 
@@ -229,7 +231,7 @@ sizes = st.integers(1, 20_000)
 @settings(max_examples=150, deadline=None)
 @given(m=sizes, n=sizes, k=sizes, more=st.integers(0, 5000), which=st.integers(0, 2))
 def test_a_larger_product_is_never_faster(m, n, k, more, which):
-    small = Product(1, m, n, k, "bf16")
+    small = MatrixProduct(1, m, n, k, "bf16")
     name = ("m", "n", "k")[which]
     large = small._replace(**{name: getattr(small, name) + more})
     before, after = (ON_H100.product_seconds(one) for one in (small, large))
@@ -503,7 +505,7 @@ def test_words_for_adapters_without_modules_in_backward():
 def test_a_product_of_one_tile_is_split_over_as_many_units_as_there_are(split):
     """A GEMM of 64 x 64 has one tile, which alone would leave all other units idle."""
     k, pipeline = 4096, 100.0
-    share = shape_share(Product(1, 64, 64, k, "bf16"), units=split, pipeline_k=pipeline)
+    share = shape_share(MatrixProduct(1, 64, 64, k, "bf16"), units=split, pipeline_k=pipeline)
     assert share == pytest.approx(0.60 * k / split / (k / split + pipeline))
 
 
@@ -518,7 +520,7 @@ def test_products_of_the_engine_and_their_casts():
         op(cast, [w], codes[2:]),
         op(multiply, [codes[0], codes[2]], [y]),
     ]
-    assert product_of(ops[3]) == Product(1, 64, 48, 32, "fp8")
+    assert product_of(ops[3]) == MatrixProduct(1, 64, 48, 32, "fp8")
     assert [launch.read for launch in launches(ops[:3])] == [x.nbytes, 0, w.nbytes]
     assert classes_of(ops)[3] == "linears"
     assert set(classes_of(ops)[:1]) == {"FP8 casts"}

@@ -33,7 +33,7 @@ from finetune.runs.checkpoints import (
     resume_command,
     superfluous,
 )
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from finetune.runs.last_model import save_last_model
 from finetune.training import faults
 from finetune.training.checkpoints import CheckpointKeeper, _rename, refuse_unreadable
@@ -366,14 +366,14 @@ def ended(folder: Path, *, best: str = "", until: int = 8) -> Path:
 def test_a_run_whose_model_alone_is_missing_gets_it(best, step, tmp_path, cli) -> None:
     """Resuming was refused, since no step is left: the model of a trained run was out of reach."""
     run = ended(tmp_path, best=best)
-    assert Run(run).state == "stopped"
+    assert RunFolder(run).state == "stopped"
     done = cli("resume", run)
     assert (done.code, done.err) == (0, "")
     assert f"model of checkpoint-{step} is saved in {run / 'model'}" in done.out
     assert [file.name for file in (run / "model").iterdir()] == ["model.safetensors"]
     assert f"of step {step}" in (run / "model" / "model.safetensors").read_text()
-    assert Run(run).state == "finished"
-    assert "exit_code" not in Run(run).receipt["run"]
+    assert RunFolder(run).state == "finished"
+    assert "exit_code" not in RunFolder(run).receipt["run"]
     again = cli("resume", run)
     assert again.code == 2
     assert "has ended" in again.err

@@ -14,7 +14,7 @@ import pytest
 from finetune import find_runs, load_recipe
 from finetune.config.paths import find_recipe
 from finetune.errors import ConfigError
-from finetune.runs.folder import QUIET, Run, write_start
+from finetune.runs.folder import QUIET, RunFolder, write_start
 from finetune.runs.lookup import find_comparisons, find_run, read_run
 from finetune.runs.receipt import Receipt
 from tests.run_folders import make_comparison, make_run
@@ -61,29 +61,29 @@ def test_a_whole_run_is_read(run):
 @pytest.mark.parametrize("ended", [{"interrupted": True}, {"stopped": "loss is NaN"}])
 def test_the_receipt_says_whether_a_run_was_stopped(run, ended):
     change(run, "receipt.json", run=ended)
-    assert Run(run).state == "stopped"
+    assert RunFolder(run).state == "stopped"
 
 
 def test_a_run_without_an_end_lives_as_long_as_its_process(run):
     (run / "report.json").unlink()
     write_start(run)
-    assert Run(run).state == "running"
+    assert RunFolder(run).state == "running"
     (run / "receipt.json").unlink()
-    assert Run(run).state == "running"
+    assert RunFolder(run).state == "running"
     # A process that began after the run is not the one that ran it.
     began = psutil.Process().create_time() - 60
     started = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(began))
     change(run, "run.json", started=started)
-    assert Run(run).state == "killed"
+    assert RunFolder(run).state == "killed"
     dead = max(psutil.pids()) + 1_000_000
     change(run, "run.json", pid=dead, started=None)
-    assert Run(run).state == "killed"
+    assert RunFolder(run).state == "killed"
 
 
 def test_an_error_after_training_stops_a_run(run):
     (run / "report.json").unlink()
     age(run, 2 * QUIET)
-    assert Run(run).state == "stopped"
+    assert RunFolder(run).state == "stopped"
 
 
 @pytest.mark.parametrize("start", [None, {"pid": 1, "host": "another machine"}])
@@ -92,19 +92,19 @@ def test_who_cannot_be_asked_is_judged_by_the_age_of_the_files(run, start):
         (run / name).unlink()
     if start:
         (run / "run.json").write_text(json.dumps(start))
-    assert Run(run).state == "running"
+    assert RunFolder(run).state == "running"
     age(run, 2 * QUIET)
-    assert Run(run).state == "killed"
+    assert RunFolder(run).state == "killed"
 
 
 def test_what_a_start_says(tmp_path):
     write_start(tmp_path)
-    start = Run(tmp_path).start
+    start = RunFolder(tmp_path).start
     assert (start["pid"], start["host"]) == (os.getpid(), socket.gethostname())
     assert set(start) == {"started", "command", "pid", "host", "version"}
     write_start(tmp_path, "tiny_lora_fp8")
-    assert Run(tmp_path).start["recipe"] == Run(tmp_path).recipe == "tiny_lora_fp8"
-    assert abs(Run(tmp_path).started - time.time()) < 60
+    assert RunFolder(tmp_path).start["recipe"] == RunFolder(tmp_path).recipe == "tiny_lora_fp8"
+    assert abs(RunFolder(tmp_path).started - time.time()) < 60
 
 
 @pytest.mark.parametrize("name", ["tiny_lora_fp8", "../../elsewhere", "", 7])
@@ -119,18 +119,18 @@ def test_a_moved_run_keeps_the_name_of_its_recipe(tmp_path, file, name):
     if file == "run.json":  # a run, and found as `ls --runs` names it
         assert find_run(expected, tmp_path) == find_run("x", tmp_path) == folder
     assert load_recipe(str(folder / "config.yaml"), check_train=False).name == expected
-    assert Run(folder).recipe == expected
+    assert RunFolder(folder).recipe == expected
 
 
 # ---------------------------------------------------------------------------------- half-written
 
 
 def test_half_a_line_and_half_a_file_are_left_out(run):
-    whole = Run(run).rows
+    whole = RunFolder(run).rows
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "los')
     (run / "report.json").write_text('{"folder": "x", "final')
-    found = Run(run)
+    found = RunFolder(run)
     assert found.rows == whole
     assert found.report == {}
     assert found.summary()["loss"] == pytest.approx([r["loss"] for r in whole if "loss" in r][-1])
@@ -141,26 +141,26 @@ def test_a_file_that_somebody_spoilt_spoils_no_table(run):
     (run / "receipt.json").write_text(json.dumps({"status": "proven"} | parts))
     (run / "config.yaml").write_text("train: 3\nprecision:\n")
     (run / "metrics.jsonl").write_text('{"step": 5, "loss": "x", "samples": "x"}\n')
-    reported = Run(run).summary()
+    reported = RunFolder(run).summary()
     assert (reported["state"], reported["step"], reported["precision"]) == ("finished", 5, "")
-    assert all(isinstance(answers, list) for _, answers in Run(run).samples)
+    assert all(isinstance(answers, list) for _, answers in RunFolder(run).samples)
 
 
 def test_nan_in_a_log_is_read_and_summed_up_as_missing(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "loss": NaN}\n')
     (run / "report.json").unlink()
-    assert Run(run).rows[-1]["loss"] != Run(run).rows[-1]["loss"]
-    assert Run(run).summary()["loss"] is None
-    json.dumps(Run(run).summary(), allow_nan=False)
+    assert RunFolder(run).rows[-1]["loss"] != RunFolder(run).rows[-1]["loss"]
+    assert RunFolder(run).summary()["loss"] is None
+    json.dumps(RunFolder(run).summary(), allow_nan=False)
 
 
 def test_a_long_log_is_summed_up_from_its_end(tmp_path, monkeypatch):
     run = make_run(tmp_path / "long", steps=2000)
-    found = Run(run)
+    found = RunFolder(run)
     monkeypatch.setattr("finetune.runs.folder.TAIL_BYTES", 2**16)
     assert (run / "metrics.jsonl").stat().st_size > 3 * 2**16
-    assert len(found.tail) < len(Run(run).rows) / 3
+    assert len(found.tail) < len(RunFolder(run).rows) / 3
     assert found.summary()["step"] == 2000
     assert "rows" not in vars(found), "the whole file was read"
 
@@ -168,12 +168,12 @@ def test_a_long_log_is_summed_up_from_its_end(tmp_path, monkeypatch):
 @pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85"])
 def test_a_line_break_of_unicode_in_an_answer_ends_no_row(letter, run):
     """JSON has them as they are; `str.splitlines` cuts there, and the row was left out."""
-    whole = Run(run).rows
+    whole = RunFolder(run).rows
     row = {"step": 41, "samples": [{"prompt": f"a{letter}b", "answer": f"{letter}c"}]}
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    assert Run(run).rows == [*whole, row]
-    assert Run(run).last_step == 41
+    assert RunFolder(run).rows == [*whole, row]
+    assert RunFolder(run).last_step == 41
 
 
 def test_steps_of_an_epoch_run_follow_from_its_epochs(run):
@@ -181,7 +181,7 @@ def test_steps_of_an_epoch_run_follow_from_its_epochs(run):
     (run / "config.yaml").write_text(text.replace("max_steps: 40", "num_train_epochs: 2.0"))
     for name in ("report.json", "receipt.json"):
         (run / name).unlink()
-    assert Run(run).planned_steps == 100  # an epoch is 50 steps
+    assert RunFolder(run).planned_steps == 100  # an epoch is 50 steps
 
 
 # ------------------------------------------------------------------------------------------ find

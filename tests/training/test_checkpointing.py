@@ -33,7 +33,7 @@ class Forecast:
     def check(self, run) -> None:
         self.checked.append(run.config.train[CHECKPOINTING])
 
-    def advice(self, run) -> str:
+    def how_to_shrink(self, run) -> str:
         return ""
 
     def predicted(self, run, batch):

@@ -17,7 +17,7 @@ from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training import low_bit
 from finetune.training.health.moments import (
-    Ratio,
+    SummedRatio,
     gradient_snr,
     moments_of,
     ratio_row,
@@ -502,9 +502,9 @@ def test_optimizers_without_both_moments(name) -> None:
 
 
 def test_the_logged_update_ratio_is_one_of_norms_not_of_their_squares() -> None:
-    found = Ratio(above=0.02**2 * 4.0, below=4.0)
+    found = SummedRatio(above=0.02**2 * 4.0, below=4.0)
     assert ratio_row({}, {"mlp": found}) == {"health/mlp/update_ratio": pytest.approx(0.02)}
-    assert ratio_row({"mlp": found}, {"mlp": Ratio(1.0, 0.0)}) == {
+    assert ratio_row({"mlp": found}, {"mlp": SummedRatio(1.0, 0.0)}) == {
         "health/mlp/grad_snr": pytest.approx(0.02**2)
     }
 
@@ -521,4 +521,4 @@ def test_update_ratio_by_hand() -> None:
     found = update_ratio(before, named, {"big": "mlp", "small": "mlp"})["mlp"]
     assert found.above == pytest.approx(120_000 * 0.02**2 + 3 * 0.25, rel=1e-3)
     assert found.below == pytest.approx(120_000 * 4 + 3)
-    assert (found + Ratio(1.0, 1.0)).below == found.below + 1
+    assert (found + SummedRatio(1.0, 1.0)).below == found.below + 1

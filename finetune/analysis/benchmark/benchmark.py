@@ -21,7 +21,7 @@ from finetune.analysis.compare.result import as_text
 from finetune.analysis.experiment.fairness import requested_differences, settle
 from finetune.analysis.experiment.jobs import (
     Job,
-    Variant,
+    LabeledRecipe,
     plan_jobs,
     refuse_processes,
     run_jobs,
@@ -87,7 +87,7 @@ def benchmark(
     device = this_device()
     configs, notes = settle([one.config for one in recipes], device)
     variants = [
-        Variant(label, replace(one, config=config))
+        LabeledRecipe(label, replace(one, config=config))
         for label, one, config in zip(labels, recipes, configs, strict=True)
     ]
     measuring = Measuring(
@@ -103,7 +103,7 @@ def benchmark(
     return measuring.measure(result, new_folder(Path(out) / "-vs-".join(labels), out))
 
 
-def differences(variants: Sequence[Variant], point: Point, *, on_cpu: bool) -> list[str]:
+def differences(variants: Sequence[LabeledRecipe], point: Point, *, on_cpu: bool) -> list[str]:
     """List differences from the first recipe besides precision, data and evaluation."""
     first, *others = (at_point(variant.recipe.config, point, 1) for variant in variants)
     return [
@@ -122,7 +122,7 @@ class Measuring:
             GPUs than are here, or one of several processes.
     """
 
-    variants: Sequence[Variant]
+    variants: Sequence[LabeledRecipe]
     points: Sequence[Point]
     place: Place
     steps: int
@@ -189,7 +189,7 @@ class Measuring:
 
     def _measure_point(self, point: Point) -> None:
         place = self.folder / "x".join(map(str, point if self.most > 1 else point[:2]))
-        rows, tried = dict[str, Row](), list[Variant]()
+        rows, tried = dict[str, Row](), list[LabeledRecipe]()
         for number, variant in enumerate(self.variants):
             rows_at, config = place / f"rows-{number}", variant.recipe.config
             if not self.trained:

@@ -11,7 +11,7 @@ from finetune.analysis.benchmark.grid import points_of
 from finetune.analysis.benchmark.matrix import MATRIX, REFERENCE, Matrix
 from finetune.analysis.compare.compare import alike_over_seeds, chosen_seeds
 from finetune.analysis.experiment.fairness import settle
-from finetune.analysis.experiment.jobs import Variant
+from finetune.analysis.experiment.jobs import LabeledRecipe
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.data.auto_length import load_recipe
@@ -56,7 +56,7 @@ def matrix(
         settled = [with_overrides(config, alike) for config in settled]
     configs = dict(zip(configs, settled, strict=True))
     variants = [
-        Variant(label, replace(recipe, config=configs.get(label, recipe.config)))
+        LabeledRecipe(label, replace(recipe, config=configs.get(label, recipe.config)))
         for label in MATRIX
     ]
     found = Matrix(

@@ -30,7 +30,7 @@ from finetune.runs.receipt import Receipt
 from finetune.units import GIB, count, size_of_gib
 
 if TYPE_CHECKING:
-    from finetune.runs.folder import Run
+    from finetune.runs.folder import RunFolder
 
 BENCHMARK = "benchmark.json"
 OUT_OF_MEMORY = "out of memory"
@@ -174,7 +174,7 @@ class Row(BaseModel):
             self.prediction = f"the speed of {device.name} is not known"
         return (memory.allocated + memory.outside) / GIB
 
-    def add(self, run: Run, *, trained: bool = False) -> None:
+    def add(self, run: RunFolder, *, trained: bool = False) -> None:
         """Add a run, `trained` on real rows: proven is what all are, and a peak the highest."""
         tokens = {step["tokens"] for step in run.steps} - {self.tokens}
         if trained:

@@ -31,7 +31,7 @@ from finetune.analysis.compare.result import (
 from finetune.analysis.compare.verdict import judge
 from finetune.analysis.experiment.fairness import requested_differences, settle
 from finetune.analysis.experiment.jobs import (
-    Variant,
+    LabeledRecipe,
     Watcher,
     places,
     plan_jobs,
@@ -48,7 +48,7 @@ from finetune.errors import ConfigError, RecipeNotFoundError, UnfairPairError, w
 from finetune.hardware.device import Device, cores, this_device
 from finetune.hardware.requirements import resolve
 from finetune.logging import output, whole
-from finetune.runs.folder import Run, new_folder
+from finetune.runs.folder import RunFolder, new_folder
 
 MARGIN, CONFIDENCE, SEEDS = 0.01, 0.95, 3
 ENDS = {"_fp8": "_bf16", "_bf16": "_fp8"}
@@ -178,13 +178,13 @@ def judge_again(
     return _judged(found.model_copy(update=changes), pairs)
 
 
-def _outcomes(found: Comparison) -> list[tuple[Run, Run]]:
+def _outcomes(found: Comparison) -> list[tuple[RunFolder, RunFolder]]:
     folder = found.folder
     assert folder is not None
     return [(read_outcome(folder / run.a), read_outcome(folder / run.b)) for run in found.runs]
 
 
-def _judged(found: Comparison, pairs: Sequence[tuple[Run, Run]]) -> Comparison:
+def _judged(found: Comparison, pairs: Sequence[tuple[RunFolder, RunFolder]]) -> Comparison:
     folder = found.folder
     assert folder is not None
     result = judge(found, pairs)
@@ -220,8 +220,8 @@ class Pair:
         notes: settings that were made the same on both sides.
     """
 
-    a: Variant
-    b: Variant
+    a: LabeledRecipe
+    b: LabeledRecipe
     seeds: tuple[int, ...]
     notes: tuple[str, ...]
 
@@ -279,7 +279,7 @@ def make_pair(
     if len(alike) > 2:
         notes.append(f"eval rows are the same for all seeds (data.seed={chosen[0]})")
     a, b = (
-        Variant(label, Recipe(recipe.name, recipe.source, with_overrides(config, alike)))
+        LabeledRecipe(label, Recipe(recipe.name, recipe.source, with_overrides(config, alike)))
         for label, recipe, config in zip(_labels(a, b), (a, b), configs, strict=True)
     )
     return Pair(a, b, chosen, tuple(notes))

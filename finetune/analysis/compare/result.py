@@ -26,7 +26,7 @@ from finetune.analysis.compare.margins import TASKS
 from finetune.config.measures import LOSSES, MEASURES
 from finetune.errors import ConfigError
 from finetune.logging import plain_table
-from finetune.runs.folder import COMPARISON, Run, write_whole
+from finetune.runs.folder import COMPARISON, RunFolder, write_whole
 from finetune.units import percent, plural, shortened
 
 AGAIN = "compare again: python -m finetune compare RECIPE"
@@ -364,7 +364,7 @@ class Comparison(JupyterMixin, _Part):
         if not self.runs or self.folder is None or self.verdict == "refused":
             return []
         first = self.runs[0]
-        a, b = (_answers(Run(self.folder / run)) for run in (first.a, first.b))
+        a, b = (_answers(RunFolder(self.folder / run)) for run in (first.a, first.b))
         width = max(len(self.a.label), len(self.b.label))
         lines: list[RenderableType] = [Text(f"samples, seed {first.seed}", style="bold")]
         for prompt in (prompt for prompt in a if prompt in b):
@@ -408,6 +408,6 @@ def _verdict(gap: Gap) -> Text:
     return Text(gap.verdict or "-", style=STYLES.get(gap.verdict or "", ""))
 
 
-def _answers(run: Run) -> dict[str, str]:
+def _answers(run: RunFolder) -> dict[str, str]:
     _, samples = run.samples[-1] if run.samples else (0, [])
     return {s["prompt"]: s["answer"][:SHOWN_CHARACTERS] for s in samples}

@@ -32,11 +32,11 @@ from finetune.analysis.compare.result import (
 from finetune.analysis.experiment.fairness import executed_differences
 from finetune.analysis.statistics import SECTIONS, step_ratios, warm_up_steps
 from finetune.config.measures import LOSSES, MEASURES
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from finetune.runs.receipt import metrics_of
 
 WORSE: tuple[Verdict, ...] = ("not equivalent", "undecided", "equivalent")
-Pairs = Sequence[tuple[Run, Run]]
+Pairs = Sequence[tuple[RunFolder, RunFolder]]
 """Runs of a and of b by seed."""
 Scores = list[tuple[float, float | None]]
 """Score of each seed, and its standard error."""
@@ -198,14 +198,16 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
     )
 
 
-def _speeds(runs: Sequence[Run], warm_up: int) -> tuple[float, float]:
+def _speeds(runs: Sequence[RunFolder], warm_up: int) -> tuple[float, float]:
     """Tokens and steps per second: geometric means over runs of medians over steps."""
     timed = [[s for s in r.steps[warm_up:] if min(s["tokens"], s["seconds"]) > 0] for r in runs]
     tokens = geometric_mean(median(s["tokens"] / s["seconds"] for s in steps) for steps in timed)
     return tokens, geometric_mean(median(1 / s["seconds"] for s in steps) for steps in timed)
 
 
-def _memory(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> MemoryRatio | None:
+def _memory(
+    found: Comparison, a: Sequence[RunFolder], b: Sequence[RunFolder]
+) -> MemoryRatio | None:
     sides = [[outcome.receipt["memory"] for outcome in side] for side in (a, b)]
     missing = [memory for side in sides for memory in side if not memory.get("measured_gib")]
     if missing:
@@ -215,7 +217,7 @@ def _memory(found: Comparison, a: Sequence[Run], b: Sequence[Run]) -> MemoryRati
     return MemoryRatio(ratio=most_a / most_b, a_gib=most_a, b_gib=most_b)
 
 
-def _energy(*sides: Sequence[Run]) -> EnergyRatio | None:
+def _energy(*sides: Sequence[RunFolder]) -> EnergyRatio | None:
     each = [[o.receipt.get("energy", {}).get("tokens_per_joule") for o in side] for side in sides]
     if not all(map(all, each)):
         return None
@@ -223,7 +225,7 @@ def _energy(*sides: Sequence[Run]) -> EnergyRatio | None:
     return EnergyRatio(ratio=a / b, a_tokens_per_joule=a, b_tokens_per_joule=b)
 
 
-def _tasks(found: Comparison, sides: Sequence[Sequence[Run]]) -> dict[str, list[TaskScore]]:
+def _tasks(found: Comparison, sides: Sequence[Sequence[RunFolder]]) -> dict[str, list[TaskScore]]:
     """Mean scores over seeds of the tasks and metrics that all runs have, by task."""
     scored: dict[str, list[TaskScore]] = {}
     for task in sides[0][0].tasks:
@@ -259,7 +261,7 @@ def _score(found: Comparison, task: str, metric: str, a: Scores, b: Scores) -> T
     return score.model_copy(update=statistics.tested(score, **kept))
 
 
-def _scores(side: Sequence[Run], task: str) -> dict[str, Scores]:
+def _scores(side: Sequence[RunFolder], task: str) -> dict[str, Scores]:
     """Metric of all runs of a side -> score and standard error, if it has one, of each."""
     found: dict[str, Scores] = {}
     for run in side:

@@ -25,7 +25,7 @@ from functools import partial
 
 from finetune import units
 from finetune.analysis.diagnose.facts import Facts
-from finetune.analysis.diagnose.groups import LOW, LayerGroup
+from finetune.analysis.diagnose.groups import LOW, ObservedGroup
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
 from finetune.errors import ConfigError
@@ -149,7 +149,7 @@ def _gains(facts: Facts) -> Iterator[Cause]:
         )
 
 
-def _is_small(group: LayerGroup, least: int) -> bool:
+def _is_small(group: ObservedGroup, least: int) -> bool:
     """True if BF16 is faster: as measured, else by the sizes from which FP8 pays."""
     if group.bf16_seconds is not None and group.seconds:
         return group.seconds > group.bf16_seconds
@@ -202,7 +202,7 @@ def _high_precision(facts: Facts) -> Iterator[Cause]:
             yield Cause(name, facts.share_of(high), text, _flops(high), change, hint)
 
 
-def _flops(groups: list[LayerGroup]) -> str:
+def _flops(groups: list[ObservedGroup]) -> str:
     layers, share = sum(len(g.layers) for g in groups), sum(g.share for g in groups)
     return f"{layers} layers, {percent(share)} of the matmul FLOPs"
 

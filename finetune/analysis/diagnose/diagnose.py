@@ -2,7 +2,7 @@
 
 The trainer is the run's own (`make_trainer` under the run's session), with its adapters,
 checkpointing, proof and compiled layers. It stops after a few steps, reads only the rows they need,
-does not evaluate or save, runs under an `Observer`, and leaves nothing behind.
+does not evaluate or save, runs under an `StepObserver`, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from finetune.analysis.diagnose.causes import causes_of
 from finetune.analysis.diagnose.facts import Facts, predict
 from finetune.analysis.diagnose.groups import (
     LOW,
-    LayerGroup,
+    ObservedGroup,
     groups_of_receipt,
     precisions_of,
     with_bf16_times,
     with_noise,
     with_times,
 )
-from finetune.analysis.diagnose.observer import Observer
+from finetune.analysis.diagnose.observer import StepObserver
 from finetune.analysis.diagnose.result import Diagnosis
 from finetune.analysis.diagnose.timeline import Timeline, read_profile
 from finetune.analysis.experiment.fairness import settle_compile
@@ -110,7 +110,7 @@ def diagnose(
         tempfile.TemporaryDirectory() as folder,
         session_of(ahead.resolution, console) as running,
     ):
-        observer = Observer(running, steps, trace)
+        observer = StepObserver(running, steps, trace)
         rows, tokenizer, notes = _rows(config, observer.total, synthetic=synthetic)
         train = shortened(config.train, observer.total)
         short = config.model_copy(update={"train": train})
@@ -162,7 +162,12 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
 
 
 def _conclude(
-    name: str, config: RunConfig, running: Session, observer: Observer, data: str, notes: list[str]
+    name: str,
+    config: RunConfig,
+    running: Session,
+    observer: StepObserver,
+    data: str,
+    notes: list[str],
 ) -> Diagnosis:
     """The diagnosis of what was observed.
 
@@ -225,7 +230,7 @@ def _conclude(
     )
 
 
-def _adapter_seconds(groups: list[LayerGroup], timeline: Timeline) -> float:
+def _adapter_seconds(groups: list[ObservedGroup], timeline: Timeline) -> float:
     """GEMMs of adapters, and elementwise operations in the modules PEFT adds around layers."""
     adapters = [group for group in groups if group.role == "adapter"]
     names = {name for group in adapters for name in group.layers}

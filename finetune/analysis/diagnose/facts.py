@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from finetune.analysis.diagnose.groups import LayerGroup
+from finetune.analysis.diagnose.groups import ObservedGroup
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
@@ -79,7 +79,7 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedStep:
     """An optimizer step as the estimator predicts it, in seconds.
 
     `speed` is that of FP8 relative to BF16, whichever of them the run is: most likely, low, high.
@@ -93,7 +93,7 @@ class Prediction:
 
 def predict(
     config: RunConfig, device: Device, processes: int, length: int
-) -> tuple[Prediction | None, str]:
+) -> tuple[PredictedStep | None, str]:
     """Predict the step, or return None and the reason; `length` is in tokens per row."""
     place = place_here(device, processes)
     if place.gpu is None:
@@ -114,7 +114,7 @@ def predict(
         part = StepPart(name).profiled(fp8=fp8)
         parts[part] = parts.get(part, 0.0) + seconds
     speed, why = (beside.gain, beside.reasons) if beside is not None else (None, ())
-    return Prediction(pace.seconds, parts, speed, why), ""
+    return PredictedStep(pace.seconds, parts, speed, why), ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Facts:
 
     config: RunConfig
     device: Device
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[ObservedGroup, ...]
     parts: dict[StepPart, float]
     recompute_seconds: float = 0.0
     adapter_seconds: float = 0.0
@@ -174,11 +174,11 @@ class Facts:
     def share(self, seconds: float) -> float:
         return seconds / self.seconds
 
-    def share_of(self, groups: Iterable[LayerGroup]) -> float:
+    def share_of(self, groups: Iterable[ObservedGroup]) -> float:
         return self.share(sum(group.seconds for group in groups))
 
     @property
-    def fp8_groups(self) -> list[LayerGroup]:
+    def fp8_groups(self) -> list[ObservedGroup]:
         """Layers with FP8 GEMMs."""
         return [group for group in self.groups if group.is_low]
 

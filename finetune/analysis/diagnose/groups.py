@@ -41,7 +41,7 @@ MEASURED_S = 0.02
 
 
 @dataclass(frozen=True)
-class LayerGroup:
+class ObservedGroup:
     """Layers of one kind that ran alike.
 
     Attributes:
@@ -99,7 +99,7 @@ def precisions_of(row: LayerReceipt) -> dict[str, str]:
     return {gemm: precision for gemm, precision in found.items() if precision != "none"}
 
 
-def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
+def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[ObservedGroup]:
     """Group a receipt's rows, in model order."""
     total = sum(row.flops for row in layers) or 1
     groups = []
@@ -108,7 +108,7 @@ def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
         calls = {gemm: sum(row.calls.get(gemm, 0) for row in rows) for gemm in GEMMS}
         flops_of_a_token = 2 * math.prod(one.shape) * sum(calls.values())
         groups.append(
-            LayerGroup(
+            ObservedGroup(
                 kind=layer_kind(one.name),
                 role=one.role,
                 layers=tuple(row.name for row in rows),
@@ -124,7 +124,7 @@ def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[LayerGroup]:
     return groups
 
 
-def with_noise(groups: Iterable[LayerGroup], sums: GroupSums) -> list[LayerGroup]:
+def with_noise(groups: Iterable[ObservedGroup], sums: GroupSums) -> list[ObservedGroup]:
     """Add signal-to-noise ratios from sums by (layer name, operand)."""
     found = []
     for group in groups:
@@ -141,7 +141,7 @@ def with_noise(groups: Iterable[LayerGroup], sums: GroupSums) -> list[LayerGroup
 # --------------------------------------------------------------------------------- measured time
 
 
-def with_times(groups: Sequence[LayerGroup], timeline: Timeline) -> list[LayerGroup]:
+def with_times(groups: Sequence[ObservedGroup], timeline: Timeline) -> list[ObservedGroup]:
     """Add the seconds of GEMMs and casts, and the kernels behind them."""
     by_layer = {name: index for index, group in enumerate(groups) for name in group.layers}
     gemm, casts = [0.0] * len(groups), [0.0] * len(groups)
@@ -161,7 +161,7 @@ def with_times(groups: Sequence[LayerGroup], timeline: Timeline) -> list[LayerGr
 
 
 def _shares(
-    piece: Slice, groups: Sequence[LayerGroup], by_layer: dict[str, int]
+    piece: Slice, groups: Sequence[ObservedGroup], by_layer: dict[str, int]
 ) -> list[tuple[int, float]]:
     """Shares of a slice by group index; empty if it belongs to no group."""
     if piece.part == StepPart.ATTENTION:
@@ -181,7 +181,7 @@ def _first_of(names: tuple[str, ...], by_layer: dict[str, int]) -> list[tuple[in
     return [(by_layer[name], 1.0) for name in names if name in by_layer][:1]
 
 
-def _multiplies(group: LayerGroup, piece: Slice) -> bool:
+def _multiplies(group: ObservedGroup, piece: Slice) -> bool:
     low = {precision in LOW for precision in group.ran.values()}
     if not piece.sizes or (piece.part == StepPart.FP8_GEMM) not in low:
         return False
@@ -194,12 +194,12 @@ def _multiplies(group: LayerGroup, piece: Slice) -> bool:
 
 
 def with_bf16_times(
-    groups: Iterable[LayerGroup], device: torch.device, micro_batches: int
-) -> list[LayerGroup]:
+    groups: Iterable[ObservedGroup], device: torch.device, micro_batches: int
+) -> list[ObservedGroup]:
     """Add `bf16_seconds` to groups with FP8 GEMMs; `micro_batches` make one optimizer step."""
     known: dict[tuple[str, int, int, int], float] = {}
 
-    def seconds(group: LayerGroup) -> float:
+    def seconds(group: ObservedGroup) -> float:
         total = 0.0
         for gemm in group.ran:  # BF16 GEMMs too: their time is among the group's seconds
             key = (gemm, group.tokens, *group.shape)

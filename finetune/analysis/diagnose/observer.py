@@ -46,7 +46,7 @@ PREFIX = "finetune|"
 WINDOW = f"{PREFIX}window"
 """Range around all profiled steps."""
 WITNESSED, WARM, OPERANDS = 1, 2, 1
-"""Steps of each kind; `Observer.steps` are timed, and as many profiled."""
+"""Steps of each kind; `StepObserver.steps` are timed, and as many profiled."""
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keep Kineto from writing to the terminal
 
 
@@ -154,7 +154,7 @@ def _in_recomputed_range(name: str) -> Callable[[Any], Any]:
 
 
 @dataclass
-class Observer(TrainerCallback):
+class StepObserver(TrainerCallback):
     """Observes `steps` timed and as many profiled steps of one trainer.
 
     Attributes:

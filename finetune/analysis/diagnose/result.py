@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.analysis.diagnose.causes import Cause, percent
-from finetune.analysis.diagnose.facts import Facts, Prediction
-from finetune.analysis.diagnose.groups import LayerGroup
+from finetune.analysis.diagnose.facts import Facts, PredictedStep
+from finetune.analysis.diagnose.groups import ObservedGroup
 from finetune.estimator.changes import as_typed
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.logging import plain_table
@@ -53,11 +53,11 @@ class Diagnosis(JupyterMixin):
     padding: float
     step_seconds: float
     steps: int
-    prediction: Prediction | None = None
+    prediction: PredictedStep | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def groups(self) -> tuple[LayerGroup, ...]:
+    def groups(self) -> tuple[ObservedGroup, ...]:
         """Layer groups; every linear layer is in exactly one."""
         return self.facts.groups
 
@@ -188,7 +188,7 @@ class Diagnosis(JupyterMixin):
         return table
 
 
-def _plain_group(group: LayerGroup) -> dict[str, Any]:
+def _plain_group(group: ObservedGroup) -> dict[str, Any]:
     values = asdict(group)
     values["precision"] = dict.fromkeys(GEMMS, "none") | values.pop("ran")
     values["count"] = len(group.layers)

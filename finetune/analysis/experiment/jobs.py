@@ -40,7 +40,7 @@ import finetune
 from finetune.config.recipe import Recipe
 from finetune.errors import ConfigError, RunFailedError
 from finetune.hardware.device import Device, processes
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 from finetune.runs.progress import outcome, shown_of
 from finetune.units import elapsed
 
@@ -53,7 +53,7 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Variant:
+class LabeledRecipe:
     """A recipe of an experiment, and its name there.
 
     Attributes:
@@ -77,7 +77,7 @@ class Job:
         gpus: processes that train together, each on a GPU of its own, or on a share of the cores.
     """
 
-    variant: Variant
+    variant: LabeledRecipe
     seed: int
     file: Path
     force: bool = False
@@ -104,14 +104,14 @@ class Job:
         return [p for p in self.out.glob("*/*/") if (p / "config.yaml").is_file()]
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunFolder:
         """The finished run.
 
         Raises:
             RunFailedError: the process left no run folder.
         """
         for folder in self.folders():
-            return Run(folder)
+            return RunFolder(folder)
         raise RunFailedError(
             "a run left no run folder", where=self.name, fix=f"read its output: {self.log}"
         )
@@ -177,7 +177,7 @@ def refuse_processes(verb: str, several: str = "") -> None:
 
 
 def plan_jobs(
-    variants: Sequence[Variant], seeds: Sequence[int], folder: Path, *, force: bool = False,
+    variants: Sequence[LabeledRecipe], seeds: Sequence[int], folder: Path, *, force: bool = False,
     measured: bool = False, gpus: int = 1,
 ) -> list[Job]:  # fmt: skip
     """List the runs in ABBA order, and write the recipes into `folder`.
@@ -339,7 +339,7 @@ class Watcher:
         for job in () if self.bars.disable else running:
             if job.name not in self._tasks:
                 self._tasks[job.name] = self.bars.add_task(job.name, total=None, facts="starting")
-            for run in map(Run, job.folders()):
+            for run in map(RunFolder, job.folders()):
                 for row in [row for row in run.tail if "loss" in row][-1:]:
                     facts = "  ".join([f"step {row['step']}", *shown_of(row, run.method)])
                     done = {"completed": row["step"], "total": run.planned_steps}

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.errors import ConfigError
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 
 
-def read_outcome(folder: Path) -> Run:
+def read_outcome(folder: Path) -> RunFolder:
     """Read a finished run.
 
     Raises:
         ConfigError: a file of the run is missing, or holds nothing that can be read.
     """
-    run = Run(folder)
+    run = RunFolder(folder)
     files = {"receipt.json": run.receipt, "metrics.jsonl": run.rows, "steps.jsonl": run.steps}
     if unread := [name for name, content in files.items() if not content]:
         raise ConfigError(

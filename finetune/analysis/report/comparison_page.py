@@ -35,8 +35,8 @@ from finetune.analysis.report.elements import (
     Line,
     Num,
     Page,
-    Row,
-    Source,
+    PageSource,
+    PlotRow,
     Table,
     Tone,
     at,
@@ -66,7 +66,7 @@ class Sides:
     """A comparison with its runs on disk, by seed; `source` links to its folder."""
 
     found: Comparison
-    source: Source
+    source: PageSource
     labels: tuple[str, str]
     sides: tuple[dict[int, RunSource], dict[int, RunSource]]
 
@@ -88,7 +88,7 @@ class Sides:
         return self.num(key, form(value))
 
 
-def comparison_page(found: Comparison, source: Source) -> Page:
+def comparison_page(found: Comparison, source: PageSource) -> Page:
     labels = found.a.label, found.b.label
     c = Sides(found, source, labels, (_members(found, source, "a"), _members(found, source, "b")))
     firsts = [
@@ -132,7 +132,7 @@ def comparison_page(found: Comparison, source: Source) -> Page:
     )
 
 
-def _members(found: Comparison, source: Source, side: str) -> dict[int, RunSource]:
+def _members(found: Comparison, source: PageSource, side: str) -> dict[int, RunSource]:
     """Runs of a side whose folders are there, by seed."""
     label = getattr(found, side).label
     folders = {pair.seed: source.folder / getattr(pair, side) for pair in found.runs}
@@ -146,7 +146,7 @@ def _members(found: Comparison, source: Source, side: str) -> dict[int, RunSourc
 # ----------------------------------------------------------------------------------------- plots
 
 
-def _gaps(c: Sides) -> tuple[list[Row], Table]:
+def _gaps(c: Sides) -> tuple[list[PlotRow], Table]:
     """Forest plot of the gaps of losses, and a table of those of all measures."""
     rows = [_ends(c, f"losses.{key}", gap) for key, gap in c.found.losses.items()]
     rows += [_ends(c, f"scores.{key}", gap) for key, gap in c.found.scores.items()]
@@ -190,9 +190,9 @@ def _ends(c: Sides, at: str, gap: EndGap) -> tuple[Cell, ...]:
     )
 
 
-def _trajectories(c: Sides) -> list[Row]:
+def _trajectories(c: Sides) -> list[PlotRow]:
     """What both sides are judged by, beside the gap of the seeds that both have."""
-    rows, both = list[Row](), sorted(c.sides[0].keys() & c.sides[1].keys())  # one may be gone
+    rows, both = list[PlotRow](), sorted(c.sides[0].keys() & c.sides[1].keys())  # one may be gone
     members = [s for side in c.sides for s in side.values()]
     for key in members[0].run.method.judged if members else ():
         measure, rows_of_one = MEASURES[key], members[0].run.rows

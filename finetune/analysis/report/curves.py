@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from finetune.analysis.report.elements import METRICS, Line, Num, Plot, Row, Series, Source
+from finetune.analysis.report.elements import METRICS, Line, Num, PageSource, Plot, PlotRow, Series
 from finetune.analysis.report.figures import TEMPLATES, style
 from finetune.runs.folder import finite
 from finetune.runs.progress import OPERANDS
@@ -189,7 +189,7 @@ def _line(label: str, x: Floats, y: Floats) -> Series:
 
 
 def metric_plot(
-    runs: Sequence[Source],
+    runs: Sequence[PageSource],
     keys: dict[str, str],
     name: str,
     title: str,
@@ -218,14 +218,14 @@ def metric_plot(
     return plot_of(drawn, name, title, unit, **more)
 
 
-def row_of(*plots: Plot | Line | None, title: str = "", note: str = "") -> list[Row]:
+def row_of(*plots: Plot | Line | None, title: str = "", note: str = "") -> list[PlotRow]:
     """Plots side by side, or nothing; what they draw alike has one legend."""
     shown = tuple(plot for plot in plots if isinstance(plot, Plot))
     said = tuple(line for line in plots if isinstance(line, Line))
-    return [Row(shown, title, note, said)] if shown or said else []
+    return [PlotRow(shown, title, note, said)] if shown or said else []
 
 
-def loss_plots(runs: Sequence[Source]) -> list[Row]:
+def loss_plots(runs: Sequence[PageSource]) -> list[PlotRow]:
     """Losses over steps; of one run in one plot, and over time."""
     both = {"loss": "training", "eval_loss": "eval"}
     unit = UNIT if all(s.run.method.is_text for s in runs) else ""
@@ -244,7 +244,7 @@ def loss_plots(runs: Sequence[Source]) -> list[Row]:
     return [*row_of(over_steps), *row_of(over_time if isinstance(over_time, Plot) else None)]
 
 
-def speed_plots(runs: Sequence[Source]) -> list[Row]:
+def speed_plots(runs: Sequence[PageSource]) -> list[PlotRow]:
     """Gradient norm, learning rate and tokens per second over steps."""
     speed, gradient, rate = {"tokens_per_s": ""}, {"grad_norm": ""}, {"learning_rate": ""}
     return row_of(
@@ -257,9 +257,9 @@ def speed_plots(runs: Sequence[Source]) -> list[Row]:
 OF_METHODS = yaml.safe_load((TEMPLATES / "methods.yaml").read_text("utf-8"))
 
 
-def method_plots(runs: Sequence[Source]) -> list[Row]:
+def method_plots(runs: Sequence[PageSource]) -> list[PlotRow]:
     """Rewards, accuracies and answers over steps, of methods that have them."""
-    rows, seen = list[Row](), {key for s in runs for row in s.run.rows for key in row}
+    rows, seen = list[PlotRow](), {key for s in runs for row in s.run.rows for key in row}
     for row in OF_METHODS:
         plots = []
         for kind in row:
@@ -301,7 +301,7 @@ _HEALTH_KEY = re.compile(r"health/[^/]+/\w+$")
 """`health/<layer group>/<operand>_<measure>`, or without an operand."""
 
 
-def health(s: Source) -> list[Row | Line]:
+def health(s: PageSource) -> list[PlotRow | Line]:
     """Rows of plots by measure, an operand a plot, and lines on measures that are always zero."""
     # Most rows hold none of these keys: looked for once, not for every key.
     rows = [row for row in s.run.rows if any(map(_HEALTH_KEY.match, row))]
@@ -313,7 +313,7 @@ def health(s: Source) -> list[Row | Line]:
         link = s.num(METRICS, METRICS, f"health/*/{measure}")
         return [Drawn(g, curve(rows, key), [link], numbers[g]) for g, key in keys.items()]
 
-    found: list[Row | Line] = []
+    found: list[PlotRow | Line] = []
     for measure, (title, unit, note, more) in MEASURES.items():
         plots, silent = list[Plot | Line | None](), list[str]()
         for operand, label in OPERANDS.items():

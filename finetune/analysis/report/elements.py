@@ -18,7 +18,7 @@ from urllib.parse import quote
 from finetune import units
 from finetune.analysis.compare.result import LossGap
 from finetune.runs.card import without_paths
-from finetune.runs.folder import Run, finite
+from finetune.runs.folder import RunFolder, finite
 
 METRICS, RECEIPT, REPORT, CONFIG = "metrics.jsonl", "receipt.json", "report.json", "config.yaml"
 MISSING = "–"
@@ -63,7 +63,7 @@ Cell = str | Num | Line
 
 
 @dataclass(frozen=True)
-class Source:
+class PageSource:
     """A folder whose files a page links to, the page's folder `base`, and a name for the page."""
 
     folder: Path
@@ -71,8 +71,8 @@ class Source:
     label: str = ""
 
     @cached_property
-    def run(self) -> Run:
-        return Run(self.folder)
+    def run(self) -> RunFolder:
+        return RunFolder(self.folder)
 
     def href(self, file: str = "") -> str:
         """Relative, percent-encoded path from the page to a file."""
@@ -191,7 +191,7 @@ class Forest(Plot):
 
 
 @dataclass(frozen=True)
-class Row:
+class PlotRow:
     """Plots of one size side by side under a title and a note; numbers too few to be one, said."""
 
     plots: tuple[Plot, ...]
@@ -226,7 +226,7 @@ class Page:
     @property
     def plots(self) -> list[Plot]:
         rows = (row for part in self.parts.values() if isinstance(part, list) for row in part)
-        return [plot for row in rows if isinstance(row, Row) for plot in row.plots]
+        return [plot for row in rows if isinstance(row, PlotRow) for plot in row.plots]
 
 
 def figure(value: Any, form: Callable[..., str], *options: Any) -> str:

@@ -28,7 +28,7 @@ from finetune.analysis.benchmark.matrix import read_benchmark
 from finetune.analysis.benchmark.result import BENCHMARK
 from finetune.analysis.compare.result import read_comparison
 from finetune.analysis.report.comparison_page import comparison_page
-from finetune.analysis.report.elements import Page, Source
+from finetune.analysis.report.elements import Page, PageSource
 from finetune.analysis.report.figures import DARK, LIGHT, TEMPLATES, save_picture, svgs
 from finetune.analysis.report.run_page import benchmark_page, names_of, page_of
 from finetune.analysis.report.run_source import RunSource
@@ -104,9 +104,9 @@ def write_report(
     base = user_path(home if to is None else to)
     if (paths[0] / BENCHMARK).is_file() and len(paths) == 1:
         found = read_benchmark(paths[0] / BENCHMARK)
-        page = benchmark_page(found, Source(paths[0], base))
+        page = benchmark_page(found, PageSource(paths[0], base))
     elif compared:
-        page = comparison_page(read_comparison(compared[0]), Source(compared[0], base))
+        page = comparison_page(read_comparison(compared[0]), PageSource(compared[0], base))
     else:
         runs = [read_run(path) for path in paths]
         named = zip(names_of(runs), runs, strict=True)

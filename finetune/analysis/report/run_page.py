@@ -14,12 +14,12 @@ from finetune.analysis.report.elements import (
     Line,
     Num,
     Page,
-    Source,
+    PageSource,
     Table,
 )
 from finetune.analysis.report.run_source import RunSource
 from finetune.runs.card import without_paths
-from finetune.runs.folder import Run
+from finetune.runs.folder import RunFolder
 
 
 def page_of(runs: Sequence[RunSource]) -> Page:
@@ -42,7 +42,7 @@ def page_of(runs: Sequence[RunSource]) -> Page:
     )
 
 
-def benchmark_page(found: Benchmark, source: Source) -> Page:
+def benchmark_page(found: Benchmark, source: PageSource) -> Page:
     """The page of a benchmark or matrix: the tables that a terminal shows, and their notes."""
     tables = [
         Table(
@@ -63,7 +63,7 @@ def benchmark_page(found: Benchmark, source: Source) -> Page:
     )
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[RunFolder]) -> list[str]:
     """Name runs on a page: the recipe, with the seed or a number where names repeat."""
     recipes = [run.recipe for run in runs]
     seeds = [f"{run.recipe}, seed {run.config.get('train', {}).get('seed', 42)}" for run in runs]

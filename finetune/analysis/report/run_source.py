@@ -20,7 +20,7 @@ from finetune.analysis.report.elements import (
     REPORT,
     Line,
     Num,
-    Source,
+    PageSource,
     Table,
     Tone,
     figure,
@@ -55,7 +55,7 @@ class Course(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunSource(Source):
+class RunSource(PageSource):
     """A run folder, with the figures and tables that pages show."""
 
     # ------------------------------------------------------------------------------------- verdict

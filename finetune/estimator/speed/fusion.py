@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     inputs: frozenset[int]
 
 
-class Place(NamedTuple):
+class KernelSlot(NamedTuple):
     """A kernel that operators of one region may share.
 
     Places are compared field by field, so the least of those in one region comes first in time.
@@ -83,7 +83,7 @@ class Place(NamedTuple):
     columns: bool = False
 
 
-_Kernel = tuple[list[int], Place]
+_Kernel = tuple[list[int], KernelSlot]
 """Operators of a kernel, and its place."""
 
 
@@ -174,18 +174,18 @@ class _Fusion:
         """True if a kernel has to end before another operator can read this one's result."""
         return not self._fused[index] or is_barrier(self._ops[index])
 
-    def _place(self) -> list[set[Place]]:
+    def _place(self) -> list[set[KernelSlot]]:
         """Kernels of each operator: those that read it, or the first of them if it is stored."""
         stored = self._stored()
-        places: list[set[Place]] = [set() for _ in self._ops]
+        places: list[set[KernelSlot]] = [set() for _ in self._ops]
         for index in range(len(self._ops) - 1, -1, -1):
             if not self._fused[index]:
                 continue
-            here = Place(self._regions[index], self._generations[index])
+            here = KernelSlot(self._regions[index], self._generations[index])
             wanted = {
                 place
                 for r in self._readers[index]
-                for place in places[r] or {Place(self._regions[r], self._generations[r])}
+                for place in places[r] or {KernelSlot(self._regions[r], self._generations[r])}
                 if place.region == here.region
             }
             if self._kinds[index] == "reduction" or not wanted:
@@ -213,7 +213,7 @@ class _Fusion:
         from networkx.utils import UnionFind
 
         joined: Any = UnionFind()
-        readers: dict[tuple[int, int, Place], tuple[int, Place]] = {}
+        readers: dict[tuple[int, int, KernelSlot], tuple[int, KernelSlot]] = {}
         for index, places in enumerate(self.places):
             for place in places:
                 node = joined[index, place]
@@ -254,7 +254,7 @@ class _Fusion:
             later[0][:] = sorted({*later[0], *members})
         return left
 
-    def _can_wait(self, members: list[int], place: Place) -> bool:
+    def _can_wait(self, members: list[int], place: KernelSlot) -> bool:
         """True if all that a kernel makes goes into GEMMs whose results leave the region."""
         for index in members:
             for reader in self._readers[index]:
@@ -268,7 +268,7 @@ class _Fusion:
                 return False
         return True
 
-    def _reads(self, members: list[int], place: Place) -> dict[tuple[int, int], float]:
+    def _reads(self, members: list[int], place: KernelSlot) -> dict[tuple[int, int], float]:
         """Bytes of each value that a kernel reads and does not make, but for small ones."""
         return {
             (operand.storage, maker): operand.nbytes
@@ -280,11 +280,11 @@ class _Fusion:
     def _operands(self, index: int) -> Iterator[tuple[Operand, int]]:
         return zip(self._ops[index].inputs, self._makers[index], strict=True)
 
-    def _hands_on(self, maker: int, place: Place) -> bool:
+    def _hands_on(self, maker: int, place: KernelSlot) -> bool:
         """True if a kernel computes an operator's result itself, and need not read it."""
         return maker >= 0 and place in self.places[maker] and not self._ends_kernel(maker)
 
-    def _joined(self, members: list[int], place: Place) -> Launch:
+    def _joined(self, members: list[int], place: KernelSlot) -> Launch:
         """Kernel with the bytes that it exchanges with the outside."""
         reads: dict[tuple[int, int], float] = {}
         written = 0.0

@@ -96,7 +96,7 @@ ENGINE: dict[str, tuple[float, Precision]] = {
 _FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """GEMM `[batch, M, K] @ [batch, K, N]` and the precision of its operands."""
 
     batch: int
@@ -177,13 +177,13 @@ def _is_one_row(shape: tuple[int, ...], rows: list[int], width: int) -> bool:
     return [*shape[-1:]] == [width] and math.prod(shape) == width and [*shape] != rows
 
 
-def product_of(op: Op) -> Product | None:
+def product_of(op: Op) -> MatrixProduct | None:
     """GEMM of an operator; None for other kinds or unknown operands."""
     matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
     name = base_name(op)
     if (form := name.removesuffix("_mm")) in ENGINE:  # of flat buffers without a shape
         (m, n), (size, precision) = op.outputs[0].shape, ENGINE[form]
-        return Product(1, m, n, max(1, round(op.inputs[0].nbytes / (m * size))), precision)
+        return MatrixProduct(1, m, n, max(1, round(op.inputs[0].nbytes / (m * size))), precision)
     if kind_of(op) != "gemm" or len(matrices) < 2:
         return None
     output = (op.outputs or op.inputs)[0].shape
@@ -194,13 +194,15 @@ def product_of(op: Op) -> Product | None:
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
         if len(a.shape) < len(output):  # [M, rows] @ [rows, N] of each expert -> [experts, M, N]
             experts, m, _ = output
-            return Product(experts, m, n, max(1, k // experts), _precision(op, a))
+            return MatrixProduct(experts, m, n, max(1, k // experts), _precision(op, a))
         # grouped [rows, K] @ [experts, K, N]: each row meets the weight of one expert
         experts = b.shape[0] if len(b.shape) == 3 else 1
-        return Product(experts, max(1, math.prod(output[:-1]) // experts), n, k, _precision(op, a))
+        return MatrixProduct(
+            experts, max(1, math.prod(output[:-1]) // experts), n, k, _precision(op, a)
+        )
     batch = math.prod(output[:-2]) if name in ("bmm", "baddbmm") else 1
     m = math.prod(output[:-1]) // max(1, batch)
-    return Product(max(1, batch), m, n, k, _precision(op, a))
+    return MatrixProduct(max(1, batch), m, n, k, _precision(op, a))
 
 
 def attention_flops(op: Op) -> tuple[float, bool]:

@@ -41,8 +41,8 @@ from finetune.estimator.memory.overheads import sdpa_kernel
 from finetune.estimator.speed.fusion import Launch, launches
 from finetune.estimator.speed.operators import (
     OF_ONE_LAUNCH,
+    MatrixProduct,
     Precision,
-    Product,
     attention_flops,
     base_name,
     dtype_name,
@@ -303,7 +303,7 @@ class Roofline:
             return Kernel(body + start, flops, "launch")
         return Kernel(body + start, flops, "compute" if compute > memory else "memory")
 
-    def product_seconds(self, product: Product) -> float:
+    def product_seconds(self, product: MatrixProduct) -> float:
         """Compute-bound seconds of a GEMM `[M, K] @ [K, N]`."""
         share = shape_share(product, self.gpu.sms, self.efficiency.shared.pipeline_k)
         return product.flops / (self._rate(product.precision) * share)
@@ -358,7 +358,7 @@ def wide_peak(gpu: Gpu) -> float:
     return (gpu.tflops["tf32"] / 3 if "tf32" in gpu.tflops else gpu.tflops["fp32"]) * 1e12
 
 
-def shape_share(product: Product, units: int, pipeline_k: float) -> float:
+def shape_share(product: MatrixProduct, units: int, pipeline_k: float) -> float:
     """Efficiency of a GEMM's shape relative to an arbitrarily large one, at most 1.
 
     On 132 multiprocessors, M x N x K = 16896 x 256 x 8192 makes 132 tiles of 128 x 256: one full

@@ -343,12 +343,14 @@ def _trainer(
     if padded is None:
         padded = not getattr(args, "packing", False)
 
-    class Rows(Dataset):
-        def map(self, *_: Any, **__: Any) -> Rows:  # columns are those of rows that were prepared
+    class PreparedRows(Dataset):
+        def map(
+            self, *_: Any, **__: Any
+        ) -> PreparedRows:  # columns are those of rows that were prepared
             return self
 
     made = [PROMPT] if method.writes else _rows(args, padded=padded, documents=documents)
-    rows, beside = Rows.from_list(made), dict[str, Any]()
+    rows, beside = PreparedRows.from_list(made), dict[str, Any]()
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)
     if method.rewarded:

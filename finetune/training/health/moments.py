@@ -35,14 +35,14 @@ SAMPLE = 2**14
 
 
 @dataclass
-class Ratio:
+class SummedRatio:
     """Numerator and denominator, summed over a group."""
 
     above: float = 0.0
     below: float = 0.0
 
-    def __add__(self, other: Ratio) -> Ratio:
-        return Ratio(self.above + other.above, self.below + other.below)
+    def __add__(self, other: SummedRatio) -> SummedRatio:
+        return SummedRatio(self.above + other.above, self.below + other.below)
 
 
 def spread(numel: int) -> slice:
@@ -105,7 +105,7 @@ def _sampled(
 @torch.no_grad()
 def gradient_snr(
     named: Mapping[str, Tensor], optimizer: Optimizer, groups: dict[str, str]
-) -> dict[str, Ratio]:
+) -> dict[str, SummedRatio]:
     """Σ m̂² and Σ (v̂ - m̂²) of each group that has moments, after an optimizer step."""
     betas = {id(p): g.get("betas") for g in optimizer.param_groups for p in g["params"]}
     sums: dict[str, list[Tensor]] = {}
@@ -125,7 +125,7 @@ def gradient_snr(
 @torch.no_grad()
 def update_ratio(
     before: dict[str, Tensor], named: Mapping[str, Tensor], groups: dict[str, str]
-) -> dict[str, Ratio]:
+) -> dict[str, SummedRatio]:
     """‖Δw‖² and ‖w‖² per group, from `sample(parameter)` before and after an optimizer step."""
     sums: dict[str, list[Tensor]] = {}
     for name, parameter in named.items():
@@ -138,11 +138,13 @@ def update_ratio(
     return _ratios(sums)
 
 
-def _ratios(sums: dict[str, list[Tensor]]) -> dict[str, Ratio]:
-    return {group: Ratio(*torch.stack(parts).sum(0).tolist()) for group, parts in sums.items()}
+def _ratios(sums: dict[str, list[Tensor]]) -> dict[str, SummedRatio]:
+    return {
+        group: SummedRatio(*torch.stack(parts).sum(0).tolist()) for group, parts in sums.items()
+    }
 
 
-def ratio_row(snr: dict[str, Ratio], update: dict[str, Ratio]) -> dict[str, float]:
+def ratio_row(snr: dict[str, SummedRatio], update: dict[str, SummedRatio]) -> dict[str, float]:
     """Logged metrics such as `health/attn/grad_snr` and `health/attn/update_ratio`."""
     row = {
         f"health/{group}/grad_snr": r.above / r.below

@@ -35,14 +35,20 @@ from finetune.runs.progress import OPERANDS
 from finetune.training import session
 from finetune.training.first_batches import check_first_batches
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
-from finetune.training.health.moments import Ratio, gradient_snr, ratio_row, sample, update_ratio
+from finetune.training.health.moments import (
+    SummedRatio,
+    gradient_snr,
+    ratio_row,
+    sample,
+    update_ratio,
+)
 from finetune.training.health.operands import GroupSums, OperandWatch, health_row, merge_sums
 from finetune.training.host_time import shortened
 from finetune.training.isolation import refuse_leaks
 from finetune.training.replacing import replaced
 from finetune.training.schedule import LEAST_SHARE, reached
 
-Ratios = dict[str, Ratio]
+Ratios = dict[str, SummedRatio]
 OVERFLOW_WARNING = 0.01
 """Share of saturated values above which a group gets a warning: amax scaling leaves none."""
 SNR_WARNING_DB = 15.0
@@ -239,5 +245,5 @@ def _of_all_processes(
     for _, *ratios in everyone:
         for whole, part in zip(merged, ratios, strict=True):
             for group, ratio in part.items():
-                whole[group] = whole.get(group, Ratio()) + ratio
+                whole[group] = whole.get(group, SummedRatio()) + ratio
     return merge_sums(one[0] for one in everyone), *merged
