@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from finetune.errors import StorageNotComputeError
 
@@ -66,7 +67,9 @@ class Fp8Bits(nn.Parameter):
         super().__setattr__(name, value)
 
     def detach(self) -> Tensor:
-        # By its caller, since torch's averages begin with a copy, which is no harm by itself.
+        # By its caller: an average begins with a copy, which is no harm by itself, and no other
+        # step of it asks the parameter. One that was made before the base was stored
+        # would take codes for weights.
         if sys._getframe(1).f_globals.get("__name__") == "torch.optim.swa_utils":
             raise StorageNotComputeError(
                 "AveragedModel would average the codes of weights stored in FP8 as numbers",
@@ -82,9 +85,9 @@ class Fp8Bits(nn.Parameter):
     @property
     def data(self) -> Tensor:
         bits: Tensor = Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
-        # Not to torch itself: AOTAutograd (torch 2.13) goes by the type of a parameter's data.
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        plain = self.moving or caller.startswith("torch.")
+        # Not inside a dispatch mode: that of AOTAutograd (torch 2.13) goes by the type of a
+        # parameter's data, and no script merges there.
+        plain = self.moving or is_in_torch_dispatch_mode()
         return bits if plain else bits.as_subclass(RawCodes)
 
     @data.setter

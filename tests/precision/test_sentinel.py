@@ -42,19 +42,6 @@ def unfreeze(model) -> None:
     next(p for p in model.parameters() if not p.requires_grad).requires_grad_(True)
 
 
-def make_plain(model) -> None:
-    layer = block(model).mlp.down_proj
-    layer = getattr(layer, "base_layer", layer)
-    layer.__class__ = layer.plain_class
-
-
-def multiply_past(model) -> None:
-    """Code that reads the weight and multiplies by itself."""
-    layer = block(model).mlp.down_proj
-    base = getattr(layer, "base_layer", layer)
-    base.forward = lambda x: nn.functional.linear(x, base.weight.to(x.dtype))
-
-
 def evaluate(model) -> None:
     model.eval()
 
@@ -67,8 +54,6 @@ DAMAGES = {
     "evaluation mode left on": (evaluate, r"BF16 entered at optimizer step \d: 1[14] layers"),
     "a part in evaluation mode": (evaluate_a_part, r"BF16 entered at optimizer step \d: 3 layers"),
     "layer replaced": (replace, r"replaced or removed after preparation[\s\S]*0.self_attn.q_proj"),
-    "layer made plain": (make_plain, r"became plain[\s\S]*0.mlp.down_proj"),
-    "multiplied past the layer": (multiply_past, r"step \d: 1 layers[\s\S]*0.mlp.down_proj"),
     "frozen": (freeze, r"which parameters train[\s\S]*no longer"),
     "unfrozen": (unfreeze, r"which parameters train[\s\S]*now trainable"),
 }
@@ -97,7 +82,7 @@ def test_damage_is_stopped_at_its_step(make_llama, setup_backend, damage, method
     assert get_receipt().status.startswith("stopped")
 
 
-@pytest.mark.parametrize("damage", ["evaluation mode left on", "multiplied past the layer"])
+@pytest.mark.parametrize("damage", ["evaluation mode left on", "a part in evaluation mode"])
 def test_bf16_that_may_enter_is_said_and_lowers_the_share(
     make_llama, setup_backend, damage
 ) -> None:
@@ -187,34 +172,15 @@ def test_share_follows_the_calls(setup_backend) -> None:
     assert shares == pytest.approx([2 / 3, 2 / 3, 5 / 8, 6 / 10])
 
 
-def merge(model) -> None:
-    model.merge_adapter()
-
-
-def bypass(model) -> None:
-    """A forward that multiplies the plain weights of layers around which nothing trains."""
-    mlp = block(model).mlp
-    weights = [layer.weight.detach().clone() for layer in (mlp.gate_proj, mlp.down_proj)]
-    gate, down = (getattr(w, "_data", w) for w in weights)
-    linear = nn.functional.linear
-    mlp.forward = lambda x: linear(torch.relu(linear(x, gate.to(x.dtype))), down.to(x.dtype))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (merge, r"2 adapters are merged into their base[\s\S]*0.self_attn.q_proj"),
-        (bypass, r"step 5: 3 layers[\s\S]*0.mlp.gate_proj[\s\S]*module around them, was replaced"),
-    ],
-)
-def test_adapters_that_something_goes_past(make_llama, setup_backend, damage, message) -> None:
+def test_adapters_that_are_merged_in_mid_run(make_llama, setup_backend) -> None:
     """Checkpointing keeps the loss's gradient alive, so that nothing else fails."""
     torch.manual_seed(3)
     model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules=["q_proj"])).train()
     model.enable_input_require_grads()
     accelerator, model, optimizer = prepared(model, setup_backend)
     train(accelerator, model, optimizer, LATE)
-    damage(model)
+    model.merge_adapter()
+    message = r"2 adapters are merged into their base[\s\S]*0.self_attn.q_proj"
     with pytest.raises(ProofError, match=message):
         step(accelerator, model, optimizer)
     assert get_receipt().status.startswith("stopped")

@@ -2,17 +2,16 @@
 
 The proof ends after a few steps; a model can leave its plan at any later one. At each step, before
 the optimizer uses the gradients, what the model is made of is compared with what it was: the
-objects, classes and own forwards of its modules, the types and `requires_grad` of its parameters,
-and that no adapter that trains is merged. Only what differs is looked at again, since sharding and
-wrapping change the same things in harmless ways.
+objects of its modules, the types and `requires_grad` of its parameters, and that no adapter that
+trains is merged. Only what differs is looked at again, since sharding and wrapping change the same
+things in harmless ways.
 
 Each converted layer counts its calls, and a gradient that has passed it in evaluation mode is BF16
-that entered. A layer that is not called rests, which is allowed at any step and counted, unless
-the forward of the layer, or of a module around it, was replaced since. To change layers, their
-forwards or what trains, prepare the model again.
+that entered. A layer that is not called rests, which is allowed at any step, and counted in the
+receipt. To change layers or what trains, prepare the model again.
 
-Not seen: code that multiplies a layer's weight by itself, after the first steps and beside calls
-of the layer.
+Not seen: code that multiplies a layer's weight by itself after the first steps, as a forward that
+is put in the place of another does; the layer then rests.
 
 The cost is a look at each module, less than a microsecond: the tree is walked again only where a
 module has other children than before.
@@ -92,8 +91,6 @@ class Sentinel:
         self._linears = {id(r.owner): (r.name, r.owner) for r in linear_records(self.model)}
         self._trains = trains
         self._held: list[Held] = []
-        self._forwards: dict[str, tuple[nn.Module, tuple[Any, Any]]] = {}
-        self._replaced: list[str] = []  # modules with another forward than at first
         self._adapters = self._trained_adapters()
         self._types: dict[str, torch.dtype] = {}
         self._noted: list[Any] = []  # the structure that was last found in order
@@ -107,7 +104,6 @@ class Sentinel:
         self._held = list(self._iter_held(modules))
         for held in self._held:  # calls before that micro-step were of no step
             held.tally.high = held.tally.high_rows = 0
-        self._forwards = {name: (m, _forward_of(m)) for name, m in modules.items()}
         # Not at preparation, after which FSDP2 has its own way with types.
         named = self.model.named_parameters()
         self._types = {name: p.dtype for name, p in named if p.requires_grad}
@@ -128,11 +124,11 @@ class Sentinel:
             yield Held(layer, module, tally, tally.rows)
 
     def _as_it_is(self) -> list[Any]:
-        """Objects, classes and own forwards of modules; objects, types and flags of parameters."""
+        """Objects of modules, and whether they are compiled; of parameters, types and flags."""
         if not self._tree or any(m._modules != children for m, children in self._tree):
             self._tree = [(m, dict(m._modules)) for m in self.model.modules()]
         modules = [m for m, _ in self._tree]
-        calls = [(m, type(m), m._compiled_call_impl, vars(m).get("forward")) for m in modules]
+        calls = [(m, m._compiled_call_impl) for m in modules]
         trained = [
             (id(p), p.requires_grad, p.dtype)
             for m in modules
@@ -173,14 +169,7 @@ class Sentinel:
         self._check_trainable({name for name, p in parameters.items() if p.requires_grad})
         if self._is_begun:
             self._check_types(parameters)
-            self._check_classes()
             refuse_compiled(self.model, compiled_later)
-            # Not of the whole model, whose forward Accelerate wraps and unwraps.
-            self._replaced = [
-                name
-                for name, (m, first) in self._forwards.items()
-                if name and _forward_of(m) != first
-            ]
             self._adapters = self._trained_adapters()
             self._noted = now
 
@@ -251,18 +240,6 @@ class Sentinel:
                 "build the trainer (or prepare model and optimizer) again",
             )
 
-    def _check_classes(self) -> None:
-        """Raise if a converted layer has its plain class again."""
-        converted = (Fp8Mixin, ParameterMixin, ConvertedExpertsMixin)
-        plain = [h.layer.name for h in self._held if not isinstance(h.module, converted)]
-        if plain:
-            self._leave(
-                "converted layers became plain again",
-                where=some(plain),
-                why="they multiply in BF16",
-                fix="prepare the model again, or leave its classes as they are",
-            )
-
     def _check_merged(self) -> None:
         """Raise if an adapter that trains is merged into its base weight."""
         merged = [m for m in self._adapters if m.merged_adapters]
@@ -277,12 +254,11 @@ class Sentinel:
             )
 
     def _check_calls(self) -> None:
-        """Report layers that ran in high precision or were bypassed; count those that rested.
+        """Report layers that ran in high precision; count those that rested.
 
         Resets `ran` and `high` of each tally for the next step.
         """
         high: list[str] = []
-        around: list[str] = []
         resting: list[str] = []
         for held in self._held:
             name, tally = held.layer.name, held.tally
@@ -291,27 +267,20 @@ class Sentinel:
                 high.append(name)
             elif tally.ran:
                 tally.ran = False
-            elif any(f"{name}.".startswith(f"{path}.") for path in self._replaced):
-                around.append(name)
             else:
                 resting.append(name)
         # If all rest, another optimizer has stepped on the same backward.
         if len(resting) < len(self._held):
             self.rests.update(resting)
-        left = high + around
-        self.entered.update(left)
-        if left:
+        self.entered.update(high)
+        if high:
+            roles = {h.layer.role for h in self._held}
             self._leave(
-                f"BF16 entered at optimizer step {self.steps}: {len(left)} layers that were "
+                f"BF16 entered at optimizer step {self.steps}: {len(high)} layers that were "
                 "planned in FP8 did not run in FP8",
-                where=some(left),
-                why="they were called in evaluation mode, where layers multiply in high precision"
-                if high
-                else "their forward, or that of a module around them, was replaced after the first "
-                "step, and since then they are not called",
-                fix=remedy(
-                    "fp8", training=not high, silent=True, roles={h.layer.role for h in self._held}
-                ),
+                where=some(high),
+                why="they were called in evaluation mode, where layers multiply in high precision",
+                fix=remedy("fp8", training=False, silent=True, roles=roles),
             )
 
     # ------------------------------------------------------------------------------- the share
@@ -357,8 +326,3 @@ class Sentinel:
 def _is_frozen_adapter(name: str, module: nn.Module) -> bool:
     """True for a frozen adapter's layer, which may come and go: adapters never run in FP8."""
     return is_low_rank(name) and not any(p.requires_grad for p in module.parameters())
-
-
-def _forward_of(module: nn.Module) -> tuple[Any, Any]:
-    """What a call of a module runs: a forward of its own, if it has one, and its class's."""
-    return vars(module).get("forward"), type(module).forward
