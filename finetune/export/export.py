@@ -234,8 +234,7 @@ def check_export(
         wide = to == "merged" or to in gguf.TYPES
         with parity.in_float32(model) if wide else contextlib.nullcontext():
             export = parity.observe(model, batches)
-        worst = parity.worst_layer(model, reference.layers)
-        return parity.compare(reference.outputs, export, worst)
+        return parity.compare(reference.outputs, export)
 
 
 def _loaded(folder: Path, to: str, run: FinishedRun) -> Any:
@@ -313,11 +312,10 @@ def _base_name(model: ModelConfig) -> tuple[str, str | None]:
 
 
 class Reference(NamedTuple):
-    """Outputs of the run's model, the noise of BF16 in them, and samples of its linear layers."""
+    """Outputs of the run's model, and the noise of BF16 in them."""
 
     outputs: Observation
     noise: Parity | None
-    layers: dict[str, parity.Layer]
 
 
 def _observe_reference(
@@ -335,10 +333,10 @@ def _observe_reference(
             rounding.enter_context(parity.in_float32(model))
             rounding.enter_context(torch.autocast(this_device().kind, torch.bfloat16))
         outputs = parity.observe(model.eval(), batches.evaluation, answers=False)
-    noise, layers = None, {}
+    noise = None
     if to != "adapter":
         rounded = outputs
-        with parity.in_float32(model), parity.watching_layers(model) as layers:
+        with parity.in_float32(model):
             outputs = parity.observe(model, batches.evaluation, answers=False)
         noise = parity.compare(outputs, rounded)
     parity.check_reference(outputs.loss, parity.likelihood_of(run.config.train, run.eval_loss))
@@ -347,7 +345,7 @@ def _observe_reference(
         inputs = compressed_tensors.input_amax(model, calibrate, batches.calibration)
     del model
     gc.collect()  # the trainer behind the batches refers to the model in cycles
-    return batches, Reference(outputs, noise, layers), inputs
+    return batches, Reference(outputs, noise), inputs
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ def converter(target: str) -> Path:
             f"--to {target} needs llama.cpp's converter",
             where=f"LLAMA_CPP={home}" if home else "LLAMA_CPP is not set",
             why=f"{SCRIPT} is a part of llama.cpp's repository, and on no package index",
-            fix="git clone --depth 1 https://github.com/ggml-org/llama.cpp && "
-            'export LLAMA_CPP="$PWD/llama.cpp" (nothing has to be built)',
+            fix="git clone --depth 1 https://github.com/ggml-org/llama.cpp, and set LLAMA_CPP to "
+            "its folder (nothing has to be built)",
         )
     require(f"--to {target}", "gguf", install_hint("gguf"))
     return Path(found).expanduser()

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.export_noise                # the packaged model, and random Llamas
     python -m tests.benchmarks.export_noise 256x16 512x8   # of hidden size x layers
 
-A line of JSON for each: the noise of the logits, and for each export (logit error, worst layer's
-error), both in multiples of their noise. `MULTIPLES` of `finetune.export.parity` is from it.
+A line of JSON for each: the noise of the logits, and for each export its logit error in multiples
+of that. `MULTIPLES` of `finetune.export.parity` is from it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def study(name: str, model: Any, ids: torch.Tensor) -> dict[str, Any]:
     batches = [{"input_ids": ids, "labels": ids}]
     plain, model = copy.deepcopy(model), adapted(model)
     rounded = parity.observe(model, batches, answers=False)
-    with parity.in_float32(model), parity.watching_layers(model) as layers:
+    with parity.in_float32(model):
         exact = parity.observe(model, batches, answers=False)
     noise = parity.compare(exact, rounded).logit_error
     found: dict[str, Any] = {"model": name, "noise": noise}
@@ -56,7 +56,7 @@ def study(name: str, model: Any, ids: torch.Tensor) -> dict[str, Any]:
         with parity.in_float32(export) if wide else contextlib.nullcontext():
             seen = parity.observe(export, batches, answers=False)
         error = parity.compare(exact, seen).logit_error
-        found[what] = (error / noise, parity.worst_layer(export, layers)[0])
+        found[what] = error / noise
 
     merged = copy.deepcopy(model).merge_and_unload()
     note("merged", merged)

@@ -51,22 +51,18 @@ def test_a_file_is_read_back_and_a_wrong_order_is_found(stand_in, monkeypatch, t
     model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA).eval()
     model.save_pretrained(tmp_path / "model")
     batch = [{"input_ids": IDS, "labels": IDS}]
-    with parity.in_float32(model), parity.watching_layers(model) as layers:
+    with parity.in_float32(model):
         exact = parity.observe(model, batch, answers=False)
 
-    def layer_error(target: str) -> float:
+    def error(target: str) -> float:
         file = tmp_path / f"{target}.gguf"
         gguf.convert(tmp_path / "model", file, target)
         back = read_back(tmp_path / "model", file)
-        found = parity.compare(exact, parity.observe(back, batch, answers=False))
-        if target == "gguf":
-            assert (found.logit_error < 1e-5) != bool(os.environ.get("FAULT"))
-        return parity.worst_layer(back, layers)[0]
+        return parity.compare(exact, parity.observe(back, batch, answers=False)).logit_error
 
-    assert layer_error("gguf") < 0.01
-    assert 1 < layer_error("gguf-q8") < parity.MULTIPLES["gguf-q8"][1]
+    assert error("gguf") < 1e-5 < error("gguf-q8") < 0.05
     monkeypatch.setenv("FAULT", "1")
-    assert layer_error("gguf") > 100
+    assert error("gguf") > 0.1
 
 
 @pytest.mark.slow
