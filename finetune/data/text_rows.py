@@ -319,14 +319,12 @@ def _refuse_inner(found: dict[str, Any], file: Path) -> None:
     inner = [key for key, rows in lists.items() if all(isinstance(row, dict) for row in rows)]
     if found and all(isinstance(lists.get(key, [None])[0], str) for key in found):
         what = f"{file.name} is one object of columns, not rows"
-        code = "[print(json.dumps(dict(zip(found, row)))) for row in zip(*found.values())]"
+        fix = (
+            "write its rows as a list of objects (pandas: to_json(orient='records')), and take that"
+        )
     elif inner and not TURNS & found.keys():
         what = f"the rows of {file.name} are inside {inner[0]!r}"
-        code = f"[print(json.dumps(row)) for row in found[{inner[0]!r}]]"
+        fix = f"write the list {inner[0]!r} alone to a file, and take that"
     else:
         return
-    plain = file.with_suffix("") if file.suffix != ".json" else file  # of a compressed one
-    read = f"import json; found = json.load(open({str(plain)!r}, encoding='utf-8')); {code}"
-    command = f"python -c {shlex.quote(read)} > {shlex.quote(str(plain.with_suffix('.jsonl')))}"
-    unpack = "unpack it; " if plain != file else ""
-    raise DataError(what, where=f"{file}:1", why=A_ROW, fix=f"{unpack}{command}, and take that")
+    raise DataError(what, where=f"{file}:1", why=A_ROW, fix=fix)
