@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,7 @@ def template(node: ast.expr) -> str:
     return ""
 
 
+@cache
 def texts(package: Path = ROOT / "finetune") -> set[str]:
     """What errors, refusals and warnings say first, one line each."""
     found = set[str]()

@@ -85,6 +85,7 @@ def test_grpo_is_judged_by_its_reward_and_never_by_its_loss(tmp_path, cli):
     assert 'id="plot-loss"' not in page
 
 
+@pytest.mark.slow
 def test_preferences_are_judged_by_the_accuracy_of_the_evaluation_too(tmp_path, cli, monkeypatch):
     folder = comparison("dpo", tmp_path / "c", 0.70, 0.80)
     assert cli("compare", folder).code == 3

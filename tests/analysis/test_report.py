@@ -390,6 +390,7 @@ OTHER = ["x", [1], {"now": 3}, {"now": {"groups": [3]}}, {"before": 1}, {"ran": 
 OTHER += [{"device": "text"}, {"versions": [1]}, {"measured_gib": "1"}, {"predicted_gib": {}}]
 
 
+@pytest.mark.slow
 def test_parts_of_a_receipt_of_another_form_are_left_out(tmp_path):
     folder = make_run(tmp_path / "r", steps=4, groups=())
     whole = json.loads((folder / "receipt.json").read_text())

@@ -19,6 +19,7 @@ from finetune.config.paths import find_recipe
 from finetune.config.schema import RunConfig
 from finetune.data.text_rows import rows_of
 from finetune.errors import DataError
+from tests.conftest import slow_but
 
 CORPUS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "corpus.yaml").read_text("utf-8"))
 FIX = re.compile(r"^  fix: +\S|^Try '.+ (--help|-h)'", re.MULTILINE)
@@ -183,7 +184,7 @@ FILES: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("streaming", ["false", "true"])
+@pytest.mark.parametrize("streaming", slow_but(["false"], ["false", "true"]))
 def test_files_that_are_no_rows(refused, name, streaming) -> None:
     for content in FILES[name]:
         Path(name).write_bytes(content)

@@ -19,9 +19,10 @@ from finetune.precision.proof.row import LayerReceipt
 from finetune.runs.card import model_card
 from finetune.runs.progress import figures
 from finetune.runs.receipt import Receipt, RunReport, Sample
+from tests.conftest import slow_but
 
 
-@pytest.mark.parametrize("words", [[], ["--details"]])
+@pytest.mark.parametrize("words", slow_but([[]], [[], ["--details"]]))
 def test_a_run_ends_with_five_lines_unless_more_are_asked_for(words, cli) -> None:
     settings = [
         "train.max_steps=3", "data.max_rows=12", "train.warmup_steps=0", "train.logging_steps=1",

@@ -12,6 +12,7 @@ from finetune.config.yaml import parse_yaml, with_values
 from finetune.estimator.changes import rows_of
 from finetune.estimator.presets import PRESETS
 from finetune.training.preflight import check_sharding
+from tests.conftest import slow_but
 
 
 def rows(config) -> int:
@@ -27,7 +28,7 @@ def computes(preset: str, before) -> str:
     return "bf16" if preset in ("bf16", "no-fp8") else before.precision.compute
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_but(["fastest"], PRESETS))
 def test_every_recipe_with_a_preset_is_a_recipe_that_trains_the_same_batch(cli, preset):
     for name in list_recipes():
         done = cli("cp", name, "mine", "--force", "--preset", preset)

@@ -71,6 +71,7 @@ def test_without_a_gpu_the_fix_names_one_that_works_as_typed(cli):
     assert (found.code, "10,000,000,000 tokens" in found.out) == (0, True)
 
 
+@pytest.mark.slow
 def test_fp8_that_a_gpu_lacks_leaves_the_days_of_other_precisions(cli):
     words = ("estimate", "tiny_full_fp8", "precision.emulation=forbid", "--gpu", "A100-80GB")
     done = cli(*words, "--tokens", "3B", "--json")

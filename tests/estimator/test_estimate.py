@@ -54,6 +54,7 @@ from finetune.hardware.requirements import resolve_there
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.memory_meter import Batch
 from finetune.units import GIB, MEMORY, duration, size
+from tests.conftest import slow_but
 from tests.estimator.configs import changed
 
 H100 = place_of("H100")
@@ -559,7 +560,7 @@ def test_transformer_engine_may_be_broken_here_and_run_there(monkeypatch):
     assert resolve_there(by_need, H100).precision.backend == "te"
 
 
-@pytest.mark.parametrize("gpu", ["T4", "A100-80GB"])
+@pytest.mark.parametrize("gpu", slow_but(["T4"], ["T4", "A100-80GB"]))
 def test_bf16_where_the_gpu_has_none_is_said(config, gpu):
     plain = with_overrides(config, ["precision.compute=bf16"])
     said = " ".join(limits(predict_fast(plain, place_of(gpu))))

@@ -75,12 +75,17 @@ def full_run(made_once) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(lora_run, made_once):
-    """Every export of the LoRA run."""
+    """Exports of the LoRA run by their formats, each made when it is first asked for."""
 
-    def make(folder: Path) -> dict:
-        return {to: export_run(lora_run, to, folder / to, console=QUIET) for to in TARGETS}
+    class Exports(dict):
+        def __missing__(self, to: str):
+            def make(folder: Path):
+                return export_run(lora_run, to, folder / to, console=QUIET)
 
-    return made_once("exports of the LoRA run", make)
+            self[to] = made_once(f"{to} of the LoRA run", make)
+            return self[to]
+
+    return Exports()
 
 
 @pytest.fixture
@@ -105,7 +110,7 @@ def ids(count: int = 64) -> torch.Tensor:
 # ------------------------------------------------------------------------------- what is exported
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", slow_but(["adapter", "merged"], TARGETS))
 def test_export_is_complete_and_says_what_it_is(to, exported, lora_run):
     done = exported[to]
     record = json.loads((done.folder / "export.json").read_text())
@@ -169,6 +174,7 @@ def test_merged_is_the_original_with_the_adapter(exported, lora_run):
         assert (error <= 2**-6 * size + 1e-9).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["fp8", "nvfp4"])
 def test_quantized_export_reloads_through_transformers(to, exported):
     """Stored in 8 or 4 bits, read by Transformers, and really computed with rounded inputs."""

@@ -89,6 +89,7 @@ def test_a_folder_of_this_machine_is_not_uploaded(yes, hub, exported, cli):
     assert cli(*command).code == 0
 
 
+@pytest.mark.slow
 def test_a_report_is_pushed_as_its_page(hub, exported, cli, tmp_path):
     said = cli("report", exported[0], "--to", tmp_path / "page", "--push", "me/harbour", "--yes")
     assert said.code == 0, said.err

@@ -24,7 +24,7 @@ from finetune.precision.lora import AdaptedLinear
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.health.operands import OperandWatch
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 from tests.traced import traced
 
 
@@ -223,7 +223,7 @@ HOOKED = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", HOOKED)
+@pytest.mark.parametrize("kind", slow_but(["offsets of aLoRA"], HOOKED))
 def test_hooks_inside_compiled_layers_run(make_llama, setup_backend, traced, kind) -> None:
     """Graphs have the hooks of the call that made them, in every layer and for good."""
     make, more = HOOKED[kind]
@@ -252,6 +252,7 @@ def test_hooks_inside_compiled_layers_run(make_llama, setup_backend, traced, kin
     assert "layers ran uncompiled, with hooks" in get_receipt().precision["compile"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_generation_takes_no_graphs_from_training(make_llama, setup_backend, traced) -> None:
     """Each layer would take three: 64 are made of all layers, and training comes later."""

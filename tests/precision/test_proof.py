@@ -19,7 +19,7 @@ from finetune.precision.proof.row import changed_numbers
 from finetune.precision.proof.witness import ATTENTION, Witness
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.references import PRECOMPUTES
-from tests.conftest import batch, prepared, step, train
+from tests.conftest import batch, prepared, slow_but, step, train
 
 
 def test_trainable_weight_outside_the_optimizer(make_llama, setup_backend) -> None:
@@ -451,7 +451,7 @@ def test_whole_model_compile_is_refused(make_llama, setup_backend) -> None:
         accelerator.prepare(make_llama())
 
 
-@pytest.mark.parametrize("frozen", ["fp8", "bf16"])
+@pytest.mark.parametrize("frozen", slow_but(["fp8"], ["fp8", "bf16"]))
 def test_reentrant_checkpointing_is_witnessed_whole(make_llama, setup_backend, frozen) -> None:
     """Its backwards run inside another: the receipt is that of the other kind of checkpointing."""
     from peft import LoraConfig, get_peft_model

@@ -26,7 +26,7 @@ from finetune.precision.convert import conversion_of
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import StoredMixin
-from tests.conftest import batch, prepared, step, train
+from tests.conftest import batch, prepared, slow_but, step, train
 
 
 def fp8_layers(model: nn.Module) -> int:
@@ -105,7 +105,7 @@ def test_going_on_after_an_error_that_was_caught(make_llama, setup_backend) -> N
     assert get_receipt().status == "proven"
 
 
-@pytest.mark.parametrize("again", ["the same trainer", "a new one"])
+@pytest.mark.parametrize("again", slow_but(["the same trainer"], ["the same trainer", "a new one"]))
 def test_training_again_after_a_run_that_failed(make_llama, setup_backend, tmp_path, again) -> None:
     """The second run had no proof, and the receipt said that the first was stopped."""
     from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -13,6 +13,7 @@ from finetune import load_recipe, train
 from finetune.config.schema import ModelConfig
 from finetune.training.model import load_model
 from tests.benchmarks.families import SMALL
+from tests.conftest import slow_but
 from tests.families import config_of, folder_of
 
 CODES = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -55,7 +56,7 @@ def test_its_weights_are_read_to_the_last_bit(published) -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["tiny_lora_bf16", "tiny_lora_fp8", pytest.param("tiny_full_fp8", marks=pytest.mark.slow)],
+    slow_but(["tiny_lora_fp8"], ["tiny_lora_bf16", "tiny_lora_fp8", "tiny_full_fp8"]),
 )
 def test_it_trains(recipe, published, tmp_path) -> None:
     more = [*SMALL, f"model.name={published[0]}", "model.weights=pretrained", "train.max_steps=2"]

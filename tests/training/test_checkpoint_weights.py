@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArg
 
 from finetune import get_receipt, teardown_fp8_mixed_precision_training
 from finetune.errors import CheckpointError, PrecisionError
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 
 
 def rows() -> list[dict[str, Any]]:
@@ -45,7 +45,9 @@ def trainer_of(model: Any, folder: Path, **settings: Any) -> Trainer:
     return Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:2])
 
 
-@pytest.mark.parametrize(("kind", "frozen"), [("llama", "fp8"), ("mixtral", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "frozen"), slow_but([("llama", "fp8")], [("llama", "fp8"), ("mixtral", "bf16")])
+)
 def test_resumed_is_whole_to_the_bit(kind, frozen, make_llama, setup_backend, tmp_path) -> None:
     """Transformers left experts and routers out, and took frozen codes for numbers, proven."""
 

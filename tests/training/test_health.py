@@ -222,7 +222,7 @@ def test_sums_of_processes_merge() -> None:
 # ------------------------------------------------------------------------- the same for every path
 
 
-@pytest.mark.parametrize("backend", ["te", "torchao", "emulated"])
+@pytest.mark.parametrize("backend", slow_but(["emulated"], ["te", "torchao", "emulated"]))
 def test_every_backend(backend, make_llama, setup_backend, tmp_path) -> None:
     setup_backend(backend, scaling="tensorwise", health_every=2)
     trainer = trainer_of(make_llama(), tmp_path)

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from finetune import HealthMonitor
+from tests.conftest import slow_but
 from tests.training.test_health import trainer_of
 
 
@@ -39,6 +40,7 @@ def test_a_step_walks_over_the_model_for_accelerates_clipping_alone(
     assert 1 <= len(late.walks) <= 3, late.walks
 
 
+@pytest.mark.slow
 def test_flops_and_losses_are_those_of_a_plain_trainer(make_llama, tmp_path) -> None:
     def run(watched: bool):
         trainer = trainer_of(make_llama(), tmp_path)
@@ -55,7 +57,7 @@ def test_flops_and_losses_are_those_of_a_plain_trainer(make_llama, tmp_path) -> 
     assert args.logging_nan_inf_filter
 
 
-@pytest.mark.parametrize("path", ["", "model.layers.1.mlp"])
+@pytest.mark.parametrize("path", slow_but([""], ["", "model.layers.1.mlp"]))
 def test_a_module_in_evaluation_mode_trains_again_in_the_next_step(
     make_llama, tmp_path, path
 ) -> None:

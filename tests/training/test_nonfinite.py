@@ -21,7 +21,7 @@ from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.health import finiteness
 from finetune.training.health.finiteness import Finding, advise, all_finite, check_parameters
-from tests.conftest import batch
+from tests.conftest import batch, slow_but
 from tests.training.test_health import trainer_of
 
 QUIET = Console(quiet=True)
@@ -92,7 +92,7 @@ def stopped(trainer) -> NonFiniteError:
     return caught.value
 
 
-@pytest.mark.parametrize("backend", ["te", "torchao", "emulated"])
+@pytest.mark.parametrize("backend", slow_but(["emulated"], ["te", "torchao", "emulated"]))
 def test_trainer_stops_before_the_update(backend, make_llama, setup_backend, tmp_path) -> None:
     model = make_llama()
     weights: dict[str, torch.Tensor] = {}
