@@ -159,7 +159,7 @@ def refusal(recipe: str, overrides: str, gpu: str = "CPU") -> Any:
     from finetune import load_recipe
     from finetune.errors import FinetuneError
     from finetune.hardware.gpus import as_device, named_gpu
-    from finetune.training.preflight import preflight
+    from finetune.training.run.preflight import preflight
 
     device = Device("cpu", "CPU", None, 16.0) if gpu == "CPU" else as_device(named_gpu(gpu))
     try:

@@ -24,13 +24,13 @@ from finetune.scripting.calls import load as load
 from finetune.scripting.calls import trainer as trainer
 from finetune.scripting.fast_language_model import FastLanguageModel as FastLanguageModel
 from finetune.storage.loading import load_in_fp8 as load_in_fp8
-from finetune.training.chat import chat as chat
+from finetune.training.asking.chat import chat as chat
 from finetune.training.health.monitor import HealthMonitor as HealthMonitor
-from finetune.training.hook import get_receipt as get_receipt
-from finetune.training.hook import (
+from finetune.training.setup import get_receipt as get_receipt
+from finetune.training.setup import (
     setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training,
 )
-from finetune.training.hook import (
+from finetune.training.setup import (
     teardown_fp8_mixed_precision_training as teardown_fp8_mixed_precision_training,
 )
 

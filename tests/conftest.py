@@ -108,7 +108,7 @@ def _clean_session():
     yield
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from finetune.training import session
+    from finetune.training.helper import session
 
     session.uninstall()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -230,7 +230,7 @@ def te_engine(monkeypatch):
 
 def on_h100(monkeypatch) -> None:
     """Let sessions see an H100, where layers would compile: to themselves, but under `traced`."""
-    import finetune.training.session
+    import finetune.training.helper.session
 
     own = torch.nn.Module.compile
 
@@ -240,7 +240,7 @@ def on_h100(monkeypatch) -> None:
         else:
             module._compiled_call_impl = module._call_impl
 
-    monkeypatch.setattr(finetune.training.session, "this_device", lambda: H100)
+    monkeypatch.setattr(finetune.training.helper.session, "this_device", lambda: H100)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
 
 

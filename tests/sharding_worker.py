@@ -42,8 +42,8 @@ from finetune import (
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.precision.proof import movement
-from finetune.training import session
-from finetune.training.memory_meter import LiveTensors
+from finetune.training.health.memory_meter import LiveTensors
+from finetune.training.helper import session
 
 ROWS, LENGTH = 2, 96
 

@@ -23,7 +23,7 @@ from finetune.config import sections as section
 from finetune.config.schema import DataConfig
 from finetune.errors import ConfigError, FinetuneError, PrecisionError
 from finetune.hardware.device import Device
-from finetune.training.preflight import preflight
+from finetune.training.run.preflight import preflight
 from tests.conftest import CPU, H100
 from tests.run_folders import make_run
 

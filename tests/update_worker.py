@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the update of `finetune.training.adamw` on CPU tensors.
+"""Triton's interpreter runs the update of `training.helper.optimizer.adamw` on CPU tensors.
 
 A process of its own, as `kernel_worker` is. The reference is torchao's own function, with the root
 that IEEE 754 asks for: torch's on a CPU is off by a unit in the last place in one of five numbers.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torchao import optim
 
-from finetune.training import adamw, adamw_kernels, clipping
+from finetune.training.helper.optimizer import adamw, adamw_kernels, clipping
 from tests.kernel_worker import different, interpreter
 
 SIZES = ((32, 512), (4096,), (4352,), (2048,), (1,), (255,), (256,), (257,), (3, 5))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import RunConfig
     from finetune.data.counting import CountedRows
-    from finetune.training.schedule import Schedule
+    from finetune.training.run.schedule import Schedule
 
 REACH_SECONDS = 3
 """Time in which the hub has to answer before its cache alone is used."""
@@ -237,7 +237,7 @@ def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> No
 def _schedule(config: RunConfig, found: CountedRows) -> Schedule | None:
     """Steps of a run on these rows; None where only some of them were read."""
     from finetune.config.methods import method_of
-    from finetune.training.schedule import schedule_of
+    from finetune.training.run.schedule import schedule_of
 
     ledger = found.ledger
     rows = ledger.rows - ledger.dropped if ledger.bins is None else ledger.bins
@@ -320,7 +320,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         from finetune.hardware.device import this_device
         from finetune.hardware.requirements import check_here, resolve
         from finetune.training.model import resolve_attention, sketch
-        from finetune.training.preflight import check_settings, check_sharding
+        from finetune.training.run.preflight import check_settings, check_sharding
 
         config, device = checked.config, this_device()
         check_sharding(config)

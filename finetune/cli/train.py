@@ -176,8 +176,8 @@ def generate(
     """Talk with a trained model, or answer prompts."""
     words = generation(max_new_tokens, temperature, top_p, top_k, seed)
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
-    from finetune.training.chat import converse, lines, sides_of
-    from finetune.training.reload import loaded, open_trained, untrained
+    from finetune.training.asking.chat import converse, lines, sides_of
+    from finetune.training.asking.reload import loaded, open_trained, untrained
 
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     config, keeps, notes = trained.config, not prompts, output(stderr=True)
@@ -270,7 +270,7 @@ def evaluate(
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
     from finetune.config.schema import EvalConfig
     from finetune.config.sections import BUILTIN
-    from finetune.training.reload import loaded, open_trained
+    from finetune.training.asking.reload import loaded, open_trained
 
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
@@ -286,7 +286,7 @@ def evaluate(
     if data is None and all(name.startswith(BUILTIN) for name in wanted["tasks"]):
         wanted["data"] = None  # the run's own, which was for its tasks
     config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
-    from finetune.training.evaluate import load_tasks, score
+    from finetune.training.asking.evaluate import load_tasks, score
 
     found = load_tasks(config.eval)
     console = output(stderr=as_json, quiet=as_json)

@@ -30,10 +30,10 @@ from finetune.hardware.device import EXPANDABLE, Device, available_gib, expand_s
 from finetune.hardware.gpus import place_here
 from finetune.precision.layers import linear_shape
 from finetune.storage.nf4 import nf4_bytes
-from finetune.training.low_bit import bytes_of_states
-from finetune.training.memory_meter import Batch
+from finetune.training.health.memory_meter import Batch
+from finetune.training.helper.optimizer.low_bit import bytes_of_states
 from finetune.training.model import is_published_fp8
-from finetune.training.preflight import Planned, Preflight
+from finetune.training.run.preflight import Planned, Preflight
 from finetune.units import GIB, MEMORY, size
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ KINDS_IN_BOUND = ("base", "weights", "optimizer", "method")
 
 
 class MemoryForecast:
-    """Memory check before a run and prediction after it: `finetune.training.preflight.Forecast`."""
+    """Memory check before a run and prediction after it: `Forecast` of `training.run.preflight`."""
 
     def explain(self, error: PrecisionError, run: Planned) -> PrecisionError:
         """Extend the error of an unavailable precision if memory is short, too."""

@@ -120,7 +120,7 @@ def _too_short(prediction: Prediction) -> Iterator[str]:
 
 def _of_unequal(config: RunConfig, device: Device) -> str:
     """What cuDNN's backward holds for documents of several lengths, beyond what is predicted."""
-    from finetune.training.varlen import ROOM
+    from finetune.training.helper.varlen import ROOM
 
     text = load_shape(config.model).get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or 1

@@ -55,9 +55,9 @@ from finetune.runs.checkpoints import resume_command
 from finetune.runs.lookup import read_run, refuse_foreign_code
 from finetune.storage.loading import quantization_of
 from finetune.storage.pretrained import auto_class, loading, locate
+from finetune.training.asking.reload import refuse_scores
+from finetune.training.checkpoints.resume import refuse_other_base
 from finetune.training.model import is_published_fp8
-from finetune.training.reload import refuse_scores
-from finetune.training.resume import refuse_other_base
 
 TARGETS = tuple(parity.MULTIPLES)
 QUANTIZED = ("fp8", "nvfp4")

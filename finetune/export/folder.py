@@ -15,8 +15,8 @@ from finetune.config.schema import ModelConfig
 from finetune.errors import ConfigError, ParityError, first_line, some, writing
 from finetune.runs.folder import json_of, write_whole
 from finetune.storage.pretrained import loading, locate, refuse_random_base
+from finetune.training.checkpoints.resume import TOKENIZER
 from finetune.training.faults import is_of_the_disk
-from finetune.training.resume import TOKENIZER
 
 WEIGHTS_AND_MORE = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
 RECORD = "export.json"

@@ -18,7 +18,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, first_line
 from finetune.export.parity import load_stock
 from finetune.storage.pretrained import keep_generation
-from finetune.training.reload import with_adapter
+from finetune.training.asking.reload import with_adapter
 
 
 def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -> Any:

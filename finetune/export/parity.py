@@ -48,8 +48,8 @@ from finetune.precision.layers import decoder_layers
 from finetune.storage.ends import ends_of
 from finetune.storage.loading import load_in_fp8
 from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole, positions
+from finetune.training.asking.reload import with_adapter
 from finetune.training.model import implementation_arguments, is_published_fp8
-from finetune.training.reload import with_adapter
 
 if TYPE_CHECKING:
     from datasets import Dataset

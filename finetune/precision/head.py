@@ -30,7 +30,7 @@ In FP8 (a frozen head stored as codes) the products are the layer's own:
 fprop gives the bits of the layer: a scale belongs to a row of x or of W, and a slab has whole rows.
 In dgrad g, here e^(z - m'), is cast per token *and slab*, so each slab has a scale of its own,
 where the layer has one for all words; the slabs are summed in float32. There is no wgrad: a head
-that trains is refused (`finetune.training.preflight`).
+that trains is refused (`finetune.training.run.preflight`).
 
 Memory: logits, their codes and the transposed codes of a slab are of one tile, the float32 sum of
 one tile's tokens. From forward to backward a frozen head keeps the gradient, as large as x.

@@ -110,7 +110,7 @@ class Checkpoint:
             missing = not (self.folder / STATE).is_file()
             return f"{STATE} is {'missing' if missing else 'not whole'}"
         if next(self.folder.glob("pytorch_model_fsdp*"), None) is not None:
-            # Shards are read with `pickle.load`; see `finetune.training.sharded` for ours.
+            # Shards are read with `pickle.load`; ours: `training.checkpoints.sharded`.
             return "it has the form that Transformers saves under FSDP, which is not read here"
         if not os.path.lexists(self.folder / MANIFEST):  # a broken one is no missing one
             return next(self._lacks(), "")

@@ -1,7 +1,7 @@
 """What files hold, as one number: told from other files by content, not by name or time.
 
 A run reads files again when it resumes, is exported or asked (base, teacher, rewards, templates);
-`finetune.training.resume.model_files` lists them.
+`finetune.training.checkpoints.resume.model_files` lists them.
 """
 
 from __future__ import annotations

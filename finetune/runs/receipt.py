@@ -146,7 +146,7 @@ class Receipt(JupyterMixin):
         energy: `joules` that the GPUs of all processes drew in training, evaluations left out,
             `tokens_per_joule` (without padding) and `mean_watts` (of all GPUs together), or None;
             `measured`, how they were counted or why they are missing.
-        conditions: what a fair twin of the run has to share (`finetune.training.evidence`).
+        conditions: what a fair twin of the run has to share (`finetune.training.helper.evidence`).
         data: rows and tokens of `train` and `eval`, accounted for (`finetune.data.ledger`).
     """
 

@@ -49,7 +49,7 @@ from finetune.scripting.run import TRAINED, WAITING, OneRun, abandon
 from finetune.storage.pretrained import load_tokenizer, template_of
 from finetune.training import scope
 from finetune.training.model import load_model
-from finetune.training.preflight import check_storage
+from finetune.training.run.preflight import check_storage
 from finetune.training.trainer import begun
 
 if TYPE_CHECKING:

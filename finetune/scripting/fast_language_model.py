@@ -14,7 +14,7 @@ from typing import Any
 
 from finetune.hardware.device import this_device
 from finetune.scripting.calls import add_lora, load, said_of, say
-from finetune.training.hook import (
+from finetune.training.setup import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )

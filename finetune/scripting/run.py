@@ -21,7 +21,7 @@ from finetune.export.export import Export, export_run
 from finetune.precision.layers import without_adapters
 from finetune.runs.receipt import Receipt, RunReport
 from finetune.scripting.keywords import speaks
-from finetune.training import session
+from finetune.training.helper import session
 
 WAITING = contextlib.ExitStack()
 """Holds the session of a trainer that was made and has not trained."""

@@ -27,7 +27,7 @@ from finetune.runs.receipt import Receipt
 from finetune.scripting.keywords import Settings, recipe_of
 from finetune.scripting.run import TRAINED
 from finetune.storage.pretrained import load_tokenizer
-from finetune.training import session
+from finetune.training.helper import session
 
 MERGED = {"merged_16bit": "merged", "lora": "adapter", "fp8": "fp8", "nvfp4": "nvfp4"}
 GGUF = {"fast_quantized": "gguf-q8", "q8_0": "gguf-q8", "not_quantized": "gguf", "bf16": "gguf"}

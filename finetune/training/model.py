@@ -169,7 +169,7 @@ def _obstacle(config: RunConfig, model: nn.Module, device: Device) -> str:
 
 
 def _obstacle_on(device: Device, text: Any, compute: str) -> str:
-    from finetune.training.varlen import runs_on_cuda
+    from finetune.training.helper.varlen import runs_on_cuda
 
     if device.kind == "cpu":
         return ""
@@ -197,7 +197,7 @@ def implementation_arguments(model: ModelConfig) -> dict[str, Any]:
     if model.attention in (None, AUTO):
         return {}
     if model.attention == VARLEN:
-        from finetune.training.varlen import register
+        from finetune.training.helper.varlen import register
 
         register()
     return {"attn_implementation": model.attention}

@@ -45,27 +45,29 @@ from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage import nf4
 from finetune.storage.ends import stop_at
 from finetune.storage.pretrained import fit_trl, keep_generation, load_tokenizer, refuse_other_words
-from finetune.training import low_bit, resume, scope
-from finetune.training.early_stopping import never_stops, stopped_early, stoppers, stopping
-from finetune.training.evaluate import TaskScorer, load_tasks, score
-from finetune.training.evidence import refuse_disagreement, standstill
+from finetune.training import scope
+from finetune.training.asking.evaluate import TaskScorer, load_tasks, score
+from finetune.training.asking.rewards import RewardWatch, code_of, reward_names, rewards_of
+from finetune.training.asking.samples import prompts_of
+from finetune.training.checkpoints import resume
 from finetune.training.faults import explained, write_failure
-from finetune.training.hints import hints
+from finetune.training.helper.evidence import refuse_disagreement, standstill
+from finetune.training.helper.optimizer import low_bit
+from finetune.training.helper.scaling_state import save_scaling
+from finetune.training.helper.session import Session, session_of
+from finetune.training.helper.varlen import fix_documents
 from finetune.training.model import VARLEN, Attention, load_model, take_model, teacher_of
-from finetune.training.preflight import Forecast, Preflight, how_to_shrink, preflight
-from finetune.training.rewards import RewardWatch, code_of, reward_names, rewards_of
-from finetune.training.run_folder import (
+from finetune.training.run.early_stopping import never_stops, stopped_early, stoppers, stopping
+from finetune.training.run.hints import hints
+from finetune.training.run.preflight import Forecast, Preflight, how_to_shrink, preflight
+from finetune.training.run.run_folder import (
     check_disk,
     discarded_unless_begun,
     name_folder,
     start_folder,
     write_card,
 )
-from finetune.training.samples import prompts_of
-from finetune.training.scaling_state import save_scaling
-from finetune.training.schedule import BATCH, schedule_of
-from finetune.training.session import Session, session_of
-from finetune.training.varlen import fix_documents
+from finetune.training.run.schedule import BATCH, schedule_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -274,13 +276,18 @@ class _Run:
         from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
         from finetune.data.counting import count, whole_ledger
-        from finetune.training.callbacks import LossScaleLog, MetricsWriter, ProgressBar, StepTimer
-        from finetune.training.checkpoints import CheckpointKeeper, refuse_unreadable
+        from finetune.training.asking.samples import SampleWriter
+        from finetune.training.checkpoints.writing import CheckpointKeeper, refuse_unreadable
+        from finetune.training.health.callbacks import (
+            LossScaleLog,
+            MetricsWriter,
+            ProgressBar,
+            StepTimer,
+        )
         from finetune.training.health.finiteness import refuse_broken_weights
+        from finetune.training.health.memory_meter import MemoryMeter
         from finetune.training.health.monitor import HealthMonitor
-        from finetune.training.interrupt import GracefulStop
-        from finetune.training.memory_meter import MemoryMeter
-        from finetune.training.samples import SampleWriter
+        from finetune.training.run.interrupt import GracefulStop
 
         config, console, folder = self.config, self.console, self.folder
         self.session, method = session, method_of(config.train)
@@ -463,7 +470,7 @@ class _Run:
 
     def report(self) -> RunReport:
         """Build the report; the main process writes `report.json`."""
-        from finetune.training.memory_meter import peak_memory_gib
+        from finetune.training.health.memory_meter import peak_memory_gib
 
         metrics, method = self.metrics, method_of(self.config.train)
         rows = metrics.rows if "loss" in method.columns else []

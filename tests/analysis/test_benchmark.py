@@ -42,7 +42,7 @@ from finetune.errors import (
     RehearsalError,
     RunFailedError,
 )
-from finetune.training.callbacks import exchange_of
+from finetune.training.health.callbacks import exchange_of
 from finetune.units import GIB
 from tests.analysis.pretended import pretend, receipt
 from tests.conftest import CPU, H100

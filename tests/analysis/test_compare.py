@@ -52,7 +52,7 @@ from finetune.analysis.statistics import (
 )
 from finetune.cli.app import main
 from finetune.errors import ConfigError, FinetuneError, RecipeNotFoundError, UnfairPairError
-from finetune.training.callbacks import StepTimer
+from finetune.training.health.callbacks import StepTimer
 from tests.analysis import pretended
 from tests.analysis.pretended import receipt
 from tests.benchmarks.interval_coverage import simulate_losses, simulate_speeds, wrong

@@ -28,7 +28,7 @@ from finetune.estimator.speed.step_parts import PROFILED_PARTS, StepPart
 from finetune.precision import convert
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.training import session
+from finetune.training.helper import session
 from tests.conftest import CPU, H100, batch
 from tests.traced import traced
 

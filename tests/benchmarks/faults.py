@@ -168,7 +168,7 @@ def eval_loss_of_nan() -> None:
 
 def clock_jumps_back() -> None:
     """From step 5 on the clock, and the times of files, are those of the day before."""
-    from finetune.training import checkpoints
+    from finetune.training.checkpoints import writing as checkpoints
 
     now, plain = time.time, checkpoints._rename
 

@@ -44,7 +44,7 @@ def planned(recipe: str, file: Path) -> tuple[Any, Any, int]:
     """(schedule now, schedule before, eval rows) of a recipe on a file."""
     from finetune import load_recipe
     from finetune.data.counting import counted_rows
-    from finetune.training.schedule import schedule_of
+    from finetune.training.run.schedule import schedule_of
 
     config = load_recipe(recipe, [*HERE, f"data.path={file}"]).config
     found = counted_rows(config)

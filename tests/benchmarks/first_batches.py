@@ -32,7 +32,7 @@ from finetune import load_recipe
 from finetune.config.methods import METHODS
 from finetune.errors import FinetuneError
 from finetune.logging import quiet_libraries
-from finetune.training.first_batches import check_first_batches
+from finetune.training.health.first_batches import check_first_batches
 from finetune.training.model import load_model
 from finetune.training.trainer import begun
 from tests.data.shapes import CALLS, FAMILIES, SYSTEM, THOUGHTS, TOOL, answer, tokenizer_of, user
@@ -86,7 +86,7 @@ def unrepaired() -> Iterator[None]:
             ("finetune.data.pairs._as_text", plainly),
             ("finetune.data.both_labels.spread", in_order),
             ("finetune.data.both_labels.InBlocks", lambda n, *_: SequentialSampler(range(n))),
-            ("finetune.training.first_batches.place_by_mask", lambda *_: None),
+            ("finetune.training.health.first_batches.place_by_mask", lambda *_: None),
         ):
             stack.enter_context(mock.patch(target, value))
         yield

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from finetune import HealthMonitor
 from finetune.hardware.device import this_device
 from finetune.precision.settings import PrecisionConfig
-from finetune.training import session
+from finetune.training.helper import session
 from tests.benchmarks.step_overhead import make_model
 
 DEFAULT = PrecisionConfig().health_every

@@ -4,7 +4,7 @@
 
 Each row is a tiny random model (`tests.families`) on the CPU, under the attention that packed rows
 get there by themselves (`auto`) and under the model's own: what the probe of a run says
-(`finetune.training.isolation`), and its milliseconds.
+(`finetune.training.health.isolation`), and its milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune import load_recipe
 from finetune.errors import ConfigError
 from finetune.hardware.device import this_device
 from finetune.logging import quiet_libraries
-from finetune.training.isolation import refuse_leaks
+from finetune.training.health.isolation import refuse_leaks
 from finetune.training.model import load_model, resolve_attention, sketch
 from tests.families import FAMILIES, OTHERS, folder_of
 

@@ -62,13 +62,13 @@ from finetune.precision.proof.proof import Proof
 from finetune.runs.folder import new_folder
 from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import load_tokenizer, vocabulary_of
-from finetune.training.callbacks import MetricsWriter, StepTimer
-from finetune.training.evidence import environment
 from finetune.training.faults import explained
-from finetune.training.memory_meter import MemoryMeter
+from finetune.training.health.callbacks import MetricsWriter, StepTimer
+from finetune.training.health.memory_meter import MemoryMeter
+from finetune.training.helper.evidence import environment
+from finetune.training.helper.session import Session
 from finetune.training.model import OWN
-from finetune.training.run_folder import start_folder
-from finetune.training.session import Session
+from finetune.training.run.run_folder import start_folder
 from finetune.training.trainer import make_trainer
 
 How = Literal["finetune", "stock", "shipped", "shipped-te"]

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.lora_memory [--hidden 1024] [--layers 8] [--tokens 256] [--rank 16]
                                            [--engine emulated|real]
 
-Bytes of live tensors (`finetune.training.memory_meter`) over one training step of a Llama-shaped
+Bytes of live tensors (`training.health.memory_meter`) over one training step of a Llama-shaped
 model with random BF16 weights, AdamW over float32 adapters on every linear layer of the decoder,
 under BF16 autocast as a trainer has it. The step before has made the optimizer's states. Three
 moments are read off:
@@ -48,7 +48,7 @@ from finetune.precision import constants
 from finetune.precision.convert import apply
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.memory_meter import LiveTensors
+from finetune.training.health.memory_meter import LiveTensors
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FP8 = {"compute": "fp8", "emulation": "allow", "scaling": "rowwise"}

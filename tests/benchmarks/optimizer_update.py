@@ -33,8 +33,8 @@ import torch
 from torch import nn
 from torchao.optim import AdamW8bit
 
-from finetune.training import adamw, adamw_kernels, clipping
-from finetune.training.replacing import replaced
+from finetune.training.helper.optimizer import adamw, adamw_kernels, clipping
+from finetune.training.helper.replacing import replaced
 
 TENSORS = 288
 BANDWIDTH = 3.0e12

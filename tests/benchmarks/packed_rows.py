@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.config.paths import ASSETS
-from finetune.training.varlen import register
+from finetune.training.helper.varlen import register
 
 LENGTHS = (31, 64, 33)
 CALLS = {

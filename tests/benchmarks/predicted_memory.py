@@ -3,7 +3,7 @@
     python -m tests.benchmarks.predicted_memory [--only NAME] [--json]
 
 Each run is a whole `finetune.train` of a few steps, from 1.4 to about 300 million
-parameters, whose receipt tells what its third step held (`finetune.training.memory_meter`). The
+parameters, whose receipt tells what its third step held (`training.health.memory_meter`). The
 prediction is made from the configuration alone: the rehearsal on tensors without memory
 (`finetune.estimator.trace.rehearsal`) and its footprint. Rows of the data are longer than
 `max_length`, so that no batch is padded, as a prediction assumes. The goal is 2 % for each run.

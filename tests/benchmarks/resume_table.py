@@ -22,7 +22,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import OWNED_BY_US
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import CHECKPOINTS, MANIFEST, Checkpoint, checkpoints_in
-from finetune.training.resume import RULES, check_resume, facts_of
+from finetune.training.checkpoints.resume import RULES, check_resume, facts_of
 
 OTHER = 977
 

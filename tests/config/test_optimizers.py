@@ -30,8 +30,8 @@ from finetune.precision.planner import plan
 from finetune.precision.proof.movement import stored_bytes
 from finetune.precision.proof.row import changed_numbers
 from finetune.runs.receipt import RunReport
-from finetune.training import low_bit
-from finetune.training.adamw import Update
+from finetune.training.helper.optimizer import low_bit
+from finetune.training.helper.optimizer.adamw import Update
 from finetune.training.model import sketch
 from tests.conftest import A100, APPLE, CPU, H100, batch, slow_but
 from tests.run_folders import trained

@@ -11,7 +11,7 @@ from finetune.config.paths import list_recipes
 from finetune.config.yaml import parse_yaml, with_values
 from finetune.estimator.changes import rows_of
 from finetune.estimator.presets import PRESETS
-from finetune.training.preflight import check_sharding
+from finetune.training.run.preflight import check_sharding
 from tests.conftest import slow_but
 
 

@@ -24,7 +24,7 @@ from finetune.data.counting import counted_rows
 from finetune.data.dataset import load_data
 from finetune.data.sources import files_of
 from finetune.errors import ConfigError, DataError, DataNotFoundError
-from finetune.training.resume import rows_hash
+from finetune.training.checkpoints.resume import rows_hash
 from tests.data.shapes import answer, trained_texts, user
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -52,7 +52,7 @@ from finetune.hardware.device import Device, Verdict
 from finetune.hardware.gpus import place_here, place_of
 from finetune.hardware.requirements import resolve_there
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.memory_meter import Batch
+from finetune.training.health.memory_meter import Batch
 from finetune.units import GIB, MEMORY, duration, size
 from tests.conftest import slow_but
 from tests.estimator.configs import changed
@@ -349,7 +349,7 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(
 
     from finetune.estimator.gate import MemoryForecast
     from finetune.hardware.device import this_device
-    from finetune.training.preflight import preflight
+    from finetune.training.run.preflight import preflight
 
     def reads_values(mlp, x):
         return x * x.detach().float().numpy().mean()
@@ -379,7 +379,7 @@ def test_settings_of_data_are_not_asked_of_made_up_rows(config):
 def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
     from finetune.estimator import gate
     from finetune.hardware.device import this_device
-    from finetune.training.preflight import preflight
+    from finetune.training.run.preflight import preflight
 
     monkeypatch.setattr(gate, "_rehearsed", lambda _run, config, *_: predict_whole(config, H100))
     exact = changed(config, precision={"emulation": "allow"})
@@ -393,7 +393,7 @@ def test_a_wrapped_batch_is_predicted_as_the_rows_it_has(config, monkeypatch):
 def test_a_packed_batch_of_no_given_size_is_predicted_with_the_librarys_rows(config, monkeypatch):
     from finetune.estimator import gate
     from finetune.hardware.device import this_device
-    from finetune.training.preflight import preflight
+    from finetune.training.run.preflight import preflight
 
     def not_rehearsed(_run, same: RunConfig, *_):
         rehearsed.append((same.train["per_device_train_batch_size"], same.train["max_length"]))

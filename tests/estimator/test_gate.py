@@ -14,7 +14,7 @@ from finetune.estimator.predict import predict_whole
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import place_here
 from finetune.training.model import sketch
-from finetune.training.preflight import check_settings, preflight
+from finetune.training.run.preflight import check_settings, preflight
 from tests.conftest import H100, slow_but
 
 RUNS = {

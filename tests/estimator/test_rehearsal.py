@@ -33,8 +33,8 @@ from finetune.hardware.requirements import Resolution, engine_verdict
 from finetune.precision import head, weights
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import load_shape
+from finetune.training.helper.varlen import runs_on_cuda
 from finetune.training.model import first_layers, sketch
-from finetune.training.varlen import runs_on_cuda
 from tests.benchmarks import predicted_memory
 from tests.conftest import H100, slow_but
 from tests.estimator.test_trace import patched

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from finetune.estimator.trace import fake_cuda, stand_ins
 from finetune.estimator.trace.fake_cuda import FLOAT32, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.trace import KINDS, Recorder, Trace, around_decoder
-from finetune.training.memory_meter import LiveTensors
+from finetune.training.health.memory_meter import LiveTensors
 
 B, K, N = 4, 8, 16
 

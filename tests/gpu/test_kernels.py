@@ -18,8 +18,8 @@ from finetune.precision.kernels import (
     swiglu_cast,
     transpose_codes,
 )
-from finetune.training.adamw import Update, runs_kernels
-from finetune.training.clipping import clip
+from finetune.training.helper.optimizer.adamw import Update, runs_kernels
+from finetune.training.helper.optimizer.clipping import clip
 
 pytestmark = pytest.mark.gpu
 

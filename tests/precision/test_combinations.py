@@ -13,7 +13,7 @@ import pytest
 import site_reference
 import torch
 
-import finetune.training.session
+import finetune.training.helper.session
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.errors import ConfigError, PrecisionError
 from finetune.hardware.device import Device
@@ -33,7 +33,7 @@ def on(te_engine, monkeypatch):
     """A function that puts a session on a machine and returns the accelerator."""
 
     def setup(backend: str, device: Device, **settings: Any):
-        monkeypatch.setattr(finetune.training.session, "this_device", lambda: device)
+        monkeypatch.setattr(finetune.training.helper.session, "this_device", lambda: device)
         if device.capability is not None:
             te_engine.become(device.capability)
         return setup_fp8_mixed_precision_training(backend, cpu=True, **settings)

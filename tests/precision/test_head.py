@@ -18,7 +18,7 @@ from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.weights import multiply
 from finetune.training.model import sketch
-from finetune.training.preflight import check_settings
+from finetune.training.run.preflight import check_settings
 
 FP8_HEAD = {"compute": "fp8", "backend": "emulated", "emulation": "exact", "frozen": "fp8"}
 KEPT = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
@@ -313,7 +313,7 @@ def test_a_head_that_trains_or_is_not_stored_is_refused(recipe, changes) -> None
 
 
 def test_a_tied_head_is_refused(make_llama) -> None:
-    from finetune.training.preflight import _check_head
+    from finetune.training.run.preflight import _check_head
 
     model = make_llama(tie=True).requires_grad_(False)
     settings = FP8_HEAD | {"scaling": "rowwise", "map": {"output": "fp8"}}

@@ -466,7 +466,7 @@ def test_kept_parameter_is_counted_outside_of_the_layers(setup_backend) -> None:
 def test_parameters_in_a_bf16_run(setup_backend, alone) -> None:
     """Also of a model that has nothing else, as BDH."""
     setup_backend("emulated")
-    from finetune.training.session import install
+    from finetune.training.helper.session import install
 
     install(PrecisionConfig(compute="bf16"))
     from accelerate import Accelerator
@@ -705,7 +705,7 @@ def test_interrupted_recomputation_leaves_nothing_open(setup_backend, use_reentr
 
 def test_auto_takes_torchao_where_transformer_engine_cannot(te_engine) -> None:
     from finetune.config.schema import ModelConfig
-    from finetune.training import session
+    from finetune.training.helper import session
     from finetune.training.model import load_model
 
     model = load_model(ModelConfig(name="builtin:bdh_tiny", weights="random", dtype="float32"))

@@ -18,7 +18,7 @@ from finetune.precision.proof import movement
 from finetune.precision.proof.row import changed_numbers
 from finetune.precision.proof.witness import ATTENTION, Witness
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.references import PRECOMPUTES
+from finetune.training.helper.references import PRECOMPUTES
 from tests.conftest import batch, prepared, slow_but, step, train
 
 
@@ -379,7 +379,7 @@ def test_other_precisions_are_proven_too(make_llama) -> None:
     """FP32 asked of BF16 weights would run in BF16: that is an error as well."""
     from accelerate import Accelerator
 
-    from finetune.training import session
+    from finetune.training.helper import session
 
     def run(model):
         session.install(PrecisionConfig(compute="fp32"))

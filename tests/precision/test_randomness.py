@@ -107,7 +107,7 @@ def test_resuming_is_bit_identical(tmp_path) -> None:
 
 def test_each_process_keeps_its_own_state(tmp_path) -> None:
     """Generators differ by what they drew for, and amaxes without `reduce_amax`."""
-    from finetune.training.scaling_state import load_scaling, save_scaling
+    from finetune.training.helper.scaling_state import load_scaling, save_scaling
 
     def backend():
         model = nn.Sequential(nn.Linear(64, 64))

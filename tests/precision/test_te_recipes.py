@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-import finetune.training.session
+import finetune.training.helper.session
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.hardware.device import Device
 from finetune.precision import constants, convert, planner
@@ -51,7 +51,7 @@ def trained(real_te, monkeypatch, make_llama):
 
     def train(device: Device, scaling: str, kind: str) -> dict[str, torch.Tensor]:
         real_te.become(device.capability)
-        monkeypatch.setattr(finetune.training.session, "this_device", lambda: device)
+        monkeypatch.setattr(finetune.training.helper.session, "this_device", lambda: device)
         accelerator = setup_fp8_mixed_precision_training(
             "te", scaling=scaling, cpu=True, **settings(scaling)
         )

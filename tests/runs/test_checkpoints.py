@@ -36,8 +36,7 @@ from finetune.runs.checkpoints import (
 from finetune.runs.folder import RunFolder
 from finetune.runs.last_model import save_last_model
 from finetune.training import faults
-from finetune.training.checkpoints import CheckpointKeeper, _rename, refuse_unreadable
-from finetune.training.resume import (
+from finetune.training.checkpoints.resume import (
     FIXED,
     FREE,
     RULES,
@@ -47,6 +46,7 @@ from finetune.training.resume import (
     moved_rows,
     rows_hash,
 )
+from finetune.training.checkpoints.writing import CheckpointKeeper, _rename, refuse_unreadable
 from tests.benchmarks import resume_table
 from tests.benchmarks.resume_table import empty, flip_a_bit, truncate
 from tests.run_folders import make_run, sign

@@ -20,7 +20,7 @@ from finetune.config.paths import TINY_LLAMA
 from finetune.errors import FinetuneError, OrderError, PrecisionError
 from finetune.hardware.device import this_device
 from finetune.scripting.keywords import recipe_of
-from finetune.training import session
+from finetune.training.helper import session
 
 EMULATED: dict[str, Any] = {"precision": "fp8", "emulation": "allow"}
 SHORT: dict[str, Any] = {

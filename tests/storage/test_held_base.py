@@ -25,7 +25,7 @@ from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import StoredMixin, iter_stored, release, store
 from finetune.training.model import load_model, sketch
-from finetune.training.preflight import check_settings
+from finetune.training.run.preflight import check_settings
 from tests.conftest import batch, slow_but
 from tests.published import FINE_GRAINED, compressed, publish
 

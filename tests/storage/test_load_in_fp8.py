@@ -41,7 +41,7 @@ from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import iter_stored, storable, store
 from finetune.storage.loading import build_stored, load_stored
 from finetune.storage.quantizer import Fp8StorageConfig
-from finetune.training.memory_meter import LiveTensors
+from finetune.training.health.memory_meter import LiveTensors
 
 TOKENS = torch.arange(3, 15)[None]
 GRANULARITIES = ("row", "tensor", "block")

@@ -29,7 +29,7 @@ from finetune.precision.stored import stored_as, stored_weights
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
 from finetune.training.model import load_model, sketch
-from finetune.training.preflight import check_settings, preflight
+from finetune.training.run.preflight import check_settings, preflight
 from finetune.training.scope import lora_config
 from finetune.units import GIB
 from tests.conftest import CPU, batch

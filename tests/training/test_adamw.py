@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torchao import optim
 
-from finetune.training import adamw, low_bit
-from finetune.training.adamw import Draws, Update, rounded
+from finetune.training.helper.optimizer import adamw, low_bit
+from finetune.training.helper.optimizer.adamw import Draws, Update, rounded
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="CUDA builds of torch bring Triton"

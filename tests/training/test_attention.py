@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import finetune
 from finetune import load_recipe
 from finetune.errors import ConfigError
-from finetune.training import varlen
+from finetune.training.helper import varlen
+from finetune.training.helper.varlen import UNLIMITED, FixedDocuments, varlen_attention
 from finetune.training.model import resolve_attention, sketch
-from finetune.training.varlen import UNLIMITED, FixedDocuments, varlen_attention
 from tests.conftest import A100, CPU, H100, RTX4090, V100
 
 LENGTHS = (31, 64, 1, 32)

@@ -13,7 +13,7 @@ from finetune.config.schema import ModelConfig
 from finetune.data.answers import Answers
 from finetune.errors import ConfigError
 from finetune.storage.pretrained import load_tokenizer
-from finetune.training.chat import chat
+from finetune.training.asking.chat import chat
 from tests.data.shapes import FAMILIES, THOUGHTS, tokenizer_of
 
 NEW = 5
@@ -103,7 +103,7 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(talk, monkeypatch) -> No
         return word
 
     monkeypatch.setattr("builtins.input", type_)
-    monkeypatch.setattr("finetune.training.chat.is_typed", lambda: True)
+    monkeypatch.setattr("finetune.training.asking.chat.is_typed", lambda: True)
     with pytest.raises(KeyboardInterrupt):
         talk()
     assert len(calls) == 3 + NEW  # the second question was answered,

@@ -11,7 +11,7 @@ from finetune.errors import ConfigError
 from finetune.estimator.predict import decided, predict
 from finetune.estimator.search import cheapest_gpu
 from finetune.hardware.gpus import named_gpu, place_of
-from finetune.training.preflight import preflight
+from finetune.training.run.preflight import preflight
 from tests.conftest import CPU
 from tests.families import folder_of
 

@@ -17,8 +17,8 @@ from transformers import TrainerControl
 from finetune.errors import ProofError
 from finetune.precision.proof.row import LayerReceipt
 from finetune.runs.receipt import Receipt
-from finetune.training.evidence import refuse_disagreement
-from finetune.training.interrupt import GracefulStop
+from finetune.training.helper.evidence import refuse_disagreement
+from finetune.training.run.interrupt import GracefulStop
 
 ROOT = Path(__file__).parents[2]
 

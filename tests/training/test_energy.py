@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from finetune.hardware.energy import EnergyCounter
-from finetune.training import callbacks
-from finetune.training.callbacks import MetricsWriter
+from finetune.training.health import callbacks
+from finetune.training.health.callbacks import MetricsWriter
 
 UUID = "5f0c-b7"
 

@@ -15,8 +15,8 @@ from finetune import load_recipe
 from finetune.config.paths import TINY_LLAMA
 from finetune.data.both_labels import InBlocks, spread
 from finetune.errors import ConfigError, DataError
-from finetune.training import first_batches
-from finetune.training.first_batches import check_first_batches, different
+from finetune.training.health import first_batches
+from finetune.training.health.first_batches import check_first_batches, different
 from finetune.training.trainer import begun
 from tests.benchmarks.first_batches import row_of, shapes_of, unrepaired
 from tests.conftest import slow_but

@@ -11,7 +11,7 @@ from transformers import set_seed
 from finetune import get_receipt, load_recipe
 from finetune.errors import ConfigError, PrecisionError
 from finetune.precision.settings import PrecisionConfig
-from finetune.training import compute_types, session
+from finetune.training.helper import compute_types, session
 from tests.config.test_optimizers import SMALL
 from tests.conftest import batch
 from tests.run_folders import trained

@@ -15,7 +15,6 @@ from finetune.precision import convert
 from finetune.precision.formats import snr_db
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.training import low_bit
 from finetune.training.health.moments import (
     SummedRatio,
     gradient_snr,
@@ -35,6 +34,7 @@ from finetune.training.health.operands import (
     inspect_sample,
     merge_sums,
 )
+from finetune.training.helper.optimizer import low_bit
 from tests.conftest import batch, slow_but
 from tests.training.test_distributed import launch
 

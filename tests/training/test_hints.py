@@ -11,14 +11,14 @@ import pytest
 from finetune import load_recipe
 from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError
-from finetune.training.early_stopping import (
+from finetune.training.run.early_stopping import (
     check_early_stopping,
     never_stops,
     stopped_early,
     stoppers,
     stopping,
 )
-from finetune.training.hints import falling, hints, rising
+from finetune.training.run.hints import falling, hints, rising
 
 RUNS = 400
 

@@ -51,7 +51,7 @@ def mixture(seed: int):
 def test_experts_that_round_by_the_number_of_their_rows_leak_nothing(monkeypatch) -> None:
     models = [mixture(seed) for seed in range(8)]
     assert not any(map(probe, models))
-    monkeypatch.setattr("finetune.training.isolation.NOISE", 0)
+    monkeypatch.setattr("finetune.training.health.isolation.NOISE", 0)
     assert any(map(probe, models)), "none of these rounded: the look at a plain batch is untested"
 
 

@@ -12,7 +12,7 @@ import yaml
 from finetune import load_recipe, setup_fp8_mixed_precision_training
 from finetune.config.paths import list_recipes, recipes_folder
 from finetune.errors import ConfigError, PrecisionError
-from finetune.training.preflight import idle_gpus, preflight
+from finetune.training.run.preflight import idle_gpus, preflight
 from tests.conftest import CPU, H100
 
 LAUNCH = recipes_folder() / "launch"

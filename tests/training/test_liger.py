@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from finetune import get_receipt, load_recipe
 from finetune.errors import ConfigError
-from finetune.training.preflight import preflight
+from finetune.training.run.preflight import preflight
 from tests.conftest import CPU, batch
 
 pytest.importorskip("liger_kernel")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from finetune.estimator.trace.trace import plain_tensors
-from finetune.training.memory_meter import LiveTensors
+from finetune.training.health.memory_meter import LiveTensors
 
 
 def test_a_storage_counts_once_and_until_it_dies():

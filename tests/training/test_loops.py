@@ -24,7 +24,7 @@ from finetune.hardware.requirements import resolve
 from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.proof import proof
 from finetune.precision.proof.proof import Proof
-from finetune.training import session
+from finetune.training.helper import session
 from tests.conftest import batch
 
 
@@ -236,7 +236,7 @@ def test_nothing_prepared_is_said_at_the_end(setup_backend, monkeypatch, capsys)
     at_exit = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
     setup_backend("emulated")
-    (say,) = (call for call in at_exit if call.__module__ == "finetune.training.hook")
+    (say,) = (call for call in at_exit if call.__module__ == "finetune.training.setup")
     say()
     assert "no model was prepared: nothing ran in FP8" in capsys.readouterr().err
 

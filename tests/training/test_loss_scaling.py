@@ -16,8 +16,8 @@ from finetune import get_receipt, load_recipe
 from finetune.errors import NonFiniteError, PrecisionError, ProofError
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import RunReport
-from finetune.training import session
-from finetune.training.compute_types import LOSS_SCALING, refuse_vanished_scale
+from finetune.training.helper import session
+from finetune.training.helper.compute_types import LOSS_SCALING, refuse_vanished_scale
 from tests.config.test_optimizers import SMALL, low_bit_adamw
 from tests.conftest import batch
 from tests.run_folders import trained

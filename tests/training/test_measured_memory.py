@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from finetune import load_recipe, train
 from finetune.errors import ProofError
 from finetune.runs.receipt import Receipt, memory_line
-from finetune.training.interrupt import GracefulStop
-from finetune.training.memory_meter import Batch, MemoryMeter
+from finetune.training.health.memory_meter import Batch, MemoryMeter
+from finetune.training.run.interrupt import GracefulStop
 from finetune.units import size_of_gib
 
 QUIET = Console(quiet=True)

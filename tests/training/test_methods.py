@@ -16,7 +16,7 @@ from finetune.config.methods import METHODS, arguments, method_of
 from finetune.data.counting import counted_rows
 from finetune.errors import ConfigError, DataError
 from finetune.export.export import export_run
-from finetune.training.reload import open_trained
+from finetune.training.asking.reload import open_trained
 from finetune.training.trained import give_rate
 from tests.conftest import slow_but
 

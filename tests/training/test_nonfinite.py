@@ -194,7 +194,7 @@ def digest(folder: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def after_saving(monkeypatch, action):
     """Runs `action(trainer)` whenever a checkpoint was saved; yields digests of checkpoints."""
-    from finetune.training.checkpoints import CheckpointKeeper
+    from finetune.training.checkpoints.writing import CheckpointKeeper
 
     plain, digests = CheckpointKeeper.save, []
 

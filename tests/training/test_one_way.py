@@ -10,7 +10,8 @@ from finetune import load_recipe
 from finetune.estimator.trace import rehearsal
 from finetune.hardware import requirements
 from finetune.hardware.requirements import resolve
-from finetune.training import preflight, session
+from finetune.training.helper import session
+from finetune.training.run import preflight
 
 SHORT = (
     "train.max_steps=2", "train.warmup_steps=0", "train.eval_strategy=no", "eval.samples=false",

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
-from finetune.training import session
+from finetune.training.helper import session
 from tests.forked import ended, start, start_ranks
 
 pytestmark = pytest.mark.long
@@ -192,7 +192,7 @@ def full_disk_in_step_6() -> None:
 
 
 def another_receipt() -> None:
-    from finetune.training import evidence
+    from finetune.training.helper import evidence
 
     plain = evidence.receipt_of
 

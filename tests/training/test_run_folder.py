@@ -17,8 +17,9 @@ from finetune.errors import (
     RunFailedError,
 )
 from finetune.runs.last_model import saved_whole
-from finetune.training import faults, run_folder
-from finetune.training.preflight import preflight
+from finetune.training import faults
+from finetune.training.run import run_folder
+from finetune.training.run.preflight import preflight
 from tests.conftest import CPU
 
 STEPS = ("train.save_strategy=steps", "train.max_steps=100", "train.save_steps=10")

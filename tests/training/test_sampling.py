@@ -21,8 +21,8 @@ from finetune import load_recipe, train
 from finetune.config.methods import METHODS
 from finetune.config.schema import EvalConfig
 from finetune.errors import ConfigError
-from finetune.training import samples as sampling
-from finetune.training.samples import answer, undisturbed
+from finetune.training.asking import samples as sampling
+from finetune.training.asking.samples import answer, undisturbed
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",
@@ -181,7 +181,7 @@ def test_memory_meter_leaves_out_what_is_aside(monkeypatch) -> None:
     """On a pretended GPU: peaks before, inside and after."""
     from types import SimpleNamespace
 
-    from finetune.training.memory_meter import MemoryMeter
+    from finetune.training.health.memory_meter import MemoryMeter
     from finetune.units import GIB
 
     peak = {"now": 5 * GIB}
@@ -246,7 +246,7 @@ def test_prompts_are_questions_that_leave_room_to_answer() -> None:
 
     from finetune.data.dataset import Rows
     from finetune.storage.pretrained import load_tokenizer
-    from finetune.training.samples import prompts_of
+    from finetune.training.asking.samples import prompts_of
 
     config = load_recipe("tiny_full_bf16", ["data.prompts=[]"], check_train=False).config
     tokenizer, _ = load_tokenizer(config.model)
@@ -400,7 +400,7 @@ def test_generate_interrupted(run, cli, monkeypatch) -> None:
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("finetune.training.chat.Conversation.ask", stop)
+    monkeypatch.setattr("finetune.training.asking.chat.Conversation.ask", stop)
     assert cli("generate", str(run[0].folder), "hi").code == 130
 
 
@@ -408,8 +408,8 @@ def test_generate_interrupted(run, cli, monkeypatch) -> None:
 def test_a_full_run_that_evaluates_in_fp8_is_asked_in_fp8(delayed_run) -> None:
     """With the scales of delayed scaling; the session that it takes is gone afterwards."""
     from finetune.precision.convert import conversion_of
-    from finetune.training import session
-    from finetune.training.reload import loaded, open_trained
+    from finetune.training.asking.reload import loaded, open_trained
+    from finetune.training.helper import session
 
     run, samples = open_trained(delayed_run.folder), delayed_run.samples
     with loaded(run) as (model, tokenizer):

@@ -40,7 +40,7 @@ def sharded_on_cpus() -> None:
 
 def saved_again() -> None:
     """Save what was loaded, before anything is trained."""
-    from finetune.training.checkpoints import CheckpointKeeper
+    from finetune.training.checkpoints.writing import CheckpointKeeper
 
     sharded_on_cpus()
     plain = CheckpointKeeper.on_train_begin

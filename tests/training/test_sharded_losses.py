@@ -18,9 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from finetune.errors import PrecisionError
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import store
-from finetune.training import session
-from finetune.training.checkpoint_weights import refuse_sharded_codes
-from finetune.training.patches import (
+from finetune.training.helper import session
+from finetune.training.helper.checkpoint_weights import refuse_sharded_codes
+from finetune.training.helper.patches import (
     _check_accelerator,
     _checkpointed_by_models,
     _complete_policy,

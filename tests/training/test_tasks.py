@@ -26,9 +26,9 @@ from finetune.errors import (
     install_hint,
 )
 from finetune.precision.settings import PrecisionConfig
-from finetune.training import evaluate
-from finetune.training.evaluate import PACKAGED, load_tasks, score
-from finetune.training.preflight import check_sharding
+from finetune.training.asking import evaluate
+from finetune.training.asking.evaluate import PACKAGED, load_tasks, score
+from finetune.training.run.preflight import check_sharding
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 BUILTIN = "builtin:harbour_choice"

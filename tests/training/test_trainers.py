@@ -16,7 +16,7 @@ from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import store
-from finetune.training.references import References
+from finetune.training.helper.references import References
 from tests.benchmarks import stock_trainers, trainers
 from tests.benchmarks.stock_trainers import METHODS, TRAINERS, Workshop
 from tests.conftest import batch, slow_but

@@ -245,7 +245,7 @@ def test_progress_on_a_terminal_names_the_precision_in_force(tmp_path) -> None:
 )
 def test_a_run_says_how_many_of_its_rows_its_steps_read(max_steps, rows, said) -> None:
     """Steps of two micro-batches of four rows."""
-    from finetune.training.callbacks import extent
+    from finetune.training.health.callbacks import extent
 
     loader = torch.utils.data.DataLoader(list(range(rows)), batch_size=4)  # pyright: ignore
     args: Any = SimpleNamespace(max_steps=max_steps, gradient_accumulation_steps=2)
@@ -258,7 +258,7 @@ def test_a_run_says_how_many_of_its_rows_its_steps_read(max_steps, rows, said) -
 def test_a_stream_has_no_epochs_also_as_the_share_of_a_process() -> None:
     from accelerate.data_loader import IterableDatasetShard
 
-    from finetune.training.callbacks import extent
+    from finetune.training.health.callbacks import extent
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -280,7 +280,7 @@ def test_a_stream_has_no_epochs_also_as_the_share_of_a_process() -> None:
 )
 def test_first_signal_saves_and_stops(number, tmp_path, monkeypatch, cli) -> None:
     """In step 3: the step ends, a checkpoint is there, and the run resumes from it."""
-    from finetune.training import callbacks
+    from finetune.training.health import callbacks
 
     plain = callbacks.MetricsWriter.on_log
 
@@ -364,7 +364,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_stops(tmp_path) -> N
 def test_seconds_per_step_are_those_since_the_last_log_also_of_a_resumed_run(
     tmp_path, monkeypatch
 ) -> None:
-    from finetune.training import callbacks
+    from finetune.training.health import callbacks
 
     now = [0.0]
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])

@@ -337,8 +337,8 @@ def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) 
     from finetune.data.dataset import rows_for
     from finetune.estimator.gate import MemoryForecast
     from finetune.storage.pretrained import load_tokenizer
-    from finetune.training.evaluate import load_tasks
-    from finetune.training.preflight import preflight
+    from finetune.training.asking.evaluate import load_tasks
+    from finetune.training.run.preflight import preflight
 
     recipes = (pair.a.recipe, pair.b.recipe)
     differences = requested_differences(*(r.config for r in recipes), on_cpu=device.kind == "cpu")

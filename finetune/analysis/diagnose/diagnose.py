@@ -47,8 +47,8 @@ from finetune.hardware.device import processes, this_device
 from finetune.logging import output
 from finetune.storage.pretrained import load_tokenizer
 from finetune.training.health.monitor import HealthMonitor
-from finetune.training.preflight import preflight
-from finetune.training.session import Session, session_of
+from finetune.training.helper.session import Session, session_of
+from finetune.training.run.preflight import preflight
 from finetune.training.trainer import make_trainer
 
 STEPS, LONG = 3, 8

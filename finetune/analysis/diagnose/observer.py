@@ -40,7 +40,7 @@ from finetune.precision.convert import Conversion
 from finetune.precision.layers import decoder_layers
 from finetune.precision.planner import PrecisionPlan
 from finetune.training.health.operands import GroupSums, OperandWatch
-from finetune.training.session import Session
+from finetune.training.helper.session import Session
 
 PREFIX = "finetune|"
 WINDOW = f"{PREFIX}window"

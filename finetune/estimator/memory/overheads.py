@@ -23,7 +23,7 @@ The kernel behind `scaled_dot_product_attention` depends on version, GPU and mas
 * `cudnn`: cuDNN, whose buffers come in one piece from the caching allocator. Over documents it is
   `finetune.hardware.device.varlen_kernel` that picks it, and the buffers are those of as many rows
   of the longest document: of equal ones no more than of their tokens, else up to 8 times as much
-  (`finetune.training.varlen.ROOM`), which is not predicted.
+  (`finetune.training.helper.varlen.ROOM`), which is not predicted.
 
 Sources: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.4, 2.9 and 2.13 and the pull requests
 168175 (one workspace for both libraries) and 175344 (32 MiB on Blackwell); outside the allocator,

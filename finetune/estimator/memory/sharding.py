@@ -69,7 +69,7 @@ from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import KINDS
 from finetune.hardware.gpus import Place
-from finetune.training.compute_types import AUTOCAST
+from finetune.training.helper.compute_types import AUTOCAST
 
 
 class Moment(NamedTuple):

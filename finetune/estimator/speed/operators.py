@@ -120,7 +120,7 @@ def _base_name(name: str) -> str:
 
 
 OF_ONE_LAUNCH = ("finetune_estimator.update.default", "finetune_estimator.squares.default")
-"""Operators of one tensor each, which one kernel does for all (`finetune.training.adamw`)."""
+"""Operators of one tensor each, which one kernel does for all (`helper.optimizer.adamw`)."""
 
 
 def dtype_name(operand: Operand) -> str:

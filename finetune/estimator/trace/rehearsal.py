@@ -82,8 +82,10 @@ from finetune.precision import convert
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.planner import plan as make_plan
 from finetune.storage.pretrained import load_shape
-from finetune.training import low_bit, session
-from finetune.training.compute_types import AUTOCAST
+from finetune.training.helper import session
+from finetune.training.helper.compute_types import AUTOCAST
+from finetune.training.helper.optimizer import low_bit
+from finetune.training.helper.references import References, layers_of
 from finetune.training.model import (
     VARLEN,
     is_published_fp8,
@@ -91,8 +93,7 @@ from finetune.training.model import (
     sketch,
     teacher_of,
 )
-from finetune.training.preflight import check_settings
-from finetune.training.references import References, layers_of
+from finetune.training.run.preflight import check_settings
 
 DOCUMENTS = 8
 """Documents per packed row, where a mask keeps them apart: then their number costs nothing. Where
@@ -445,7 +446,7 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
         def create_optimizer(self, *args: Any) -> Any:
             optimizer = super().create_optimizer(*args)
             if low_bit.steps_by_parts(optimizer):
-                from finetune.training.adamw import Update
+                from finetune.training.helper.optimizer.adamw import Update
 
                 Update(optimizer).attach()
             return optimizer

@@ -24,7 +24,7 @@ the activation's dtype for each GEMM of forward and backward and never saved (bi
 *Loss scaling* (float16) checks the gradients for overflow. `SteadyScale` launches the same kernels
 as `torch.amp.GradScaler`, and never overflows, as in almost every step.
 
-*torchao's optimizers* step on a CPU by torchao's function (`finetune.training.adamw`), with the
+*torchao's optimizers* step on a CPU by torchao's function (`helper.optimizer.adamw`), with the
 temporaries of one parameter at a time, and so does the rehearsal. On a GPU one kernel updates all
 parameters in place and clips their gradients, whose norm is one pass (`clipping`). Both are counted
 parameter by parameter, for the bytes that they move and the host's time with each.
@@ -349,7 +349,7 @@ class SteadyScale:
 @contextlib.contextmanager
 def torchao_updates(*, kernels: bool) -> Iterator[None]:
     """Finish steps of torchao's optimizers without values, by `kernels` or its own function."""
-    from finetune.training import adamw
+    from finetune.training.helper.optimizer import adamw
 
     def finish(_: Any, asked: list[adamw.Asked]) -> None:
         for x in asked:

@@ -12,7 +12,7 @@ the loss has none (equal rewards in a group, say) nothing can move. By the secon
                        last bias of a reward model), or FP8 has rounded its gradient to zeros
 
 Weight decay alone is no movement. A parameter that has a gradient and is in no optimizer is an
-error, and so is a run in whose steps nothing has moved (`finetune.training.evidence`).
+error, and so is a run in whose steps nothing has moved (`finetune.training.helper.evidence`).
 
 *Numbers.* One changed number of a tensor says little beside BF16 weights: where an update is below
 half of a weight's last bit, rounding to nearest takes it back, step after step, and most numbers of

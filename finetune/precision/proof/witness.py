@@ -91,7 +91,7 @@ _VARLEN = {
     for name in ("finetune::varlen_attention", "torch_attn::_varlen_attn")
     for direction in ("", "_backward")
 }
-"""Attention over documents: `finetune.training.varlen`, and torch's kernel."""
+"""Attention over documents: `finetune.training.helper.varlen`, and torch's kernel."""
 
 _CONTRACTING = {
     *("_trilinear", "_cdist_forward", "_euclidean_dist", "sspaddmm", "_int_mm", "addr"),

@@ -32,9 +32,9 @@ from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.progress import OPERANDS
-from finetune.training import session
-from finetune.training.first_batches import check_first_batches
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
+from finetune.training.health.first_batches import check_first_batches
+from finetune.training.health.isolation import refuse_leaks
 from finetune.training.health.moments import (
     SummedRatio,
     gradient_snr,
@@ -43,10 +43,10 @@ from finetune.training.health.moments import (
     update_ratio,
 )
 from finetune.training.health.operands import GroupSums, OperandWatch, health_row, merge_sums
-from finetune.training.host_time import shortened
-from finetune.training.isolation import refuse_leaks
-from finetune.training.replacing import replaced
-from finetune.training.schedule import LEAST_SHARE, reached
+from finetune.training.helper import session
+from finetune.training.helper.host_time import shortened
+from finetune.training.helper.replacing import replaced
+from finetune.training.run.schedule import LEAST_SHARE, reached
 
 Ratios = dict[str, SummedRatio]
 OVERFLOW_WARNING = 0.01

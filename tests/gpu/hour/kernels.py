@@ -180,7 +180,7 @@ def kernels(length: int, documents: int, device: str) -> dict[str, Callable[...,
         return sdpa(*qkv, rows=1, mask=sees[None, None])
 
     def varlen(*qkv: Tensor) -> Tensor:
-        from finetune.training.varlen import varlen_attention_forward
+        from finetune.training.helper.varlen import varlen_attention_forward
 
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)  # [1, H, T, D]
         ends_of = {"cu_seq_lens_q": ends, "max_length_q": length}

@@ -105,8 +105,8 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
 
     from finetune.hardware.device import this_device
     from finetune.storage.pretrained import loading
-    from finetune.training import session
-    from finetune.training.evidence import not_finite
+    from finetune.training.helper import session
+    from finetune.training.helper.evidence import not_finite
 
     device = this_device().kind
     with loading(str(run.weights)):
@@ -149,7 +149,7 @@ def untrained(run: TrainedRun, model: Any) -> Any:
 
 def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
-    from finetune.training.scaling_state import load_scaling
+    from finetune.training.helper.scaling_state import load_scaling
 
     if run.config.precision.scaling != "delayed":
         return
@@ -165,8 +165,8 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 def _load(run: TrainedRun) -> Any:
     from finetune.precision.experts import split_adapters
     from finetune.precision.planner import plan
+    from finetune.training.checkpoints.resume import refuse_other_base
     from finetune.training.model import load_model, sketch
-    from finetune.training.resume import refuse_other_base
 
     config = run.config
     if not (run.weights / "adapter_config.json").is_file():

@@ -1,6 +1,6 @@
 """Low-bit optimizers, whose state is stored in few bits: its size, and building them.
 
-`finetune.training.adamw` has their steps. torchao's classes go to the trainer as
+`finetune.training.helper.optimizer.adamw` has their steps. torchao's classes go to the trainer as
 `optimizer_cls_and_kwargs`, since Transformers has no name for the FP8 one and passes `block_size`
 as text.
 
@@ -81,7 +81,7 @@ def class_and_kwargs(train: TrainSection, args: Any) -> tuple[type[Optimizer], d
 
 
 def steps_by_parts(optimizer: Optimizer) -> bool:
-    """True for an optimizer of torchao's whose steps `finetune.training.adamw` finishes."""
+    """True for an optimizer of torchao's whose steps `adamw` finishes."""
     return type(optimizer).__module__ == "torchao.optim.adam"
 
 

@@ -30,9 +30,9 @@ from finetune.hardware.requirements import Resolution, check_here, check_launche
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.early_stopping import check_early_stopping
+from finetune.training.helper.patches import WHY_NOT_FSDP1, engine_refused
 from finetune.training.model import Attention, resolve_attention, sketch
-from finetune.training.patches import WHY_NOT_FSDP1, engine_refused
+from finetune.training.run.early_stopping import check_early_stopping
 from finetune.training.scope import notes
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Forecast(Protocol):
         ...
 
     def predicted(self, run: Preflight, batch: Any) -> dict[str, Any]:
-        """Predicted keys of `Receipt.memory` for a `finetune.training.memory_meter.Batch`."""
+        """Predicted keys of `Receipt.memory` for a `Batch` of `training.health.memory_meter`."""
         ...
 
 

@@ -28,9 +28,9 @@ from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import recipe_name
 from finetune.runs.receipt import Receipt
-from finetune.training import compute_types
 from finetune.training.health.finiteness import is_broken
-from finetune.training.varlen import executed_attention
+from finetune.training.helper import compute_types
+from finetune.training.helper.varlen import executed_attention
 
 
 def refuse_disagreement(receipt: Receipt) -> None:

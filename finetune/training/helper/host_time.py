@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.precision.layers import without_adapters
-from finetune.training.replacing import replaced
+from finetune.training.helper.replacing import replaced
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import numpy as np
 from finetune.config.measures import MEASURES, Measure, ends
 from finetune.config.methods import ADAPTERS, method_of
 from finetune.config.schema import RunConfig
-from finetune.training.rewards import FLAT, MAKE_DIFFER
+from finetune.training.asking.rewards import FLAT, MAKE_DIFFER
 from finetune.units import plural
 
 SURE, MATTERS = 6.0, 0.01

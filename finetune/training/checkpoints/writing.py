@@ -39,8 +39,8 @@ from finetune.runs.checkpoints import (
     resume_command,
     superfluous,
 )
+from finetune.training.checkpoints.sharded import WholeFiles
 from finetune.training.faults import is_of_the_disk, write_failure
-from finetune.training.sharded import WholeFiles
 
 
 class CheckpointKeeper(TrainerCallback):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import TensorWeakRef
 
 from finetune.precision.proof.movement import local_part
-from finetune.training.adamw import PointerTable, Update, no_factor, runs_kernels
+from finetune.training.helper.optimizer.adamw import PointerTable, Update, no_factor, runs_kernels
 
 
 class Factor:
@@ -111,7 +111,7 @@ def _sharded_over(gradients: list[Any]) -> list[Any] | None:
 
 def sum_of_squares(gradients: Sequence[Tensor], tables: dict[Any, PointerTable]) -> Tensor:
     """Sum of the squares of all numbers in one pass, float32, on their device."""
-    from finetune.training import adamw_kernels
+    from finetune.training.helper.optimizer import adamw_kernels
 
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for x in gradients:

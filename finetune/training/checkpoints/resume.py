@@ -26,8 +26,8 @@ from finetune.errors import ConfigError
 from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.fingerprint import fingerprint
 from finetune.runs.folder import finite, json_of
-from finetune.training.rewards import code_of, reward_names
-from finetune.training.schedule import BATCH
+from finetune.training.asking.rewards import code_of, reward_names
+from finetune.training.run.schedule import BATCH
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

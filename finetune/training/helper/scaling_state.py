@@ -26,7 +26,7 @@ from finetune.precision.convert import conversion_of
 from finetune.runs.checkpoints import scaling_file
 
 if TYPE_CHECKING:
-    from finetune.training.replacing import Patches
+    from finetune.training.helper.replacing import Patches
 
 PRECISION = "precision"
 """Key in the file's metadata."""

@@ -26,8 +26,8 @@ from finetune.hardware.device import synchronize
 from finetune.hardware.energy import EnergyCounter
 from finetune.runs.folder import finite
 from finetune.runs.progress import log_line
-from finetune.training.compute_types import refuse_vanished_scale
-from finetune.training.memory_meter import peak_memory_gib
+from finetune.training.health.memory_meter import peak_memory_gib
+from finetune.training.helper.compute_types import refuse_vanished_scale
 from finetune.units import plural
 
 

@@ -34,16 +34,16 @@ from finetune.errors import ConfigError
 from finetune.hardware.device import generators
 from finetune.precision.settings import Compute
 from finetune.runs.receipt import Sample
-from finetune.training.callbacks import step_label
-from finetune.training.compute_types import AUTOCAST
-from finetune.training.memory_meter import MemoryMeter
+from finetune.training.health.callbacks import step_label
+from finetune.training.health.memory_meter import MemoryMeter
+from finetune.training.helper.compute_types import AUTOCAST
 from finetune.units import shortened
 
 if TYPE_CHECKING:
     from torch import nn
 
     from finetune.data.dataset import Rows
-    from finetune.training.callbacks import MetricsWriter
+    from finetune.training.health.callbacks import MetricsWriter
 
 PROMPTS, SEARCHED = 2, 64
 """Prompts taken from evaluation rows, and rows searched for them."""

@@ -1,4 +1,4 @@
-"""Triton kernels of `finetune.training.adamw`, and their launches. Importing this needs Triton.
+"""Triton kernels of `adamw`, and their launches. Importing this needs Triton.
 
 One launch serves many tensors. A table on the device has a row of pointers and sizes for each, and
 a program finds its tensor and its place in it by its number:
@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finetune.training.adamw import CHUNK, EACH, ROUNDS, TILE, WARPS
+from finetune.training.helper.optimizer.adamw import CHUNK, EACH, ROUNDS, TILE, WARPS
 
 TYPES = {
     torch.float32: tl.float32,

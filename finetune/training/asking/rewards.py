@@ -12,7 +12,7 @@ column of the rows, and returns a number for each completion (None: it has nothi
 A method that compares answers to one prompt learns nothing from a group whose rewards are all
 equal: each advantage is zero. TRL logs the share of these groups (`frac_reward_zero_std`) and
 trains on; where all groups are so, first to last, `RewardWatch` says that nothing was learned;
-where most are, a hint at the end of the run does (`finetune.training.hints`).
+where most are, a hint at the end of the run does (`finetune.training.run.hints`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
-from finetune.training import low_bit
+from finetune.training.helper.optimizer import low_bit
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 

@@ -33,7 +33,7 @@ from finetune.precision.stored import CodesMixin, iter_scales
 from finetune.runs.folder import json_of
 
 if TYPE_CHECKING:
-    from finetune.training.replacing import Patches
+    from finetune.training.helper.replacing import Patches
 
 CODES = "F8_E4M3"
 """Type of FP8 codes in the header of a safetensors file."""

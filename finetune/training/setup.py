@@ -17,7 +17,7 @@ from finetune.hardware.device import EXPANDABLE, expand_segments, processes, ref
 from finetune.precision.settings import Fp8Format, PrecisionConfig, Scaling
 from finetune.runs.receipt import Receipt
 from finetune.section import RefusedError
-from finetune.training import session
+from finetune.training.helper import session
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -158,8 +158,8 @@ def setup_fp8_mixed_precision_training(
 
 def _begin(precision: PrecisionConfig) -> session.Session:
     """Put the session of a script into effect: now, and after a run of a recipe inside it."""
-    from finetune.training import varlen
     from finetune.training.health.monitor import watch_trainers
+    from finetune.training.helper import varlen
 
     running = session.install(precision)
     running.again = partial(_begin, precision)

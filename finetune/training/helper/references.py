@@ -25,7 +25,7 @@ from torch import nn
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.replacing import Patches, replaced
+from finetune.training.helper.replacing import Patches, replaced
 
 PRECOMPUTES = "_precompute_ref_logps"
 """Method of TRL's trainers (1.16) that computes a reference's log-probabilities in advance."""

@@ -40,14 +40,15 @@ from finetune.precision.planner import plan, refuse_half_weights, refuse_quantiz
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import Receipt
-from finetune.training import compute_types, low_bit
-from finetune.training.checkpoint_weights import load_all_weights, refuse_unsaved_experts
-from finetune.training.evidence import conditions_of, receipt_of
-from finetune.training.optimizer_checks import OptimizerChecks, drop
-from finetune.training.patches import patch_accelerator
-from finetune.training.references import References
-from finetune.training.replacing import Patches
-from finetune.training.scaling_state import keep_in_trainers
+from finetune.training.helper import compute_types
+from finetune.training.helper.checkpoint_weights import load_all_weights, refuse_unsaved_experts
+from finetune.training.helper.evidence import conditions_of, receipt_of
+from finetune.training.helper.optimizer import low_bit
+from finetune.training.helper.optimizer_checks import OptimizerChecks, drop
+from finetune.training.helper.patches import patch_accelerator
+from finetune.training.helper.references import References
+from finetune.training.helper.replacing import Patches
+from finetune.training.helper.scaling_state import keep_in_trainers
 
 
 class Session:
@@ -272,7 +273,7 @@ class Session:
             # advance, and skipped steps would count as steps.
             optimizer._step_supports_amp_scaling = False
         if low_bit.steps_by_parts(optimizer) and optimizer not in self._updates:
-            from finetune.training.adamw import Update
+            from finetune.training.helper.optimizer.adamw import Update
 
             self._updates[optimizer] = update = Update(optimizer)
             self.undo.callback(update.attach())
@@ -284,7 +285,7 @@ class Session:
         # Scaled gradients: a step may be left out.
         if not self._updates or norm_type != 2 or accelerator.scaler is not None:
             return None
-        from finetune.training.clipping import clip
+        from finetune.training.helper.optimizer.clipping import clip
 
         return clip(list(self._updates.values()), parameters, bound)
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerState
 
 from finetune.precision.layers import without_adapters
-from finetune.training.session import Session
+from finetune.training.helper.session import Session
 from finetune.units import GIB
 
 STEP = 3

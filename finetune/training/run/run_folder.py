@@ -22,8 +22,8 @@ from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in
 from finetune.runs.folder import write_start
 from finetune.runs.last_model import MODEL
 from finetune.runs.receipt import RunReport
-from finetune.training.low_bit import bytes_of_states
-from finetune.training.preflight import Preflight
+from finetune.training.helper.optimizer.low_bit import bytes_of_states
+from finetune.training.run.preflight import Preflight
 from finetune.units import size
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from finetune.hardware.device import has_launcher, has_triton
 from finetune.precision.proof.movement import local_part
-from finetune.training.replacing import replaced
+from finetune.training.helper.replacing import replaced
 
 PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)
 """Multipliers and increments of the key."""
@@ -230,7 +230,7 @@ class Update:
     def _launch(
         self, table: PointerTable, kind: Kind, rows: list[Launched], factor: Tensor | None
     ) -> None:
-        from finetune.training import adamw_kernels
+        from finetune.training.helper.optimizer import adamw_kernels
 
         like = rows[0].asked
         factor = factor if factor is None else factor.to(kind.device)

@@ -32,10 +32,10 @@ from finetune.precision.compiling import never_compiled
 from finetune.precision.layers import multiplies
 from finetune.precision.settings import Compute, PrecisionConfig
 from finetune.precision.stored import before_sharding, share_scales
-from finetune.training import compute_types
-from finetune.training.checkpoint_weights import refuse_sharded_codes
-from finetune.training.replacing import replaced
-from finetune.training.scaling_state import keep_in_states
+from finetune.training.helper import compute_types
+from finetune.training.helper.checkpoint_weights import refuse_sharded_codes
+from finetune.training.helper.replacing import replaced
+from finetune.training.helper.scaling_state import keep_in_states
 
 MIXED_PRECISION: dict[Compute, str] = {
     "fp8": "bf16",  # around FP8 GEMMs
