@@ -15,7 +15,7 @@ from finetune.errors import ConfigError, MissingExtraError, PrecisionError
 from finetune.hardware import requirements
 from finetune.hardware.device import Verdict
 from finetune.hardware.requirements import FP8_GPUS, backend_verdict, check_here, resolve
-from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100
+from tests.conftest import A100, APPLE, B200, CPU, H100, RTX4090, V100, slow_but
 from tests.hardware.test_gemm_engine import RTX5090
 
 BACKENDS = ("te", "torchao", "auto")
@@ -42,7 +42,7 @@ def ways(device, overrides):
 
 
 @pytest.mark.parametrize("emulation", ["forbid", "allow"])
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("device", slow_but([CPU, H100, RTX5090], DEVICES.values()), ids=DEVICES)
 def test_every_setting_that_a_refusal_names_works(device, emulation) -> None:
     tried = 0
     for backend, scaling, more in itertools.product(BACKENDS, SCALINGS, MORE):

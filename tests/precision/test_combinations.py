@@ -7,6 +7,7 @@ must help: the settings that it names are tried, and one must be had.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any, get_args
 
 import pytest
@@ -119,6 +120,7 @@ COMBINATIONS = [
 ]
 
 
+@cache
 def table() -> dict[tuple[str, str], dict[str, str]]:
     """The reference's: (scaling, format) -> backend -> its cell."""
     lines = site_reference.combinations().splitlines()[2:]
