@@ -28,6 +28,7 @@ def table() -> dict[str, Any]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
+@functools.cache  # a receipt asks for all of them
 def version(distribution: str) -> str | None:
     """Installed version of a distribution, None when it is not installed."""
     try:

@@ -59,6 +59,7 @@ def comparison(method: str, folder: Path, a: float, b: float, **more: float) -> 
     return folder
 
 
+@pytest.mark.slow
 def test_grpo_is_judged_by_its_reward_and_never_by_its_loss(tmp_path, cli):
     """Here FP8's loss is twice BF16's, which says nothing of what was learnt."""
     folder = comparison("grpo", tmp_path / "c", 0.60, 0.61, offset=1.0)

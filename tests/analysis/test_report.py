@@ -23,6 +23,7 @@ from finetune.cli.app import main
 from finetune.errors import ConfigError
 from finetune.runs.folder import RunFolder
 from finetune.runs.receipt import Receipt
+from tests.conftest import slow_but
 from tests.run_folders import make_comparison, make_run
 
 TRAP = "<script>alert(1)</script> **bold** | [link](http://example.com) `code`"
@@ -264,7 +265,10 @@ def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
     assert finetune.report([run, whole], to=tmp_path / "both").verdict == "Not all verified"
 
 
-@pytest.mark.parametrize(("processes", "said"), [(1, "each"), (2, "each per process")])
+@pytest.mark.parametrize(
+    ("processes", "said"),
+    slow_but([(2, "each per process")], [(1, "each"), (2, "each per process")]),
+)
 def test_optimizer_state_of_several_processes_is_that_of_one(processes, said, tmp_path):
     """Sharded, each has a part: 4 bytes of the 8 of two moments looked like another optimizer."""
     run = make_run(tmp_path / "r", steps=8, groups=())

@@ -335,10 +335,14 @@ def test_an_fp8_optimizer_needs_fp8_casts_on_a_gpu() -> None:
 def test_a_bitsandbytes_that_cannot_step_on_a_cpu_is_named(monkeypatch) -> None:
     from importlib import metadata
 
+    from finetune.hardware.versions import version
+
+    version.cache_clear()
     monkeypatch.setattr(metadata, "version", {"bitsandbytes": "0.49.2"}.__getitem__)
     check_optimizer_here(TrainSection({"optim": "adamw_8bit"}), H100)
     with pytest.raises(ConfigError, match=r"0\.49\.2 steps on GPUs only[\s\S]*adamw_torch_8bit"):
         check_optimizer_here(TrainSection({"optim": "adamw_8bit"}), CPU)
+    version.cache_clear()
 
 
 @pytest.mark.parametrize(

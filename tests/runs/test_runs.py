@@ -228,6 +228,7 @@ def test_a_part_of_a_run_names_the_run(part, run):
     assert find_run(str(run)) == run
 
 
+@pytest.mark.slow
 def test_a_recipe_means_its_newest_run_with_weights_and_a_newer_one_is_said(tmp_path, cli):
     """Of runs that lack them the newest is meant, and its error says that it still trains."""
     runs = [tmp_path / "runs" / "tiny_full_fp8" / f"2026112{i}-120000-aaaa" for i in (1, 2)]

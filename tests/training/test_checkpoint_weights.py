@@ -45,9 +45,7 @@ def trainer_of(model: Any, folder: Path, **settings: Any) -> Trainer:
     return Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:2])
 
 
-@pytest.mark.parametrize(
-    ("kind", "frozen"), slow_but([("llama", "fp8")], [("llama", "fp8"), ("mixtral", "bf16")])
-)
+@pytest.mark.parametrize(("kind", "frozen"), slow_but([], [("llama", "fp8"), ("mixtral", "bf16")]))
 def test_resumed_is_whole_to_the_bit(kind, frozen, make_llama, setup_backend, tmp_path) -> None:
     """Transformers left experts and routers out, and took frozen codes for numbers, proven."""
 

@@ -30,6 +30,7 @@ class Late(TrainerCallback):
             self.monkeypatch.setattr(nn.Module, "named_modules", counted)
 
 
+@pytest.mark.slow
 def test_a_step_walks_over_the_model_for_accelerates_clipping_alone(
     make_llama, setup_backend, tmp_path, monkeypatch
 ) -> None:

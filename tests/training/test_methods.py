@@ -41,7 +41,7 @@ def run(recipe: str, folder: Path, *overrides: str) -> tuple[Any, list[dict[str,
 @pytest.mark.parametrize(
     ("method", "adapters"),
     slow_but(
-        [("dpo", LORA)],
+        [],
         [("dpo", LORA), ("kto", ()), ("orpo", ()), ("reward", LORA), ("continue", LORA)],
     ),
 )

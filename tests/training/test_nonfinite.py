@@ -300,6 +300,7 @@ def loss_scaling(monkeypatch):
     monkeypatch.setattr(Accelerator, "__init__", init)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_no_update_and_no_error(loss_scaling, make_llama, tmp_path) -> None:
     def spoil(model) -> None:
         def hook(g):

@@ -19,6 +19,7 @@ SHORT = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["tiny_lora_fp8", pytest.param("tiny_full_fp8", marks=pytest.mark.long)]
 )

@@ -322,6 +322,7 @@ def test_generate_reads_lines_and_a_checkpoint_and_draws_by_seed(run, cli, monke
     assert said[0] == said[1] != said[2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_other_weights_than_it_saved_does_not_answer(run, cli, tmp_path) -> None:
     import shutil
 

@@ -23,10 +23,14 @@ from tests.conftest import batch, slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL 1.16
 
-QUICK = [("DPO", "full"), ("DPO", "frozen")]
+QUICK = [("DPO", "frozen")]
 SYNCHRONIZED = "DPO, synchronized"
 ROWS = [(n, m) for n in TRAINERS for m in METHODS if n != SYNCHRONIZED or m == "full"]
-SLOW = [(SYNCHRONIZED, "full"), *((name, "LoRA") for name in ("KTO", "GRPO", "GKD"))]
+SLOW = [
+    ("DPO", "full"),
+    (SYNCHRONIZED, "full"),
+    *((name, "LoRA") for name in ("KTO", "GRPO", "GKD")),
+]
 SLOW += [(f"Trainer, {of}", "LoRA") for of in ("classification", "seq2seq (T5)", "vision (ViT)")]
 REST = [row for row in ROWS if row not in QUICK + SLOW]
 """Trainers that are near one of these, or whose recipe is trained in test_methods, test_rewards."""
