@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar, overload
 
 from pydantic_core import CoreSchema, core_schema
 
+BATCH = ("gradient_accumulation_steps", "per_device_train_batch_size")
+"""What makes a step of several rows: keys of the trainer's arguments."""
 T = TypeVar("T")
 
 

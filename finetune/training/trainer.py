@@ -24,8 +24,10 @@ from finetune.config import sft
 from finetune.config.methods import TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.recipe import Recipe
+from finetune.config.reward_names import code_of, reward_names
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
+from finetune.config.train_keys import BATCH
 from finetune.config.train_section import decides_checkpointing
 from finetune.config.yaml import shown
 from finetune.data.dataset import refuse_no_eval_rows, rows_for
@@ -47,7 +49,7 @@ from finetune.storage.ends import stop_at
 from finetune.storage.pretrained import fit_trl, keep_generation, load_tokenizer, refuse_other_words
 from finetune.training import scope
 from finetune.training.asking.evaluate import TaskScorer, load_tasks, score
-from finetune.training.asking.rewards import RewardWatch, code_of, reward_names, rewards_of
+from finetune.training.asking.rewards import RewardWatch, rewards_of
 from finetune.training.asking.samples import prompts_of
 from finetune.training.checkpoints import resume
 from finetune.training.faults import explained, write_failure
@@ -67,7 +69,7 @@ from finetune.training.run.run_folder import (
     start_folder,
     write_card,
 )
-from finetune.training.run.schedule import BATCH, schedule_of
+from finetune.training.run.schedule import schedule_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

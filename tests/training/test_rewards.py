@@ -13,9 +13,10 @@ import torch
 
 from finetune import load_recipe
 from finetune.config.paths import ASSETS
+from finetune.config.reward_names import reward_names
 from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, DataError, ProofError
-from finetune.training.asking.rewards import EARLY, FLAT, RewardWatch, reward_names, rewards_of
+from finetune.training.asking.rewards import EARLY, FLAT, RewardWatch, rewards_of
 from finetune.training.run.hints import hints
 from tests.asset_makers.make_sums import sums
 from tests.data.shapes import tokenizer_of

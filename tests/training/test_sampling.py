@@ -22,7 +22,8 @@ from finetune.config.methods import METHODS
 from finetune.config.schema import EvalConfig
 from finetune.errors import ConfigError
 from finetune.training.asking import samples as sampling
-from finetune.training.asking.samples import answer, undisturbed
+from finetune.training.asking.samples import answer
+from finetune.training.helper.undisturbed import undisturbed
 
 SHORT = (
     "train.max_steps=3", "train.warmup_steps=0", "train.eval_steps=2", "train.logging_steps=1",

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from finetune import load_recipe, train
-from finetune.training.run.schedule import BATCH, peak_of, schedule_of, steps_of
+from finetune.config.train_keys import BATCH
+from finetune.training.run.schedule import peak_of, schedule_of, steps_of
 
 WORDS = [
     *("harbour", "boat", "crane", "cargo", "tide", "keel"),

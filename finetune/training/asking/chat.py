@@ -33,7 +33,8 @@ from finetune.logging import output, plain_table
 from finetune.precision.settings import Compute
 from finetune.section import is_text
 from finetune.storage.pretrained import positions
-from finetune.training.asking.samples import autocast, check_room_for, encode, undisturbed
+from finetune.training.asking.samples import check_room_for, encode
+from finetune.training.helper.undisturbed import autocast, undisturbed
 
 COMMANDS = ("/reset", "/exit")
 LONGEST = 256

@@ -44,10 +44,10 @@ from finetune.errors import (
 )
 from finetune.hardware.requirements import require
 from finetune.runs.receipt import describe
-from finetune.training.asking.samples import undisturbed, whole
 from finetune.training.health.callbacks import MetricsWriter, step_label
 from finetune.training.health.memory_meter import MemoryMeter
 from finetune.training.helper.compute_types import AUTOCAST
+from finetune.training.helper.undisturbed import undisturbed, whole
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

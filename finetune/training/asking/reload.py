@@ -106,7 +106,7 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     from finetune.hardware.device import this_device
     from finetune.storage.pretrained import loading
     from finetune.training.helper import session
-    from finetune.training.helper.evidence import not_finite
+    from finetune.training.helper.finite import not_finite
 
     device = this_device().kind
     with loading(str(run.weights)):

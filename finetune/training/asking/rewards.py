@@ -22,15 +22,12 @@ import functools
 import importlib
 import inspect
 import math
-import os
 import re
 import reprlib
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from modulefinder import ModuleFinder
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -39,7 +36,6 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.config.paths import user_path
 from finetune.config.sections import BUILTIN
-from finetune.config.train_keys import TrainSection
 from finetune.data.answers import Answers
 from finetune.data.chat import rendered
 from finetune.errors import ConfigError, DataError, FinetuneError, did_you_mean, first_line
@@ -110,38 +106,6 @@ def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
         )
     answers = None if tokenizer is None else Answers.of(tokenizer)
     return [_found(name, answers) for name in names]
-
-
-def reward_names(train: TrainSection) -> Sequence[str]:
-    """The names in `train.reward_funcs`: a list, or as typed, `a` or `a,b`."""
-    given = train.reward_funcs or ()
-    return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
-
-
-def code_of(names: Sequence[str]) -> list[Path]:
-    """Files of the user's whose code these rewards run, found without running any.
-
-    A file or module by name, and what it imports from beside it, from this folder or PYTHONPATH;
-    libraries that are installed are none of these.
-    """
-    found = list[Path]()
-    for name in names:
-        place, module = user_path(name.partition(":")[0]), name.rpartition(".")[0]
-        beside = [str(place.parent)] if place.suffix == ".py" else []
-        here = [*beside, os.getcwd(), *os.getenv("PYTHONPATH", "").split(os.pathsep)]
-        # Python's finder takes `datasets/`, a folder of rows beside an import of it, for a module.
-        folders = [one for root in here for one in Path(root).glob("*") if one.is_dir()]
-        plain = [one.name for one in folders if not (one / "__init__.py").exists()]
-        finder = ModuleFinder(here, excludes=["finetune", *plain])
-        # What is wrong with it is said when it runs.
-        with contextlib.suppress(OSError, ImportError, SyntaxError, ValueError):
-            if beside:
-                finder.run_script(str(place))
-            elif module and not name.startswith(BUILTIN):
-                finder.import_hook(module)
-        files = (getattr(one, "__file__", None) for one in finder.modules.values())
-        found += [Path(file) for file in files if file]
-    return sorted({file.absolute() for file in found})
 
 
 def _found(name: str, answers: Answers | None) -> Any:

@@ -16,32 +16,25 @@ without.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import random
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import RunConfig
 from finetune.data.answers import Answers
 from finetune.errors import ConfigError
-from finetune.hardware.device import generators
 from finetune.precision.settings import Compute
 from finetune.runs.receipt import Sample
 from finetune.training.health.callbacks import step_label
 from finetune.training.health.memory_meter import MemoryMeter
-from finetune.training.helper.compute_types import AUTOCAST
+from finetune.training.helper.undisturbed import autocast, undisturbed, whole
 from finetune.units import shortened
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from finetune.data.dataset import Rows
     from finetune.training.health.callbacks import MetricsWriter
 
@@ -145,41 +138,6 @@ def answer(
             turn = answers.read(tokens, inputs["input_ids"][0])
             samples.append(Sample(prompt, turn["content"].strip()))
     return samples
-
-
-def whole(model: Any) -> Any:
-    """The model inside of its copies' exchange, if there is one."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def autocast(compute: Compute, device: str) -> torch.autocast:
-    """Autocast as in training: BF16 or FP16, none with FP32."""
-    dtype = AUTOCAST[compute]
-    return torch.autocast(device, dtype, enabled=dtype is not None)
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate inside; restores generators and module modes. Evaluation moves no scale."""
-    import numpy as np
-
-    from finetune.precision.convert import conversion_of
-
-    conversion = conversion_of(model)
-    modes = [(module, module.training) for module in model.modules()]
-    python, arrays = random.getstate(), np.random.get_state()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(generators()))
-        if conversion is not None and conversion.compiled:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            random.setstate(python)
-            np.random.set_state(arrays)
 
 
 # --------------------------------------------------------------------------------- during training

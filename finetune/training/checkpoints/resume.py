@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.methods import REWARDS, TEACHER, method_of
 from finetune.config.paths import user_path
+from finetune.config.reward_names import code_of, reward_names
 from finetune.config.schema import RunConfig
-from finetune.config.train_keys import TrainSection
+from finetune.config.train_keys import BATCH, TrainSection
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import Checkpoint
 from finetune.runs.fingerprint import fingerprint
 from finetune.runs.folder import finite, json_of
-from finetune.training.asking.rewards import code_of, reward_names
-from finetune.training.run.schedule import BATCH
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

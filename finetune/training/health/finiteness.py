@@ -37,9 +37,9 @@ from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
 from finetune.precision.layers import plain_name
 from finetune.precision.planner import PrecisionPlan
-from finetune.precision.proof.movement import local_part
 from finetune.precision.proof.proof import named_trainable
 from finetune.runs.checkpoints import newest_checkpoint
+from finetune.training.helper.finite import is_broken, own_values
 
 LEAST_SCALE = 1.0
 """FP16: at this loss scale gradients are unscaled, and a nonfinite one stays so."""
@@ -80,7 +80,7 @@ class Finiteness:
         """Remember the loss of a micro-batch, and behind the last one the norm of each gradient."""
         self._losses.append(loss.detach())
         if self.trainer.accelerator.sync_gradients and (made := self._gradients()):
-            norms = torch._foreach_norm([_own_values(gradient) for gradient in made.values()])
+            norms = torch._foreach_norm([own_values(gradient) for gradient in made.values()])
             self._norms = dict(zip(made, norms, strict=True))
 
     def forget(self) -> None:
@@ -165,27 +165,13 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     NaN and Inf survive any norm, so a finite one settles it. Another may be an overflow of large
     numbers: only then every element is tested. Of sharded tensors, this process's part is tested.
     """
-    local = [_own_values(t) for t in tensors]
+    local = [own_values(t) for t in tensors]
     norm = torch.nn.utils.get_total_norm(local)
     return math.isfinite(norm) or not any(is_broken(t) for t in local)
 
 
-def _own_values(x: Tensor) -> Tensor:
-    """What this process has of a tensor."""
-    return local_part(x).detach()
-
-
-@torch.no_grad()
-def is_broken(x: Tensor) -> bool:
-    """True if this process's part of a tensor has NaN or infinity; codes in 8 bits have neither."""
-    own = _own_values(x)
-    judged = own.is_floating_point() and own.dtype.itemsize >= 2 and own.numel() > 0
-    # NaN is the least and the greatest of any values; no mask as large as the tensor is made.
-    return judged and not bool(torch.stack(torch.aminmax(own)).isfinite().all())
-
-
 def _counts(x: Tensor) -> str:
-    own = _own_values(x)
+    own = own_values(x)
     nan, inf = int(own.isnan().sum()), int(own.isinf().sum())
     kind = str(own.dtype).removeprefix("torch.")
     return f"{nan:,} NaN and {inf:,} Inf of {own.numel():,} values ({kind} {list(own.shape)})"

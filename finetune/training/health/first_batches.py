@@ -40,10 +40,10 @@ from finetune.data.preparing import Accounted
 from finetune.errors import ConfigError, DataError
 from finetune.logging import counting_rows, output
 from finetune.precision.layers import without_adapters
-from finetune.training.asking.samples import undisturbed
 from finetune.training.health.isolation import in_high_precision
 from finetune.training.helper import session
 from finetune.training.helper.replacing import replaced
+from finetune.training.helper.undisturbed import undisturbed
 
 LOOKED_AT, SHAPES = 256, 8
 """Rows among which others are looked for, and the most that are tried."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.precision.convert import conversion_of
 from finetune.precision.layers import without_adapters
-from finetune.training.asking.samples import undisturbed
+from finetune.training.helper.undisturbed import undisturbed
 
 TOKENS = 8
 """Of each document: more than the short convolutions of recurrent layers reach back."""

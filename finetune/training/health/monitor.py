@@ -35,6 +35,7 @@ from finetune.runs.progress import OPERANDS
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness
 from finetune.training.health.first_batches import check_first_batches
 from finetune.training.health.isolation import refuse_leaks
+from finetune.training.health.learning_rate import LEAST_SHARE, reached
 from finetune.training.health.moments import (
     SummedRatio,
     gradient_snr,
@@ -46,7 +47,6 @@ from finetune.training.health.operands import GroupSums, OperandWatch, health_ro
 from finetune.training.helper import session
 from finetune.training.helper.host_time import shortened
 from finetune.training.helper.replacing import replaced
-from finetune.training.run.schedule import LEAST_SHARE, reached
 
 Ratios = dict[str, SummedRatio]
 OVERFLOW_WARNING = 0.01

@@ -28,8 +28,8 @@ from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import stored_weights
 from finetune.runs.card import recipe_name
 from finetune.runs.receipt import Receipt
-from finetune.training.health.finiteness import is_broken
 from finetune.training.helper import compute_types
+from finetune.training.helper.finite import not_finite
 from finetune.training.helper.varlen import executed_attention
 
 
@@ -142,14 +142,6 @@ def receipt_of(
         held=proof.sentinel.described() if proof else {},
         environment=environment(device) | {"patches": patches},
     )
-
-
-def not_finite(model: nn.Module) -> list[str]:
-    """Names of trainable weights with NaN or infinity, which no optimizer step repairs.
-
-    No health monitor runs in a hand-written loop, where moments in FP16, say, divide by zero.
-    """
-    return [name for name, p in named_trainable(model).items() if is_broken(p)]
 
 
 def _gemm(p: PrecisionConfig, device: Device) -> str:

@@ -16,12 +16,10 @@ from typing import Any
 
 from finetune.config.methods import METHODS, Method
 from finetune.config.sft import REFUSALS
+from finetune.config.train_keys import BATCH
 from finetune.errors import ConfigError
+from finetune.training.health.learning_rate import LEAST_SHARE, reached
 
-LEAST_SHARE = 0.5
-"""Of the learning rate that was asked for: a run that stays below is refused."""
-BATCH = ("gradient_accumulation_steps", "per_device_train_batch_size")
-"""What makes a step of several rows: keys of the trainer's arguments."""
 FEW = 50
 """Steps below which a run by epochs gets a line: an adapter or a model has hardly moved."""
 
@@ -168,19 +166,6 @@ def peak_of(args: Any, steps: int) -> float:
     except REFUSALS:
         return 1.0
     return reached(made, steps)
-
-
-def reached(scheduler: Any, steps: int) -> float:
-    """Largest factor of a scheduler in its first steps; of one that follows the loss, 1.
-
-    Of many steps a thousand are looked at, and the last.
-    """
-    from torch.optim.lr_scheduler import LambdaLR
-
-    if not isinstance(scheduler, LambdaLR):
-        return 1.0
-    seen = [*range(0, steps, max(1, steps // 1000)), steps - 1]
-    return max(factor(step) for factor in scheduler.lr_lambdas for step in seen)
 
 
 def _batched(args: Any, batch: Sequence[int]) -> Any:
