@@ -230,7 +230,10 @@ CASES: list[tuple[Callable[[Given], None], str]] = [
 
 @pytest.mark.parametrize(
     ("case", "says"),
-    slow_but([case for case in CASES if case[0] is evaluation_mode], CASES),
+    [
+        *slow_but([case for case in CASES if case[0] is evaluation_mode], CASES[::3]),
+        *slow_but([], [case for case in CASES if case not in CASES[::3]], pytest.mark.long),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_the_error_says_is_done_and_trains(case, says, make_llama, tmp_path, tried) -> None:

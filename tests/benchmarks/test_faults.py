@@ -9,7 +9,7 @@ import pytest
 from tests.benchmarks.faults import FAULTS, happens
 from tests.conftest import slow_but
 
-QUICK = ("SIGTERM", "full", "nan", "two_errors")
+QUICK = ("SIGTERM", "full")
 
 
 @pytest.mark.slow

@@ -28,7 +28,15 @@ def computes(preset: str, before) -> str:
     return "bf16" if preset in ("bf16", "no-fp8") else before.precision.compute
 
 
-@pytest.mark.parametrize("preset", slow_but(["fastest"], PRESETS))
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *slow_but(["fastest"], ["fastest", "least-memory"]),
+        *slow_but(
+            [], [x for x in PRESETS if x not in ("fastest", "least-memory")], pytest.mark.long
+        ),
+    ],
+)
 def test_every_recipe_with_a_preset_is_a_recipe_that_trains_the_same_batch(cli, preset):
     for name in list_recipes():
         done = cli("cp", name, "mine", "--force", "--preset", preset)

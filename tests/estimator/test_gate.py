@@ -30,9 +30,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", slow_but(RUNS.keys() - {"GPT-2", "few tokens"}, RUNS, pytest.mark.long)
-)
+@pytest.mark.parametrize("name", slow_but(("full", "adapters", "packed"), RUNS, pytest.mark.long))
 def test_no_step_takes_more_than_the_upper_bound(name) -> None:
     config = with_checkpointing(load_recipe(RUNS[name][0], RUNS[name][1]).config, False)
     model = sketch(config)

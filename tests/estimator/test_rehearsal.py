@@ -391,7 +391,12 @@ def test_a_sliding_window_is_in_the_trace(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "texts", "copies"), [("dpo", 2, 2), ("kto", 1, 2), ("orpo", 2, 1), ("reward", 2, 1)]
+    ("method", "texts", "copies"),
+    slow_but(
+        [("dpo", 2, 2), ("reward", 2, 1)],
+        [("dpo", 2, 2), ("kto", 1, 2), ("orpo", 2, 1), ("reward", 2, 1)],
+        pytest.mark.long,
+    ),
 )
 def test_a_method_is_rehearsed_with_its_own_loss_and_reference(method, texts, copies) -> None:
     """Weights of a reference and tokens of a pair are there, and no gradients of the reference."""

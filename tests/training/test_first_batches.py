@@ -62,7 +62,10 @@ def model_with(family: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "method",
-    slow_but(["dpo"], ["sft", "continue", "dpo", "kto", "orpo", "reward", "grpo", "distill"]),
+    [
+        *slow_but(["dpo"], ["dpo", "sft", "grpo"]),
+        *slow_but([], ["continue", "kto", "orpo", "reward", "distill"], pytest.mark.long),
+    ],
 )
 def test_what_rows_say_is_what_each_loss_sees(method, look):
     rows = [row_of(shapes_of("chatml")["plain"], method, good=i % 3 > 0) for i in range(24)]
@@ -80,7 +83,9 @@ def test_a_reference_is_the_model_that_training_began_with(look):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "sft"])
+@pytest.mark.parametrize(
+    "method", slow_but(["dpo", "sft"], ["dpo", "orpo", "kto", "sft"], pytest.mark.long)
+)
 def test_tools_and_thoughts_reach_the_loss(method, look, tmp_path):
     model = model_with("qwen3", tmp_path / "model")
     shapes = [shape for name, shape in shapes_of("qwen3").items() if name != "plain"]

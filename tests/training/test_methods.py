@@ -40,10 +40,10 @@ def run(recipe: str, folder: Path, *overrides: str) -> tuple[Any, list[dict[str,
 
 @pytest.mark.parametrize(
     ("method", "adapters"),
-    slow_but(
-        [],
-        [("dpo", LORA), ("kto", ()), ("orpo", ()), ("reward", LORA), ("continue", LORA)],
-    ),
+    [
+        *slow_but([], [("dpo", LORA), ("kto", ())]),
+        *slow_but([], [("orpo", ()), ("reward", LORA), ("continue", LORA)], pytest.mark.long),
+    ],
 )
 def test_a_method_is_proven_counted_and_logs_its_own_metric(method, adapters, tmp_path):
     if method == "continue":

@@ -29,9 +29,9 @@ ROWS = [(n, m) for n in TRAINERS for m in METHODS if n != SYNCHRONIZED or m == "
 SLOW = [
     ("DPO", "full"),
     (SYNCHRONIZED, "full"),
-    *((name, "LoRA") for name in ("KTO", "GRPO", "GKD")),
+    ("GRPO", "LoRA"),
+    *((f"Trainer, {of}", "LoRA") for of in ("seq2seq (T5)", "vision (ViT)")),
 ]
-SLOW += [(f"Trainer, {of}", "LoRA") for of in ("classification", "seq2seq (T5)", "vision (ViT)")]
 REST = [row for row in ROWS if row not in QUICK + SLOW]
 """Trainers that are near one of these, or whose recipe is trained in test_methods, test_rewards."""
 
