@@ -54,6 +54,8 @@ class Method:
         head: what the model gives: words, or one score of a text.
         writes: True if the model writes answers while it trains.
         prompts_train: True if the loss is on the prompt of an answer to give, too.
+        prepared_by: method whose trainer makes token ids of its rows as soon as it is made (see
+            `finetune.data.prepared`); none: it reads texts.
         judged: measures that its runs are judged by (`finetune.config.measures`).
     """
 
@@ -66,12 +68,18 @@ class Method:
     head: Literal["causal", "score"] = "causal"
     writes: bool = False
     judged: tuple[str, ...] = ()
+    prepared_by: str = ""
     prompts_train: bool = False
 
     @property
     def key(self) -> str:
         """What chooses it, as typed."""
         return f"train.method={self.name}"
+
+    @property
+    def prepares(self) -> bool:
+        """True if its own trainer makes the token ids that it trains on."""
+        return self.prepared_by == self.name or self.is_text
 
     @property
     def rewarded(self) -> bool:
@@ -146,6 +154,8 @@ def _row(
 ) -> Method:
     module, _, short = trainer.rpartition(".")
     config = f"{module}.{short.removesuffix('Trainer')}Config"
+    if not own.get("writes"):
+        own.setdefault("prepared_by", "sft" if {*rows} <= {"answers", "text"} else name)
     own.setdefault("judged", LOSSES if {*rows} <= {"answers", "text"} else ("loss",))
     return Method(name, trainer, config, rows, rates, **own)
 
@@ -153,6 +163,7 @@ def _row(
 PAIRS, REWARD = ("loss", "accuracy"), ("reward",)
 """Measures: of pairs of answers, and of rewarded ones, whose loss says nothing."""
 _REWARDED: dict[str, Any] = {"writes": True, "judged": REWARD}
+_ODDS: dict[str, Any] = {"judged": PAIRS, "prompts_train": True, "prepared_by": "dpo"}
 _ORPO, _SCORER = "trl.experimental.orpo.ORPOTrainer", "trl.RewardTrainer"
 
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
@@ -165,7 +176,7 @@ METHODS = {
         _row("dpo", "trl.DPOTrainer", ("preference",), (5e-7, 5e-6), reference=True, judged=PAIRS),
         _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), (5e-7, 5e-6), reference=True),
         # A causal loss on all of the answer to give, beside the odds of both.
-        _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), judged=PAIRS, prompts_train=True),
+        _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), **_ODDS),
         _row("reward", _SCORER, ("preference",), (5e-6, 1e-4), head="score", judged=PAIRS),
         _row("grpo", "trl.GRPOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
         _row("rloo", "trl.RLOOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),

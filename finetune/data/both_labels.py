@@ -87,22 +87,20 @@ class BothLabels:
 
     args: Any
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
+    def made(self, rows: Any, args: Any, name: str, **settings: Any) -> Any:
         """The trainer's, of rows that are spread; its batches are those of one process.
 
         Rows that are evaluated may have one label, and any order.
         """
-        if isinstance(dataset, Dataset) and name == "train":
-            dataset = spread(dataset, order_seed(args))
-        elif isinstance(dataset, Dataset):
-            dataset = unpaired(dataset)
+        if isinstance(rows, Dataset):
+            rows = spread(rows, order_seed(args)) if name == "train" else unpaired(rows)
         above: Any = super()
-        return above._prepare_dataset(dataset, processing_class, args, name)
+        return above.made(rows, args, name, **settings)
 
-    def _get_train_sampler(self, *given: Any, **more: Any) -> Any:
+    def ordered(self, sampler: Any) -> Any:
         """The trainer's, where it is not the rows' own order."""
         above: Any = super()
-        found, args = above._get_train_sampler(*given, **more), self.args
+        found, args = above.ordered(sampler), self.args
         if not isinstance(found, SequentialSampler):
             return found
         return InBlocks(len(found), args.per_device_train_batch_size, order_seed(args))

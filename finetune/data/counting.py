@@ -66,7 +66,7 @@ def arguments_for(rows: Rows, config: RunConfig) -> Any:
 def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
     """Tokenize and count rows as a method's trainer would; of a stream its first ones."""
     trainer: Any = object.__new__(preparing(method))  # preparing rows needs no model
-    trainer._tokenizer = tokenizer
+    trainer.processing_class = tokenizer
     held: Any = rows.train if rows.sample is None else rows.sample
     prepared = trainer.counts(held, args, "train")
     if rows.eval is not None:

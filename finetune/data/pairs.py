@@ -1,7 +1,7 @@
 """Trainers of TRL beside `SFTTrainer`, with the ledger that a run keeps of its rows.
 
-They tokenize rows themselves and drop those that leave no room for an answer without a word. What
-they have prepared is counted: an answer, its prompt before it, is one sequence.
+They tokenize rows themselves (`finetune.data.prepared`) and drop those that leave no room for an
+answer without a word. What is left is counted: an answer, its prompt before it, is one sequence.
 
     rows of a pair      prompt + chosen, prompt + rejected
     labelled rows       prompt + completion
@@ -10,20 +10,21 @@ they have prepared is counted: an answer, its prompt before it, is one sequence.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 from datasets import Dataset, Features, Value
-from trl import DPOTrainer, SFTTrainer
-from trl.data_utils import maybe_apply_chat_template
+from trl import SFTTrainer, maybe_apply_chat_template
 
 from finetune.config.methods import Method
 from finetune.data.both_labels import BothLabels
 from finetune.data.checks import MASKED
 from finetune.data.ledger import Ledger, account
+from finetune.data.prepared import as_they_are, prepared
 from finetune.data.preparing import (
     TOKENIZED,
     TRAPPED,
@@ -51,30 +52,18 @@ def preparing(method: Method) -> type[Accounted]:
 class AccountedPairs(Accounted):
     """Mixin of a trainer that prepares its rows itself, or reads them as they are."""
 
-    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
-        self._tokenizer = kwargs["processing_class"]
-        start = self._tokenizer.bos_token
-        if not hasattr(super(), "_prepare_dataset"):
-            for name in ("train", "eval"):
-                if isinstance(rows := kwargs[f"{name}_dataset"], Dataset):
-                    done = self._prepare_dataset(rows, self._tokenizer, args, name)
-                    kept = done.select_columns(rows.column_names)
-                    if name == "train":
-                        self.given = kept
-                    if not self.method.writes:
-                        kept = kept.map(
-                            partial(_as_text, self._tokenizer),
-                            remove_columns=kept.column_names,
-                            features=TEXTS,
-                        )
-                    kwargs[f"{name}_dataset"] = kept
-            begins = self._tokenizer("")["input_ids"][:1] == [self._tokenizer.bos_token_id]
-            if not self.method.writes and not begins:
-                self._tokenizer.bos_token = None  # ORPO puts it before texts that have none
+    @contextlib.contextmanager
+    def handing(self, args: Any) -> Iterator[None]:
+        """Accounted's; texts that have no start token get none."""
+        tokenizer: Any = self.processing_class
+        start, texts = tokenizer.bos_token, self.method.prepared_by and not self.method.prepares
+        if texts and tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id]:
+            tokenizer.bos_token = None  # ORPO puts it there
         try:
-            super().__init__(model=model, args=args, **kwargs)
+            with super().handing(args):
+                yield
         finally:
-            self._tokenizer.bos_token = start
+            tokenizer.bos_token = start
 
     def compute_loss_context_manager(self) -> Any:
         """Autocast around the loss as around the model's forward.
@@ -85,32 +74,44 @@ class AccountedPairs(Accounted):
         return self.accelerator.autocast()
 
     def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
-        above: Any = super()
-        if not hasattr(above, "_prepare_dataset"):  # ORPO's are those of its rows
+        if not self.method.prepares:  # ORPO makes its own of those it was handed
             mapped: Any = self.train_dataset
             return list(mapped.select(picked))
-        tokenizer = self._tokenizer
-        return list(above._prepare_dataset(rows.select(picked), tokenizer, self.args, "look"))
+        return list(self.made(rows.select(picked), self.args, "look"))
 
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """A row for each answer."""
-        state: Any = self
-        state.calculate_KL = False  # of KTO: no rows for its estimate
-        state.desirable_weight = state.undesirable_weight = 1.0
-        return _sequences(self._prepare_dataset(rows, self._tokenizer, args, name))
+        plain = {"loss_type": "apo_zero_unpaired"} if self.method.name == "kto" else {}
+        return _sequences(self._counted(rows, args, name, **plain))  # no rows for KTO's estimate
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
+    def prepare(self, rows: Any, args: Any, name: str) -> tuple[Any, Any]:
+        if self.method.prepares:
+            done = self._counted(rows, args, name)
+            again = getattr(args, "precompute_ref_log_probs", False)  # scores come by `map`
+            return done, done if again else as_they_are(done)
+        if not isinstance(rows, Dataset):
+            return rows, rows
+        kept = self._counted(rows, args, name).select_columns(rows.column_names)
+        if name == "train":
+            self.given = kept
+        if self.method.prepared_by:
+            told = partial(_as_text, self.processing_class)
+            kept = kept.map(told, remove_columns=kept.column_names, features=TEXTS)
+        return kept, kept
+
+    def made(self, rows: Any, args: Any, name: str, **settings: Any) -> Any:
+        """TRL's preparation."""
+        tokenizer = self.processing_class
+        if not self.method.prepared_by:
+            return rows.map(partial(asked, tokenizer, args=args))
+        if not self.method.prepares:  # ORPO would keep rows without an answer
+            settings["truncation_mode"] = "keep_start"
+        return prepared(self.method, rows, args, tokenizer, **settings)
+
+    def _counted(self, dataset: Any, args: Any, name: str, **settings: Any) -> Any:
         """TRL's preparation; what it leaves is counted."""
-        above: Any = super()
         try:
-            if hasattr(above, "_prepare_dataset"):
-                done = above._prepare_dataset(dataset, processing_class, args, name)
-            elif not self.method.writes:  # ORPO would keep rows without an answer
-                like: Any = SimpleNamespace(**vars(args), truncation_mode="keep_start")
-                trainer: Any = self
-                done = DPOTrainer._prepare_dataset(trainer, dataset, processing_class, like, name)
-            else:
-                done = dataset.map(partial(asked, processing_class, args=args))
+            done = self.made(dataset, args, name, **settings)
         except TRAPPED as error:
             raise not_formatted(name, error) from error
         if isinstance(dataset, Dataset):
@@ -128,10 +129,10 @@ class AccountedPairs(Accounted):
                 fix=f"train.max_length={4 * int(limit or 256)}; or null: nothing is cut",
             )
         found = account(
-            _sequences(done), args, self._tokenizer, packing=False, vocabulary=self.vocabulary
+            _sequences(done), args, self.processing_class, packing=False, vocabulary=self.vocabulary
         )
         if found.never_ends and found.trained and name == "train" and self.method.head != "score":
-            raise endless(self._tokenizer, done[0])
+            raise endless(self.processing_class, done[0])
         dropped, answers = given - len(done), found.rows // len(done)
         return replace(
             found,

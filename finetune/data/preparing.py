@@ -1,7 +1,7 @@
 """TRL's preparation of rows, in two steps between which they are counted.
 
-TRL tokenizes, masks, truncates and packs (`SFTTrainer._prepare_dataset`), and drops rows of which
-truncation leaves no trained token without a word. `AccountedTrainer` lets it do so in two steps,
+TRL tokenizes, masks, truncates and packs, and drops rows of which truncation leaves no trained
+token without a word. `AccountedTrainer` lets it do so (`finetune.data.prepared`) in two steps,
 first everything but truncating and packing, counts what is there, and lets it finish: the prepared
 rows are those of one step. Conversations it gets tokenized and masked (`finetune.data.masks`). Rows
 are prepared without a model, too (`finetune.data.counting`).
@@ -9,25 +9,28 @@ are prepared without a model, too (`finetune.data.counting`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from accelerate.data_loader import get_sampler
 from datasets import Dataset, Features, List, Value
 from jinja2 import TemplateError
 from transformers import Trainer
-from trl import SFTTrainer
-from trl.data_utils import is_conversational
+from trl import SFTTrainer, is_conversational
 
 from finetune.config.methods import METHODS, Method
 from finetune.data.checks import UNKNOWN
 from finetune.data.doubled_tokens import each_once
 from finetune.data.ledger import Ledger, account
 from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
+from finetune.data.prepared import ASIDE, prepared
 from finetune.data.repeats import EvaluatesOnce
 from finetune.data.rows import workers
 from finetune.errors import ConfigError, DataError
@@ -58,18 +61,45 @@ class Accounted(Trainer):
         """Some of the given rows, prepared as those that are trained on, none of them packed."""
         raise NotImplementedError
 
+    def prepare(self, rows: Any, args: Any, name: str) -> tuple[Any, Any]:
+        """Rows as they are trained or evaluated on, and as TRL's trainer takes them.
+
+        Their ledger is kept.
+
+        Raises:
+            DataError, ConfigError: they cannot be trained on.
+        """
+        raise NotImplementedError
+
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        self.processing_class = kwargs["processing_class"]
         self.given = kwargs["train_dataset"] if self.given is None else self.given
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = getattr(args, "assistant_only_loss", False)
-        # TRL would look for a marked copy of the chat template, and has few; the tokenizer has the
-        # template of `chat_template_path` (`storage.pretrained.load_tokenizer`).
-        plain = {"assistant_only_loss": False, "chat_template_path": None}
+        done: dict[str, Any] = {}
+        for key, name in (("train_dataset", "train"), ("eval_dataset", "eval")):
+            if kwargs.get(key) is not None:
+                done[key], kwargs[key] = self.prepare(kwargs[key], args, name)
+        with self.handing(args):
+            super().__init__(model=model, args=args, **kwargs)
+        for key, rows in done.items():
+            if getattr(self, key) is kwargs[key]:  # not with a reference's scores beside them
+                setattr(self, key, rows)
+
+    @contextlib.contextmanager
+    def handing(self, args: Any) -> Iterator[None]:
+        """Context manager in which a trainer of TRL is made, of rows that are prepared.
+
+        TRL would look for a marked copy of the chat template, and has few; the tokenizer has the
+        template of `chat_template_path` (`storage.pretrained.load_tokenizer`).
+        """
+        plain = {key: ASIDE[key] for key in ("assistant_only_loss", "chat_template_path")}
+        plain |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
         given = {key: getattr(args, key) for key in plain if hasattr(args, key)}
         for key in given:
             setattr(args, key, plain[key])
         try:
-            super().__init__(model=model, args=args, **kwargs)
+            yield
         finally:
             for key, value in given.items():
                 setattr(args, key, value)
@@ -81,55 +111,74 @@ class Accounted(Trainer):
         """
         raise NotImplementedError
 
+    def get_train_dataloader(self) -> Any:
+        """TRL's, its rows `ordered`."""
+        loader = super().get_train_dataloader()
+        sampler: Any = get_sampler(loader)
+        if (found := self.ordered(sampler)) is not sampler:
+            loader.set_sampler(found)
+        return loader
+
+    def ordered(self, sampler: Any) -> Any:
+        """The order of training rows, of what the trainer has chosen."""
+        return sampler
+
 
 class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
     """`SFTTrainer` with ledgers."""
 
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        asked = args.completion_only_loss
+        args.completion_only_loss = self._only_completions(kwargs["train_dataset"], args)
+        try:
+            super().__init__(model=model, args=args, **kwargs)
+        finally:
+            args.completion_only_loss = asked
+
+    def _only_completions(self, rows: Any, args: Any) -> bool:
+        """What is trained on in rows, TRL's default where nothing is set."""
+        pairs = {"prompt", "completion"} <= {*next(iter(rows))}
+        return pairs if args.completion_only_loss is None else args.completion_only_loss
+
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """As it would be trained on, but not packed."""
-        state: Any = self
-        packing = args.packing
-        if name == "eval" and args.eval_packing is not None:
-            packing = args.eval_packing
         if args.eos_token is not None:  # as TRL does when it makes a trainer
-            self._tokenizer.eos_token = args.eos_token
-        self.only_answers, state.chat_template = args.assistant_only_loss, None
-        pairs = {"prompt", "completion"} <= set(rows.column_names)
-        asked = args.completion_only_loss
-        state.completion_only_loss = pairs if asked is None else asked
-        if asked and not pairs:
+            self.processing_class.eos_token = args.eos_token
+        self.only_answers = args.assistant_only_loss
+        args = copy.copy(args)
+        args.completion_only_loss = only = self._only_completions(rows, args)
+        if only and not {"prompt", "completion"} <= {*rows.column_names}:
             raise DataError(
                 "train.completion_only_loss=true needs rows of prompt and completion",
                 where="train.completion_only_loss",
                 why=f"columns found: {', '.join(sorted(rows.column_names))}",
                 fix="~train.completion_only_loss",
             )
-        tokenizer = self._tokenizer
-        found = self._prepare_dataset(rows, tokenizer, args, packing, None, name)
+        found, _ = self.prepare(rows, args, name)
         ledger = self.ledgers[name]
-        if packing:
-            found = self._prepare_dataset(rows, tokenizer, args, False, None, name)
+        if _packs(args, name):
+            found = self._prepare(rows, args, name, packing=False)
         self.ledgers[name] = ledger
         return found
 
     def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
-        args, tokenizer = self.args, self._tokenizer
-        found = self._prepare_dataset(rows.select(picked), tokenizer, args, False, None, "look")
+        args = copy.copy(self.args)
+        args.completion_only_loss = self.completion_only_loss
+        found = self._prepare(rows.select(picked), args, "look", packing=False)
         del self.ledgers["look"]
         return list(found)
 
-    def _prepare_dataset(
-        self, dataset: Any, processing_class: Any, args: Any, packing: bool,
-        formatting_func: Any, dataset_name: str,
-    ) -> Any:  # fmt: skip
+    def prepare(self, rows: Any, args: Any, name: str) -> tuple[Any, Any]:
+        done = self._prepare(rows, args, name, packing=_packs(args, name))
+        return done, done  # `skip_prepare_dataset`
+
+    def _prepare(self, dataset: Any, args: Any, name: str, *, packing: bool) -> Any:
         """TRL's preparation, with rows that begin and end once, counted half-way."""
-        prepare = super()._prepare_dataset
-        whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
+        tokenizer = self.processing_class
         held, row = isinstance(dataset, Dataset), next(iter(dataset))
         if held and args.dataset_num_proc is None:
             args = copy.copy(args)
-            args.dataset_num_proc = whole.dataset_num_proc = workers(len(dataset))
+            args.dataset_num_proc = workers(len(dataset))
         if self.only_answers and not is_conversational(row):
             raise ConfigError(
                 "train.assistant_only_loss=true needs rows of messages",
@@ -137,13 +186,13 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
                 why=f"columns found: {', '.join(sorted(row))}",
                 fix="~train.assistant_only_loss: of prompt and completion the latter is trained on",
             )
-        tokenizer = self._tokenizer
         if tokenizer.eos_token is None and not (is_conversational(row) or "input_ids" in row):
             raise endless(tokenizer, row)  # TRL, which ends text with it, fails
         given, doubled = dataset, 0
         processes: dict[str, Any] = {"num_proc": args.dataset_num_proc} if held else {}
-        pairs = "prompt" in row and bool(self.completion_only_loss)
+        pairs = "prompt" in row and bool(args.completion_only_loss)
         answers = is_conversational(row) and (self.only_answers or pairs)
+        made = partial(prepared, self.method, args=args, tokenizer=tokenizer)
         try:
             if answers:
                 mask = partial(masked, tokenizer=tokenizer, completion_only=pairs)
@@ -151,33 +200,30 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
                 dataset = dataset.map(mask, **processes)
             elif TRAINED_TURNS in row:
                 dataset = dataset.map(refuse_weights, **processes)
-            tokenized: Any = prepare(
-                dataset, processing_class, whole, False, formatting_func, dataset_name
-            )
+            tokenized: Any = made(dataset, max_length=None, shuffle_dataset=False)
         except TRAPPED as error:
-            raise not_formatted(dataset_name, error) from error
+            raise not_formatted(name, error) from error
         if not answers:
             tokenized, doubled = each_once(tokenized, tokenizer, **processes)
         if not held:
-            return prepare(tokenized, processing_class, args, packing, None, dataset_name)
+            return made(tokenized, packing=packing)
         found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
-        if not found.trained and dataset_name != "look":
-            raise nothing_trained(found, dataset_name)
-        if answers and dataset_name == "train" and found.never_ends:
+        if not found.trained and name != "look":
+            raise nothing_trained(found, name)
+        if answers and name == "train" and found.never_ends:
             raise endless(tokenizer, row)
-        done: Any = prepare(tokenized, processing_class, args, packing, None, dataset_name)
-        least = args.__dict__.get("least_rows", 0) if packing and dataset_name == "train" else 0
+        done: Any = made(tokenized, packing=packing)
+        least = args.__dict__.get("least_rows", 0) if packing and name == "train" else 0
+        limit = args.max_length
         while len(done) < least:  # shorter, but for the longest row, which is not cut
-            length = max(found.longest + -found.longest % 16, args.max_length * len(done) // least)
-            if (length := length // 16 * 16) >= args.max_length:
+            length = max(found.longest + -found.longest % 16, limit * len(done) // least)
+            if (length := length // 16 * 16) >= limit:
                 break
-            args = copy.copy(args)
-            args.max_length = length
-            done = prepare(tokenized, processing_class, args, packing, None, dataset_name)
-        self.ledgers[dataset_name] = replace(
+            done, limit = made(tokenized, packing=packing, max_length=length), length
+        self.ledgers[name] = replace(
             found,
             bins=len(done) if packing else None,
-            max_length=args.max_length,
+            max_length=limit,
             chat=is_conversational(row),
             doubled=doubled,
             on=" (the assistant's turns)" if self.only_answers else "",
@@ -185,6 +231,12 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
             pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
         )
         return done
+
+
+def _packs(args: Any, name: str) -> bool:
+    """True if rows of a set are packed."""
+    own = args.eval_packing if name == "eval" else None
+    return args.packing if own is None else own
 
 
 TRAPPED = (TemplateError, TypeError, LookupError, ArithmeticError, RuntimeError)

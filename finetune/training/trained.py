@@ -39,17 +39,17 @@ class Trained(Trainer):
 
     embedding_learning_rate: float | None = None
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers'; rows by length in an order that a resumed run makes again."""
-        found = super()._get_train_sampler(*args, **kwargs)
-        by_length = isinstance(found, LengthGroupedSampler)
-        return ByLength(found, order_seed(self.args)) if by_length else found
-
     def get_train_dataloader(self) -> Any:
         """TRL's; settings of workers that torch refuses are a `ConfigError`."""
         fix = "take back the settings train.dataloader_... that it names"
         with refused_by("torch's DataLoader", fix=fix):
             return super().get_train_dataloader()
+
+    def ordered(self, sampler: Any) -> Any:
+        """Transformers' order of rows; by length one that a resumed run makes again."""
+        above: Any = super()
+        found, by_length = above.ordered(sampler), isinstance(sampler, LengthGroupedSampler)
+        return ByLength(sampler, order_seed(self.args)) if by_length else found
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, embeddings in groups of their own; what it refuses is a `ConfigError`."""
@@ -65,12 +65,14 @@ class Trained(Trainer):
         with refused_by("the learning rate's schedule", fix=fix):
             return super().create_scheduler(*args, **kwargs)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """TRL's; beside an adapter, too, stands where its answers end."""
-        super()._save(output_dir, state_dict)
-        folder, model = Path(output_dir or str(self.args.output_dir)), self.model
-        if (folder / "adapter_config.json").is_file():
-            save_ends(self.accelerator.unwrap_model(model), folder)
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if self.args.should_save and hasattr(model, "peft_config"):
+            folder = Path(output_dir or str(self.args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            save_ends(model, folder)
+        super().save_model(output_dir, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Next batches; what is wrong with a stream's rows shows when they are read."""

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import get_sampler
 from datasets import Dataset
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ def check_first_batches(trainer: Any) -> None:
         rows.append(max(_some(given).values(), key=lambda row: len(str(row["prompt"]))))
         read = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
         for row, ids in zip(rows, read, strict=True):
-            said = asked(trainer._tokenizer, row, trainer.args)["prompt_ids"]
+            said = asked(trainer.processing_class, row, trainer.args)["prompt_ids"]
             _compare(trainer, [row], [_untrained(said)], [_untrained(ids)])
         with _evaluating(trainer):
             _score_alike(trainer, sorted(read, key=len))
@@ -105,7 +106,7 @@ def _refuse_one_label(trainer: Any) -> None:
     if not isinstance(rows, Dataset) or "unpaired" not in trainer.method.rows:
         return
     with undisturbed(trainer.model):
-        first = list(itertools.islice(trainer._get_train_sampler(), ONE_LABEL))
+        first = list(itertools.islice(get_sampler(trainer.get_train_dataloader()), ONE_LABEL))
     labels = {*rows.select(first)["label"]}
     if len(labels) < 2 and len(first) == ONE_LABEL:
         raise DataError(
@@ -146,7 +147,7 @@ def _expected(row: dict[str, Any], trainer: Any) -> Iterator[Tokens]:
     answers = [key for key in ("chosen", "rejected") if key in row]
     parts = [{**asked, "completion": row[key]} for key in answers] or [row]
     only = bool(trainer.only_answers or getattr(trainer, "completion_only_loss", True))
-    each = partial(as_trained, tokenizer=trainer._tokenizer, completion_only=only)
+    each = partial(as_trained, tokenizer=trainer.processing_class, completion_only=only)
     found = [(ids, np.asarray(labels) != MASKED) for part in parts for ids, labels in each(part)]
     if not trainer.method.is_text:  # what both answers begin with is their prompt's; all behind
         begin = min(mask.argmax() for _, mask in found)  # it counts
@@ -165,19 +166,19 @@ def _compare(
     trainer: Any, rows: list[dict[str, Any]], said: list[Tokens], seen: list[Tokens]
 ) -> None:
     """Raise `DataError` for a sequence that no row's is, ends apart, which the ledger counts."""
-    method, decode = trainer.method, trainer._tokenizer.decode
+    method, decode = trainer.method, trainer.processing_class.decode
     limit = getattr(trainer.args, "max_length", None)
     cuts = (slice(limit), slice(limit and -limit, None))
     parts = [one[cut] for one in said for cut in cuts]
     # Nothing foresees a first token.
-    known = [_unended(_untrained(x[0][:1]) + x[1:], trainer._tokenizer) for x in parts]
+    known = [_unended(_untrained(x[0][:1]) + x[1:], trainer.processing_class) for x in parts]
     if not seen:
         raise DataError(
             "nothing of the first rows has a gradient",
             where=method.key,
             fix="look at the rows: python -m finetune data RECIPE --show 5",
         )
-    for one in (_unended(one, trainer._tokenizer) for one in seen):
+    for one in (_unended(one, trainer.processing_class) for one in seen):
         ids = _ids(one)
         if any(one == x or (method.head == "score" and ids == _ids(x)) for x in known):
             continue
@@ -238,7 +239,7 @@ def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[Tokens]:
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     size = trainer.args.per_device_train_batch_size
-    pad = trainer._tokenizer.pad_token_id
+    pad = trainer.processing_class.pad_token_id
     for begin in range(0, len(prepared), size):
         batch = trainer.data_collator(prepared[begin : begin + size])
         batch = send_to_device(batch, trainer.accelerator.device)
@@ -338,7 +339,7 @@ def _change(trainer: Any, short: list[int], long: list[int]) -> float:
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     kept = {"logits_to_keep": size} if keeps else {}
     both = {
-        "input_ids": pad(rows, padding_value=trainer._tokenizer.pad_token_id),
+        "input_ids": pad(rows, padding_value=trainer.processing_class.pad_token_id),
         "attention_mask": pad([torch.ones_like(row) for row in rows]),
     }
     with torch.no_grad():
