@@ -137,7 +137,8 @@ class Receipt(JupyterMixin):
         held: what was watched until the end: optimizer `steps` compared with the plan, layers
             `resting` (name -> steps without a call), and those that BF16 `entered`.
         notes: what does not train although one might think so, and why, a line each.
-        environment: versions, device, seed, processes, patches in force.
+        environment: versions, device, seed, processes, patches in force, and what is `switched_off`
+            because names of a library are gone (`finetune.hardware.unpromised`).
         memory: `measured_gib`, the peak of a step or of the training (None: not measured);
             `measured`, what that is or why it is missing; `weights_gib`, parameters and buffers;
             `reserved_gib`, the most that torch's allocator kept (GPUs); `predicted_gib`,
@@ -275,6 +276,8 @@ class Receipt(JupyterMixin):
                 yield Text(f"adapters: {self.precision['adapters']}", style="dim")
         for note in self.notes:
             yield Text(note, style="dim")
+        for line in self.environment.get("switched_off", ()):
+            yield Text(f"! {line}", style="yellow")
         if t := self.trainable:
             state, owned = t.get("optimizer_state_bytes", 0), t["in_optimizer"]
             each = f"; {state / owned:.2f} bytes of optimizer state each" if state and owned else ""

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from finetune.data.masks import MASKED, as_trained, shared
 from finetune.data.preparing import Accounted
 from finetune.errors import ConfigError, DataError
+from finetune.hardware.unpromised import READS_PROMPTS, stands
 from finetune.logging import counting_rows, output
 from finetune.precision.layers import without_adapters
 from finetune.training.health.isolation import in_high_precision
@@ -81,10 +82,11 @@ def check_first_batches(trainer: Any) -> None:
         from finetune.data.pairs import asked
 
         rows.append(max(_some(given).values(), key=lambda row: len(str(row["prompt"]))))
-        read = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
-        for row, ids in zip(rows, read, strict=True):
-            said = asked(trainer.processing_class, row, trainer.args)["prompt_ids"]
-            _compare(trainer, [row], [_untrained(said)], [_untrained(ids)])
+        read = [asked(trainer.processing_class, row, trainer.args)["prompt_ids"] for row in rows]
+        if stands("prompts"):
+            found = getattr(trainer, READS_PROMPTS)([row["prompt"] for row in rows])[0]
+            for row, said, ids in zip(rows, read, found, strict=True):
+                _compare(trainer, [row], [_untrained(said)], [_untrained(ids)])
         with _evaluating(trainer):
             _score_alike(trainer, sorted(read, key=len))
         return

@@ -28,6 +28,7 @@ from safetensors import safe_open
 from torch import nn
 
 from finetune.errors import CheckpointError, PrecisionError, some
+from finetune.hardware.unpromised import stands
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.stored import CodesMixin, iter_scales
 from finetune.runs.folder import json_of
@@ -62,8 +63,9 @@ def load_all_weights(patches: Patches, prepare: Prepare | None) -> None:
 
         return load
 
-    patches.replace(Trainer, "_load_from_checkpoint", make_load)
-    patches.replace(Trainer, "_load_best_model", make_load)
+    if stands("weights of checkpoints"):
+        patches.replace(Trainer, "_load_from_checkpoint", make_load)
+        patches.replace(Trainer, "_load_best_model", make_load)
 
 
 @torch.no_grad()

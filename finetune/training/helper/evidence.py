@@ -14,6 +14,7 @@ from finetune.config.methods import REWARDS
 from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, expand_segments, gemm_engine
 from finetune.hardware.requirements import Resolution, emulates
+from finetune.hardware.unpromised import switched_off
 from finetune.hardware.versions import installed, installed_torch, standings
 from finetune.logging import HIDDEN_WARNINGS
 from finetune.precision.backends.base import Backend
@@ -188,6 +189,7 @@ def environment(d: Device) -> dict[str, Any]:
     return {
         "versions": versions,
         "standing": standings(versions),
+        "switched_off": switched_off(),
         "hidden_warnings": dict(HIDDEN_WARNINGS),
         "device": {
             "kind": d.kind,

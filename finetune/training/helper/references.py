@@ -22,13 +22,11 @@ from typing import Any
 
 from torch import nn
 
+from finetune.hardware.unpromised import ITS_KEY, PRECOMPUTES, stands
 from finetune.precision.convert import Conversion
 from finetune.precision.planner import PrecisionPlan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.helper.replacing import Patches, replaced
-
-PRECOMPUTES = "_precompute_ref_logps"
-"""Method of TRL's trainers (1.16) that computes a reference's log-probabilities in advance."""
 
 
 class References:
@@ -91,14 +89,15 @@ class References:
             cls = classes.pop()
             classes += cls.__subclasses__()
             name = f"{cls.__module__}.{cls.__qualname__}.{PRECOMPUTES}"
-            if PRECOMPUTES in vars(cls) and name not in patches.names:
+            known = name in patches.names or not stands("precomputed")
+            if PRECOMPUTES in vars(cls) and not known:
                 patches.replace(cls, PRECOMPUTES, self._make_precompute)
 
     def _make_precompute(self, original: Any) -> Any:
         def precompute(trainer: Any, dataset: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             conversion = self._prepare(trainer.ref_model or trainer.model)
             low = name == "train"
-            key = f"{trainer._precompute_model_hash} {low} {conversion.plan.precision!r}"
+            key = f"{getattr(trainer, ITS_KEY)} {low} {conversion.plan.precision!r}"
             if low:
                 line = "log-probabilities precomputed in FP8"
                 if conversion.plan.precision.scaling in ("tensorwise", "delayed", "nvfp4"):
@@ -106,7 +105,7 @@ class References:
                 self._lines[line] = None
             with (
                 replaced(conversion, "follows", lambda: low),
-                replaced(trainer, "_precompute_model_hash", key),
+                replaced(trainer, ITS_KEY, key),
             ):
                 return original(trainer, dataset, name, *args, **kwargs)
 

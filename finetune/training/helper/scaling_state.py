@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from finetune.hardware.unpromised import stands
 from finetune.precision.backends.base import Backend
 from finetune.precision.convert import conversion_of
 from finetune.runs.checkpoints import scaling_file
@@ -107,8 +108,9 @@ def keep_in_trainers(patches: Patches) -> None:
 
         return load
 
-    patches.replace(Trainer, "_save_scaler", make_save)
-    patches.replace(Trainer, "_load_scaler", make_load)
+    if stands("scales of checkpoints"):
+        patches.replace(Trainer, "_save_scaler", make_save)
+        patches.replace(Trainer, "_load_scaler", make_load)
 
 
 def keep_in_states(accelerator: Any) -> None:

@@ -32,6 +32,8 @@ from finetune.errors import OrderError, PlanError, PrecisionError
 from finetune.hardware.device import Device, expand_segments, starts_triton, this_device
 from finetune.hardware.gpus import find_gpu
 from finetune.hardware.requirements import Resolution, pays_to_compile, resolve
+from finetune.hardware.unpromised import stands
+from finetune.hardware.versions import table, version
 from finetune.precision import convert
 from finetune.precision.compiling import recomputed, refuse_compiled
 from finetune.precision.convert import Conversion
@@ -169,6 +171,7 @@ class Session:
         self._replaced.update((id(p), p) for p in model.parameters() if not p.requires_grad)
         hardware = bool(self.device.has_fp8)
         conversion = convert.apply(model, made, hardware=hardware, triton=starts_triton())
+        _leave_head(conversion)
         self.conversions.add(conversion)
         self.has_prepared = True
         for p in model.parameters():
@@ -320,6 +323,27 @@ class Session:
     def conditions(self, trainer: Any) -> dict[str, Any]:
         """Settings of the model that trains, which a fair pair of runs has to share."""
         return conditions_of(trainer, self.conversion, self.compiled)
+
+
+def _leave_head(conversion: Conversion) -> None:
+    """Leave the output head to TRL's fused loss where we cannot stand in for it.
+
+    Raises:
+        PrecisionError: it is stored as codes, of which that loss knows nothing.
+    """
+    head = conversion.head
+    if head is None or stands("head"):
+        return
+    if head.stored is not None:
+        conversion.revert()
+        raise PrecisionError(
+            "the output head was to multiply in FP8, and this TRL's fused loss cannot",
+            where=f"{head.owner.name}, trl {version('trl')}",
+            why="it multiplies by the weight itself, which is stored as codes",
+            fix="leave the head in high precision: ~precision.map.output, or pip install "
+            f"'trl<={table()['ran']['trl'][-1]}'",
+        )
+    conversion.head = None
 
 
 def _describe_storage(model: nn.Module) -> None:
