@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ ASIDE: dict[str, Any] = {
     "gradient_checkpointing_kwargs": None,
     "packing": False,
     "padding_free": False,
-    "place_model_on_device": False,
     "precompute_ref_log_probs": False,
     "push_to_hub": False,
     "report_to": [],
@@ -41,6 +41,8 @@ ASIDE: dict[str, Any] = {
     "use_liger_kernel": False,
 }
 """Arguments that say nothing of rows, or of which `finetune.data.masks` has taken care."""
+NOT_MOVED = {"place_model_on_device": False}
+"""What a class of arguments says (documented): a model of a few numbers needs no GPU."""
 
 
 def prepared(method: Method, rows: Any, args: Any, tokenizer: Any, **settings: Any) -> Any:
@@ -56,14 +58,15 @@ def prepared(method: Method, rows: Any, args: Any, tokenizer: Any, **settings: A
         ValueError and what a chat template raises: as the trainer does.
     """
     method = METHODS[method.prepared_by]
-    quiet: Any = object.__new__(method.config_class)  # nothing is set up a second time
+    kind = type(method.config.rpartition(".")[2], (method.config_class,), NOT_MOVED)
+    quiet: Any = object.__new__(kind)  # nothing is set up a second time
     for field in dataclasses.fields(method.config_class):
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
         setattr(quiet, field.name, ASIDE.get(field.name, getattr(args, field.name, default)))
     vars(quiet).update({key: value for key, value in vars(args).items() if key not in ASIDE})
-    vars(quiet).update(settings)
-    with torch.random.fork_rng(generators()):
+    with torch.random.fork_rng(generators()), TemporaryDirectory() as folder:
+        vars(quiet).update(settings, output_dir=folder)  # which a trainer makes
         trainer = method.trainer_class(
             **_smallest(method), args=quiet, train_dataset=rows, processing_class=tokenizer
         )
@@ -77,8 +80,9 @@ def _smallest(method: Method) -> dict[str, Any]:
 
     shape = LlamaConfig(
         vocab_size=2, hidden_size=2, intermediate_size=2, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, bos_token_id=0, eos_token_id=1, num_labels=1,
+        num_attention_heads=1, num_key_value_heads=1, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
+    shape.num_labels = 1
     if method.head == "score":
         return {"model": LlamaForSequenceClassification(shape)}
     adapters = {"peft_config": LoraConfig(r=1, target_modules=["q_proj"])}

@@ -31,7 +31,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,8 +50,6 @@ from finetune.estimator.memory.overheads import (
 from finetune.hardware.device import varlen_kernel
 from finetune.hardware.versions import torch_of_gpus
 from finetune.precision import gemm, weights
-from finetune.precision.backends.base import Owner
-from finetune.precision.head import Head
 
 LIBRARY = torch.library.Library("finetune_estimator", "DEF")
 """Operators without values: results of the right shapes, for a trace to see."""
@@ -308,16 +305,6 @@ def _wide(value: Any) -> Any:
     return value.float() if low else value
 
 
-class _Launcher:
-    """Stand-in for a Triton kernel that works in place; records its operand in a trace."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda tile, *_, **__: OPS.in_place(tile, self.name)
-
-
 define("in_place(Tensor(a!) tile, str name) -> ()", lambda *_: None)
 define("addmm_fp32(Tensor(a!) acc, Tensor a, Tensor b) -> ()", lambda *_: None)
 
@@ -332,9 +319,8 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Treat CPU tensors as CUDA would treat its own."""
     import torch.optim.optimizer as optimizers
     from torch.utils import _foreach_utils
-    from trl.kernels import ChunkedLogProbFunction, chunked_divergence
-    from trl.trainer import distillation_trainer
-    from trl.trainer import utils as trl_utils
+
+    from finetune.estimator.trace.fused_loss import as_on_gpu
 
     def also_cpu() -> list[str]:
         return ["cpu", "cuda"]
@@ -342,31 +328,13 @@ def on_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     def always(_: Any) -> bool:
         return True
 
-    def project(
-        tile: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, start: int, end: int, dtype: Any
-    ) -> None:  # [N, H] @ [H, V]
-        OPS.addmm_fp32(tile, x, w[start:end].to(dtype).t())
-        if bias is not None:
-            tile.add_(bias[start:end].float())
-
     changes: list[tuple[Any, str, Any]] = [
         (optimizers, "_get_foreach_kernels_supported_devices", also_cpu),
         (_foreach_utils, "_get_foreach_kernels_supported_devices", also_cpu),
         (optimizers, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor]),
         (_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor]),
-        (trl_utils, "_use_triton", always),
-        # Also of models that are not converted, a reference in BF16: as many products and bytes.
-        (ChunkedLogProbFunction, "apply", Head(Owner("", [])).apply),
+        *as_on_gpu(),
         (gemm, "add_mm", OPS.addmm_fp32),
-        (distillation_trainer, "_use_triton", always),
-        (chunked_divergence, "_use_triton", always),
-        (chunked_divergence, "triton", SimpleNamespace(cdiv=lambda n, by: -(-n // by))),
-        (chunked_divergence, "_addmm_fp32", OPS.addmm_fp32),
-        (chunked_divergence, "_project", project),
-        *(
-            (chunked_divergence, f"_{name}_kernel", _Launcher(f"divergence_{name}"))
-            for name in ("stats", "jsd", "backward")
-        ),
         (F, "scaled_dot_product_attention", attention_on(capability)),
         (F, "dropout", _dropout),
         (gemm, "writes_float32", always),

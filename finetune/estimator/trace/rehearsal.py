@@ -46,6 +46,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, settings_in, sft_config, shortened
+from finetune.data.prepared import as_they_are
 from finetune.errors import FinetuneError, RehearsalError, first_line
 from finetune.estimator.changes import length_of
 from finetune.estimator.trace.fake_cuda import (
@@ -75,7 +76,7 @@ from finetune.estimator.trace.stand_ins import (
     torchao_updates,
 )
 from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
-from finetune.estimator.trace.writing import PROMPT, settle, writing, written_beside
+from finetune.estimator.trace.writing import PROMPT, nothing, settle, writing, written_beside
 from finetune.hardware.device import Device, generators, starts_triton
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
@@ -344,18 +345,12 @@ def _trainer(
     if padded is None:
         padded = not getattr(args, "packing", False)
 
-    class PreparedRows(Dataset):
-        def map(
-            self, *_: Any, **__: Any
-        ) -> PreparedRows:  # columns are those of rows that were prepared
-            return self
-
     made = [PROMPT] if method.writes else _rows(args, padded=padded, documents=documents)
-    rows, beside = PreparedRows.from_list(made), dict[str, Any]()
+    rows, beside = as_they_are(Dataset.from_list(made)), dict[str, Any]()
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)
     if method.rewarded:
-        beside["reward_funcs"] = [len for _ in config.train.reward_funcs or [""]]  # not called
+        beside["reward_funcs"] = [nothing for _ in config.train.reward_funcs or [""]]
     if teacher is not None:
         beside["teacher_model"] = teacher
     with own:
@@ -372,6 +367,7 @@ def _trainer(
         trainer.optimizer_cls_and_kwargs = low_bit.class_and_kwargs(config.train, args)
     trainer.remove_callback(PrinterCallback)
     trainer.accelerator.device_placement = False
+    trainer.place_model_on_device = False  # fake parameters cannot be moved
     trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
     trainer.micro_batches = micro_batches
     if method.writes:
@@ -440,9 +436,6 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
         def get_train_dataloader(self) -> Any:
             return self.batches
 
-        def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
-            return dataset
-
         def create_optimizer(self, *args: Any) -> Any:
             optimizer = super().create_optimizer(*args)
             if low_bit.steps_by_parts(optimizer):
@@ -450,9 +443,6 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
 
                 Update(optimizer).attach()
             return optimizer
-
-        def _move_model_to_device(self, model: Any, device: Any) -> None:
-            """Do nothing: fake parameters cannot be moved."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             recorder: Recorder = self.recorder

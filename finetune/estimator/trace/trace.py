@@ -170,6 +170,7 @@ class Recorder(TorchDispatchMode):
         self._recomputing = 0  # depth of modules at which a recomputation began
         self._outside = self._passing = False
         self.small = SMALL
+        self.rewards = 0  # numbers of a table whose values are there: advantages follow of them
         self._model = model
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
@@ -360,6 +361,7 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         real = all(type(t) is not FakeTensor for t in inputs)
         counts = inputs or _counts(func, args, kwargs, self.small)
+        counts = counts or (func is _ZEROS and math.prod(args[0]) == self.rewards)
         if real and counts and _is_small(inputs, self.small):
             # A batch and counts derived from it: their values decide control flow.
             with unset_fake_temporarily():
@@ -413,7 +415,7 @@ _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _COUNTING = {getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")}
 _COUNTING |= {torch.ops.aten.randperm.default}
-_FULL = torch.ops.aten.full.default
+_FULL, _ZEROS = torch.ops.aten.full.default, torch.ops.aten.zeros.default
 SMALL = 2**20
 """Most elements of an operator that runs on real tensors."""
 _NOTHING = {

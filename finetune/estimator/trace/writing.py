@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import GenerationConfig
 
 from finetune.config.methods import Method, arguments
@@ -44,6 +43,11 @@ def settle(train: dict[str, Any], method: Method, micro_batches: int) -> None:
     train.pop("max_length", None)
     if "steps_per_generation" in arguments(method) and "generation_batch_size" not in train:
         train.setdefault("steps_per_generation", micro_batches)
+
+
+def nothing(prompts: list[str], **_: Any) -> list[float]:
+    """A reward."""
+    return [0.0] * len(prompts)
 
 
 def written_beside(method: Method, model: nn.Module) -> AbstractContextManager[None]:
@@ -80,15 +84,11 @@ def writing(trainer: type[Any]) -> type[Any]:
             rows *= self.every
             self.prompts = [prompt, *[shorter] * (rows - 1)]
             self.batches = [[PROMPT] * rows]
+            reads = {"__call__": lambda *_, **__: {"input_ids": self.prompts}}
+            tokenizer: Any = self.processing_class
+            tokenizer.__class__ = type("Tokenizer", (type(tokenizer),), reads)
 
         compute_loss_context_manager = AccountedPairs.compute_loss_context_manager
-
-        def _tokenize_prompts(self, *_: Any) -> tuple[list[list[int]], None, dict[str, Any]]:
-            return self.prompts, None, {}
-
-        def _calculate_rewards(self, inputs: list[Any], *_: Any) -> Tensor:
-            with unset_fake_temporarily():
-                return torch.zeros(len(inputs), len(self.reward_funcs))
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             """Write the rows; a generation for whole steps comes before there are gradients."""
@@ -101,7 +101,9 @@ def writing(trainer: type[Any]) -> type[Any]:
             counted = self.args, "gradient_accumulation_steps", self.micro_batches
             # Ids of all rows are real; a micro-batch has few of them.
             small = self.recorder, "small", LARGE
-            with replaced([(self.model, "generate", write), counted, small]):
+            judged = len(self.prompts) * len(getattr(self, "reward_funcs", ()))
+            real = self.recorder, "rewards", judged
+            with replaced([(self.model, "generate", write), counted, small, real]):
                 inputs = super()._prepare_inputs(generation_batch)
             for p in emptied:
                 p.grad = torch.empty_like(p)
