@@ -19,8 +19,10 @@ LINES = [line for extra in PROJECT["optional-dependencies"].values() for line in
 BOUNDS = {each.name: each.specifier for each in map(Requirement, LINES)} | NEEDED
 
 
-MINORS = ("torch", "transformers", "trl", "peft", "torchao", "compressed-tensors", "lm-eval")
+MINORS = ("torch", "torchao", "compressed-tensors", "lm-eval")
 """Libraries whose minor versions change what we call: a range ends behind the last that ran."""
+MAJORS = ("transformers", "trl", "peft")
+"""Those whose private names are tried (`finetune.hardware.unpromised`): up to the next major one."""
 
 
 def test_every_dependency_was_run_at_its_lowest() -> None:
@@ -47,6 +49,14 @@ def test_every_minor_version_of_a_range_was_run_and_none_behind_it_is_in_it(name
     behind = (*same, first + len(series))
     ends = [each.version for each in BOUNDS[name] if each.operator == "<"]
     assert ends == [".".join(map(str, behind))]
+
+
+@pytest.mark.parametrize("name", MAJORS)
+def test_a_range_ends_before_the_next_major_version(name) -> None:
+    ends = [each.version for each in BOUNDS[name] if each.operator == "<"]
+    assert ends == [str(Version(RAN[name][-1]).major + 1)]
+    following = Version(RAN[name][-1]).release[:2]
+    assert standing(name, f"{following[0]}.{following[1] + 1}.0") == "newer"
 
 
 def test_python_begins_where_the_tests_ran() -> None:

@@ -48,12 +48,31 @@ def student(values: Sequence[float], confidence: float, n: int = 0) -> Interval:
 
     Another `n` than `len(values)` plans for n observations with the same spread.
     """
-    from scipy.special import stdtrit  # quantile of `scipy.stats.t`, without its second of import
-
     n = n or len(values)
     mean = fmean(values)
-    half = float(stdtrit(n - 1, (1 + confidence) / 2)) * stdev(values) / math.sqrt(n)
+    half = quantile((1 + confidence) / 2, n - 1) * stdev(values) / math.sqrt(n)
     return mean - half, mean + half
+
+
+def quantile(probability: float, freedom: int) -> float:
+    """Student's t below which a value lies with a probability of 0.5 or more.
+
+    The probability of |T| < t is a finite sum in the angle atan(t / sqrt(freedom)) (Abramowitz and
+    Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4), which is halved until it is met.
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term = total = cosine if freedom % 2 else 1.0
+        for k in range(3 if freedom % 2 else 2, freedom - 1, 2):
+            term *= (k - 1) / k * cosine * cosine
+            total += term
+        inside = sine * (total if freedom > 1 else 0.0)
+        if freedom % 2:
+            inside = 2 / math.pi * (angle + inside)
+        low, high = (angle, high) if inside < 2 * probability - 1 else (low, angle)
+    return math.tan((low + high) / 2) * math.sqrt(freedom)
 
 
 def loss_gap(

@@ -13,7 +13,7 @@ import typer
 
 from finetune.cli import INTERRUPTED, MISUSE, AsJson, Overrides, Push, RecipeName, Yes, refuse
 from finetune.config.paths import find_recipe, list_recipes, user_path
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MissingExtraError
 from finetune.hardware.device import rank
 from finetune.logging import busy, output, whole
 
@@ -154,7 +154,6 @@ def compare(
 ) -> None:
     """Train FP8 and BF16: do they end the same, and is it faster?"""
     from finetune.analysis.compare import compare as comparing
-    from finetune.analysis.report.report import write_report
 
     names = [word for word in recipes if not _is_override(word)]
     overrides = [word for word in recipes if _is_override(word)]
@@ -208,9 +207,9 @@ def compare(
         print(found.to_json(), flush=True)
     else:
         console.print(found)
-    report = write_report(found.folder)  # last: the verdict is out should its page fail
+    page = _page_of(found.folder)  # last: the verdict is out should its page fail
     if not as_json:
-        console.print(whole(f"report: {report.html}"), crop=False)
+        console.print(whole(f"report: {page}"), crop=False)
         if not again:
             shared = [item for item in overrides if item[:2] not in ("a.", "b.")]
             looked_at = shlex.join([names[0], *shared])
@@ -218,6 +217,15 @@ def compare(
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
         sys.exit(code)
+
+
+def _page_of(folder: Path) -> str:
+    """Where the page of a comparison lies, or why there is none."""
+    try:
+        from finetune.analysis.report.report import write_report
+    except MissingExtraError as error:
+        return f"none: {error.what}; {error.fix}"
+    return str(write_report(folder).html)
 
 
 def _is_override(word: str) -> bool:

@@ -13,10 +13,7 @@ from weakref import WeakKeyDictionary
 
 from transformers.trainer_utils import TrainOutput
 
-from finetune.analysis.report.curves import loss_plots, method_plots
-from finetune.analysis.report.figures import save_picture
-from finetune.analysis.report.run_source import RunSource
-from finetune.errors import ConfigError, OrderError
+from finetune.errors import ConfigError, MissingExtraError, OrderError
 from finetune.export.export import Export, export_run
 from finetune.precision.layers import without_adapters
 from finetune.runs.receipt import Receipt, RunReport
@@ -77,10 +74,16 @@ class Run(TrainOutput):
         return str(self.report)
 
     def _repr_html_(self) -> str:
-        source, picture = [RunSource(self.folder, self.folder)], io.BytesIO()
-        drawn = [plot for row in loss_plots(source) + method_plots(source) for plot in row.plots]
         report: Any = self.report  # rich's mixin knows itself as another protocol
         shown = report._repr_mimebundle_([], [])["text/html"]
+        try:
+            from finetune.analysis.report.curves import loss_plots, method_plots
+            from finetune.analysis.report.figures import save_picture
+            from finetune.analysis.report.run_source import RunSource
+        except MissingExtraError:  # no picture
+            return shown
+        source, picture = [RunSource(self.folder, self.folder)], io.BytesIO()
+        drawn = [plot for row in loss_plots(source) + method_plots(source) for plot in row.plots]
         if not drawn:
             return shown
         save_picture(drawn[0], picture)

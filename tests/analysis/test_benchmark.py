@@ -32,7 +32,7 @@ from finetune.analysis.benchmark.result import BENCHMARK, Benchmark, Row
 from finetune.analysis.experiment import jobs
 from finetune.analysis.experiment.jobs import Job
 from finetune.analysis.report.report import write_report
-from finetune.analysis.statistics import Ratio, student
+from finetune.analysis.statistics import Ratio, quantile, student
 from finetune.cli.app import main
 from finetune.config.paths import TINY_LLAMA
 from finetune.errors import (
@@ -314,6 +314,15 @@ def test_students_table(freedom, table) -> None:
     low, high = student([-1.0, 1.0] * freedom, 0.95, n=freedom + 1)
     spread = math.sqrt(2 * freedom / (2 * freedom - 1))
     assert (high, -low) == pytest.approx([table * spread / math.sqrt(freedom + 1)] * 2, rel=2e-4)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 10, 29, 48])
+def test_quantiles_are_scipys(freedom) -> None:
+    from scipy.special import stdtrit
+
+    for probability in (0.6, 0.9, 0.975, 0.9995):
+        expected = stdtrit(freedom, probability)
+        assert quantile(probability, freedom) == pytest.approx(expected, rel=1e-11)
 
 
 def test_a_ratio_of_known_rounds() -> None:

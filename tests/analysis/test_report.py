@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -20,7 +22,7 @@ from finetune.analysis.report.report import as_html
 from finetune.analysis.report.run_page import names_of, page_of
 from finetune.analysis.report.run_source import RunSource
 from finetune.cli.app import main
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MissingExtraError, install_hint
 from finetune.runs.folder import RunFolder
 from finetune.runs.receipt import Receipt
 from tests.conftest import slow_but
@@ -409,3 +411,14 @@ def test_parts_of_a_receipt_of_another_form_are_left_out(tmp_path):
 
 def receipt_of(folder: Path) -> Receipt:
     return Receipt.read(RunFolder(folder).receipt)
+
+
+def test_without_matplotlib_a_page_is_refused_and_a_verdict_stands(tmp_path, monkeypatch) -> None:
+    from finetune.cli.analysis import _page_of
+
+    for name in ("figures", "curves", "report"):
+        monkeypatch.delitem(sys.modules, f"finetune.analysis.report.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=re.escape(install_hint("report"))):
+        importlib.import_module("finetune.analysis.report.report")
+    assert _page_of(tmp_path).startswith("none: pages and pictures need matplotlib")

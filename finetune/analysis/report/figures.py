@@ -19,12 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from finetune.analysis.report.elements import Forest, Plot, Series, signed
+from finetune.errors import MissingExtraError, install_hint
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+except ImportError as error:
+    raise MissingExtraError(
+        "pages and pictures need matplotlib, which is not installed",
+        where="the extra `report`",
+        fix=install_hint("report"),
+    ) from error
 
 TEMPLATES = Path(__file__).parent / "templates"
 _THEMES = yaml.safe_load((TEMPLATES / "themes.yaml").read_text("utf-8"))
