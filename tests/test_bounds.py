@@ -22,7 +22,7 @@ BOUNDS = {each.name: each.specifier for each in map(Requirement, LINES)} | NEEDE
 MINORS = ("torch", "torchao", "compressed-tensors", "lm-eval")
 """Libraries whose minor versions change what we call: a range ends behind the last that ran."""
 MAJORS = ("transformers", "trl", "peft")
-"""Those whose private names are tried (`finetune.hardware.unpromised`): up to the next major one."""
+"""Those whose private names are tried (`finetune.hardware.unpromised`): up to a major version."""
 
 
 def test_every_dependency_was_run_at_its_lowest() -> None:
