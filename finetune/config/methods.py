@@ -55,7 +55,7 @@ class Method:
         writes: True if the model writes answers while it trains.
         prompts_train: True if the loss is on the prompt of an answer to give, too.
         prepared_by: method whose trainer makes token ids of its rows as soon as it is made (see
-            `finetune.data.prepared`); none: it reads texts.
+            `finetune.data.by_trl`); none: it reads texts.
         judged: measures that its runs are judged by (`finetune.config.measures`).
     """
 

@@ -1,6 +1,6 @@
 """Trainers of TRL beside `SFTTrainer`, with the ledger that a run keeps of its rows.
 
-They tokenize rows themselves (`finetune.data.prepared`) and drop those that leave no room for an
+They tokenize rows themselves (`finetune.data.by_trl`) and drop those that leave no room for an
 answer without a word. What is left is counted: an answer, its prompt before it, is one sequence.
 
     rows of a pair      prompt + chosen, prompt + rejected
@@ -22,9 +22,9 @@ from trl import SFTTrainer, maybe_apply_chat_template
 
 from finetune.config.methods import Method
 from finetune.data.both_labels import BothLabels
+from finetune.data.by_trl import as_they_are, prepared
 from finetune.data.checks import MASKED
 from finetune.data.ledger import Ledger, account
-from finetune.data.prepared import as_they_are, prepared
 from finetune.data.preparing import (
     TOKENIZED,
     TRAPPED,

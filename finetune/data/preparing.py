@@ -1,7 +1,7 @@
 """TRL's preparation of rows, in two steps between which they are counted.
 
 TRL tokenizes, masks, truncates and packs, and drops rows of which truncation leaves no trained
-token without a word. `AccountedTrainer` lets it do so (`finetune.data.prepared`) in two steps,
+token without a word. `AccountedTrainer` lets it do so (`finetune.data.by_trl`) in two steps,
 first everything but truncating and packing, counts what is there, and lets it finish: the prepared
 rows are those of one step. Conversations it gets tokenized and masked (`finetune.data.masks`). Rows
 are prepared without a model, too (`finetune.data.counting`).
@@ -26,11 +26,11 @@ from transformers import Trainer
 from trl import SFTTrainer, is_conversational
 
 from finetune.config.methods import METHODS, Method
+from finetune.data.by_trl import ASIDE, prepared
 from finetune.data.checks import UNKNOWN
 from finetune.data.doubled_tokens import each_once
 from finetune.data.ledger import Ledger, account
 from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
-from finetune.data.prepared import ASIDE, prepared
 from finetune.data.repeats import EvaluatesOnce
 from finetune.data.rows import workers
 from finetune.errors import ConfigError, DataError

@@ -46,7 +46,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, settings_in, sft_config, shortened
-from finetune.data.prepared import as_they_are
+from finetune.data.by_trl import as_they_are
 from finetune.errors import FinetuneError, RehearsalError, first_line
 from finetune.estimator.changes import length_of
 from finetune.estimator.trace.fake_cuda import (
