@@ -8,7 +8,7 @@ A feature that does not stand is off, and everything else works; the receipt has
     off with trl 1.17.0: a head in FP8 in TRL's fused loss (ChunkedLogProbFunction.forward is gone);
     lost: ...
 
-Weights stored in FP8 have a trial of their own (`finetune.storage.trial`): they are an error.
+Weights stored in FP8 have a trial of their own (`finetune.storage.trial`), which ends in an error.
 """
 
 from __future__ import annotations
@@ -95,6 +95,22 @@ FEATURES = {
         "weights of a checkpoint compared with the model's",
         "what a resumed run does not load of FP8 codes, experts and adapters is not seen",
         (("transformers.trainer", ("Trainer._load_from_checkpoint", "Trainer._load_best_model")),),
+    ),
+    "whole checkpoints": Feature(
+        "checkpoints that are complete or absent, with a manifest",
+        "a checkpoint that was cut short looks like a complete one, none has a manifest, and of a "
+        "sharded model each process writes its own part",
+        (
+            (
+                "transformers.trainer",
+                (
+                    "Trainer._save_checkpoint > _get_output_dir",
+                    "Trainer._get_output_dir",
+                    "Trainer._save_optimizer_and_scheduler",
+                    "Trainer._load_optimizer_and_scheduler",
+                ),
+            ),
+        ),
     ),
     "scales of checkpoints": Feature(
         "amax histories in a Trainer's checkpoints",

@@ -55,6 +55,7 @@ from finetune.storage.checkpoint_formats import (
     tile_named,
     tile_of_scale,
 )
+from finetune.storage.trial import check_quantizer
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,7 @@ class Fp8StorageQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(device_map, dict):
             _refuse_offload(device_map)
+        check_quantizer(self)
 
     def get_quantize_ops(self) -> QuantizeWeight:
         return QuantizeWeight(self)

@@ -28,6 +28,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from finetune.config.sections import CheckpointsConfig
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, first_line
+from finetune.hardware.unpromised import stands
 from finetune.runs.checkpoints import (
     KEPT,
     MANIFEST,
@@ -70,7 +71,10 @@ class CheckpointKeeper(TrainerCallback):
         The limit is no longer the trainer's, which would delete older checkpoints before the new
         one is whole, and of a limit of 1 the newest when training is interrupted.
         """
-        self.trainer, self._save = trainer, trainer._save_checkpoint
+        self.trainer = trainer
+        if not stands("whole checkpoints"):  # the trainer saves as it does
+            return
+        self._save = trainer._save_checkpoint
         self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         trainer._save_checkpoint = self.save
         if trainer.accelerator.is_fsdp2:
@@ -118,7 +122,7 @@ class CheckpointKeeper(TrainerCallback):
             return
         again = "then start again"
         if step > self._begun:
-            if step not in checkpoints_in(folder):
+            if step not in checkpoints_in(folder) and stands("whole checkpoints"):
                 self.trainer._save_checkpoint(self.trainer.model, None)  # judges the weights
             again = f"then resume: {resume_command(folder.parent)}"
         raise NonFiniteError(

@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from finetune.data.repeats import refuse_no_batch, refuse_uneven, repeats_line
 from finetune.errors import in_words
+from finetune.hardware.unpromised import stands
 from finetune.precision.convert import conversion_of
 from finetune.precision.proof.proof import named_trainable
 from finetune.precision.settings import PrecisionConfig
@@ -98,10 +99,10 @@ class HealthMonitor(TrainerCallback):
         self.close()
         self._finiteness = Finiteness(self.trainer, model, conversion)
         self._unwrapped = model
-        for name, wrapper in (
-            ("training_step", self._training_step),
-            ("_save_checkpoint", self._save),
-        ):
+        wrappers: dict[str, Any] = {"training_step": self._training_step}
+        if stands("whole checkpoints"):
+            wrappers["_save_checkpoint"] = self._save
+        for name, wrapper in wrappers.items():
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._undo.enter_context(shortened(self.trainer, model))
