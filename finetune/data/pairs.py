@@ -81,7 +81,7 @@ class AccountedPairs(Accounted):
 
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """A row for each answer."""
-        plain = {"loss_type": "apo_zero_unpaired"} if self.method.name == "kto" else {}
+        plain = {"loss_type": "apo_zero_unpaired"} if "unpaired" in self.method.rows else {}
         return _sequences(self._counted(rows, args, name, **plain))  # no rows for KTO's estimate
 
     def prepare(self, rows: Any, args: Any, name: str) -> tuple[Any, Any]:

@@ -113,7 +113,7 @@ class Accounted(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """TRL's, its rows `ordered`."""
-        loader = super().get_train_dataloader()
+        loader: Any = super().get_train_dataloader()
         sampler: Any = get_sampler(loader)
         if (found := self.ordered(sampler)) is not sampler:
             loader.set_sampler(found)

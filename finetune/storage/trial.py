@@ -80,7 +80,7 @@ def _aside() -> Iterator[str]:
 def _check(quantizer: type, config: type) -> None:
     try:
         with _aside() as folder:
-            plain = _Model(_Config())
+            plain: Any = _Model(_Config())
             due = {
                 name: quantize_weight(module.weight.detach(), tile_named("row", (SIZE, SIZE)))[0]
                 for name, module in plain.named_children()

@@ -108,7 +108,8 @@ def _refuse_one_label(trainer: Any) -> None:
     if not isinstance(rows, Dataset) or "unpaired" not in trainer.method.rows:
         return
     with undisturbed(trainer.model):
-        first = list(itertools.islice(get_sampler(trainer.get_train_dataloader()), ONE_LABEL))
+        order: Any = get_sampler(trainer.get_train_dataloader())
+        first = list(itertools.islice(order, ONE_LABEL))
     labels = {*rows.select(first)["label"]}
     if len(labels) < 2 and len(first) == ONE_LABEL:
         raise DataError(
