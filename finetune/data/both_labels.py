@@ -87,7 +87,7 @@ class BothLabels:
 
     args: Any
 
-    def made(self, rows: Any, args: Any, name: str, **settings: Any) -> Any:
+    def counted(self, rows: Any, args: Any, name: str, **settings: Any) -> Any:
         """The trainer's, of rows that are spread; its batches are those of one process.
 
         Rows that are evaluated may have one label, and any order.
@@ -95,7 +95,7 @@ class BothLabels:
         if isinstance(rows, Dataset):
             rows = spread(rows, order_seed(args)) if name == "train" else unpaired(rows)
         above: Any = super()
-        return above.made(rows, args, name, **settings)
+        return above.counted(rows, args, name, **settings)
 
     def ordered(self, sampler: Any) -> Any:
         """The trainer's, where it is not the rows' own order."""

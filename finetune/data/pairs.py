@@ -82,16 +82,16 @@ class AccountedPairs(Accounted):
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """A row for each answer."""
         plain = {"loss_type": "apo_zero_unpaired"} if "unpaired" in self.method.rows else {}
-        return _sequences(self._counted(rows, args, name, **plain))  # no rows for KTO's estimate
+        return _sequences(self.counted(rows, args, name, **plain))  # no rows for KTO's estimate
 
     def prepare(self, rows: Any, args: Any, name: str) -> tuple[Any, Any]:
         if self.method.prepares:
-            done = self._counted(rows, args, name)
+            done = self.counted(rows, args, name)
             again = getattr(args, "precompute_ref_log_probs", False)  # scores come by `map`
             return done, done if again else as_they_are(done)
         if not isinstance(rows, Dataset):
             return rows, rows
-        kept = self._counted(rows, args, name).select_columns(rows.column_names)
+        kept = self.counted(rows, args, name).select_columns(rows.column_names)
         if name == "train":
             self.given = kept
         if self.method.prepared_by:
@@ -108,7 +108,7 @@ class AccountedPairs(Accounted):
             settings["truncation_mode"] = "keep_start"
         return prepared(self.method, rows, args, tokenizer, **settings)
 
-    def _counted(self, dataset: Any, args: Any, name: str, **settings: Any) -> Any:
+    def counted(self, dataset: Any, args: Any, name: str, **settings: Any) -> Any:
         """TRL's preparation; what it leaves is counted."""
         try:
             done = self.made(dataset, args, name, **settings)
