@@ -95,7 +95,9 @@ def _check(quantizer: type, config: type) -> None:
             )
             _compare(model, due)
             model.save_pretrained(f"{folder}/codes")
-            _compare(_Model.from_pretrained(f"{folder}/codes"), due)
+            again: Any = _Model.from_pretrained(f"{folder}/codes")
+            _compare(again, due)
+            _compare(again.dequantize(), {})
     except Exception as error:
         found, known = version("transformers"), table()["ran"]["transformers"][-1]
         raise StorageNotComputeError(
@@ -109,7 +111,9 @@ def _check(quantizer: type, config: type) -> None:
 def _compare(model: Any, due: dict[str, torch.Tensor]) -> None:
     found = {name: module.bits for name, module in iter_stored(model)}
     if found.keys() != due.keys():
-        raise ValueError(f"{len(found)} of {len(due)} layers became codes")
+        raise ValueError(f"{len(found)} layers are codes, {len(due)} were to be")
     for name, bits in found.items():
         if not torch.equal(bits.cpu().view(torch.uint8), due[name].view(torch.uint8)):
             raise ValueError(f"the codes of {name} are others than its weights'")
+    if any(p.requires_grad for p in model.parameters()):
+        raise ValueError("what is not stored would train")

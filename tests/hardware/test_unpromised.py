@@ -16,7 +16,7 @@ from finetune.errors import PrecisionError, StorageNotComputeError
 from finetune.hardware import unpromised
 from finetune.hardware.unpromised import HEAD_TAKES, stands, switched_off
 from finetune.precision.head import Head
-from finetune.training.session import _leave_head
+from finetune.training.helper.session import _leave_head
 from tests.canary import ROOT
 from tests.renamed_trl import rename
 
@@ -121,6 +121,7 @@ def test_all_stands_with_what_is_installed() -> None:
     [
         "_process_model_before_weight_loading",
         "_process_model_after_weight_loading",
+        "_dequantize",
         "get_quantize_ops",
         "param_needs_quantization",
     ],
