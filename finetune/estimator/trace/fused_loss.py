@@ -8,13 +8,15 @@ Both losses are public functions of autograd. They are replaced whole:
     divergence          of a student from a teacher: two buffers of [tokens, words] float32, one
                         pass over both heads for statistics, another for a mixture, one in backward
 
-Positions without a label are those whose target is 0, which no row of a rehearsal has.
+Positions without a label are those whose target is 0, which no row of a rehearsal has; an answer
+that a student has written counts whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,27 +33,24 @@ def as_on_gpu() -> list[tuple[Any, str, Callable[..., Any]]]:
     from trl.kernels import ChunkedLogProbFunction
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
+    plain = Head.apply
+
+    def apply(
+        self: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Of labeled positions, put back among all."""
+        counts = targets > 0
+        found = plain(self, hidden[counts], weight, bias, targets[counts], *rest)
+        return tuple(
+            None if x is None else x.new_zeros(counts.shape).masked_scatter(counts, x)
+            for x in found
+        )
+
     return [
-        (ChunkedLogProbFunction, "apply", _log_probabilities),
-        (ChunkedDivergenceFunction, "apply", _divergence),
+        (Head, "apply", apply),
+        (ChunkedLogProbFunction, "apply", partial(apply, Head(Owner("", [])))),
+        (ChunkedDivergenceFunction, "apply", _Divergence.apply),
     ]
-
-
-def _log_probabilities(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    """Of labeled positions, put back among all; see `Head.apply`."""
-    counts = targets > 0
-    found = Head(Owner("", [])).apply(hidden[counts], weight, bias, targets[counts], *rest)
-    return tuple(
-        None if x is None else x.new_zeros(counts.shape).masked_scatter(counts, x) for x in found
-    )
-
-
-def _divergence(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    every = torch.arange(len(hidden))  # an answer of a rehearsal counts whole
-    weight, bias, of_teacher, *more = rest
-    return _Divergence.apply(hidden[every], weight, bias, of_teacher[every], *more)  # type: ignore[return-value]
 
 
 class _Divergence(torch.autograd.Function):
@@ -95,7 +94,8 @@ class _Divergence(torch.autograd.Function):
             for words in pair.parts(len(operands[1]), pair.words):
                 tile, _ = pair.logits(tokens, words)
                 OPS.in_place(tile, "divergence_backward")
-                pair.backward(tile, tokens, words, *needed)
+                low = pair.backward(tile, tokens, words, *needed)  # there until the next one is
+        del low
         given = (
             None if g is None else g.to(x.dtype) for g, x in zip(needed, operands, strict=False)
         )
@@ -137,8 +137,8 @@ class _Pair:
     def backward(
         self, tile: Tensor, tokens: slice, words: slice, of_hidden: Tensor | None,
         of_weight: Tensor | None, of_bias: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Add a tile's part to the gradients that are needed."""
+    ) -> Tensor:  # fmt: skip
+        """Add a tile's part to the gradients that are needed; return the tile as it was read."""
         (x, w, _), dtype = self.sides[0], self.types[0]
         low = tile.to(dtype)
         if of_hidden is not None:
@@ -147,3 +147,4 @@ class _Pair:
             OPS.addmm_fp32(of_weight[words], low.t(), x[tokens].to(dtype))
         if of_bias is not None:
             of_bias[words] += tile.sum(dim=0, dtype=torch.float32)
+        return low
