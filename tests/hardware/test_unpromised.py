@@ -150,7 +150,7 @@ def stock(folder, **environment) -> list[dict]:
         cwd=ROOT, env=os.environ | environment, text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 @pytest.mark.long
