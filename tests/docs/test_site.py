@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import agents
 import hooks
 import pytest
 import site_reference
@@ -197,3 +198,15 @@ def test_the_folders_and_answers_for_contributors_exist() -> None:
     answers = dict(re.findall(r"^\| (.+\?) \| `([\w./]+)`", text, re.MULTILINE))
     assert len(answers) >= 12
     assert [file for file in answers.values() if not (package / file).exists()] == []
+
+
+@pytest.mark.parametrize("file", agents.FILES)
+def test_what_agents_read_is_made_of_what_is_there(file) -> None:
+    assert (ROOT / file).read_text("utf-8") == agents.made()[file], "python docs/agents.py"
+
+
+def test_agents_are_told_of_every_room_and_page() -> None:
+    about, pages = agents.made().values()
+    rooms = {p.parent.name for p in (ROOT / "finetune").glob("*/__init__.py")} - {"assets"}
+    assert {room for room in rooms if f"`{room}`" in about} == rooms
+    assert all(str(page).removesuffix(".md") in pages for page in in_navigation(CONFIG["nav"]))
