@@ -315,7 +315,7 @@ def make_backend(
         case "te":
             from finetune.precision.backends.transformer_engine import TransformerEngineBackend
 
-            return TransformerEngineBackend(precision)
+            return TransformerEngineBackend(precision, triton=triton)
         case _:
             raise AssertionError("resolve() names the backend before a plan is made")
 

@@ -9,7 +9,9 @@ are; without Triton only the predictions are printed. Needs the engine's Python
 (`python -m tests.te.fetch`) and no GPU. Milliseconds of a step are *predicted* (`estimate`).
 
 A cast of the engine by the tensor's own scale is four kernels, of which two do no more than set its
-amax to zero and make a scale of it (trace of an H100, TE 2.20.2): it reads a number twice.
+amax to zero and make a scale of it (trace of an H100, TE 2.20.2): it reads a number twice. That is
+so where scales are float32. Where they are powers of two, two kernels of ours cast
+(`finetune.precision.whole`), and read it once where the scale was guessed.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ from finetune.hardware.requirements import resolve_there
 from tests import te
 from tests.benchmarks.compiled_layer import GPU, Graphs, graphs_of, saved_bytes
 
-KERNELS_OF_A_CAST = 4
+KERNELS_OF_A_CAST, OF_OURS = 4, 2
+UNCOMPILED = ("precision.backend=te", "precision.compile=off")
+FLOAT32 = "precision.power_of_two_scales=false"
 RUNS = {
-    "te, uncompiled": ("precision.backend=te", "precision.compile=off"),
+    "te, float32 scales, uncompiled": (*UNCOMPILED, FLOAT32),
+    "te, uncompiled": UNCOMPILED,
+    "te, float32 scales, compiled": ("precision.backend=te", FLOAT32),
     "te, compiled": ("precision.backend=te",),
     "torchao, compiled": ("precision.backend=torchao",),
     "BF16, compiled": ("precision.compute=bf16", "precision.compile=on"),
@@ -62,18 +68,17 @@ def uncompiled(config: RunConfig) -> Counts:
         ops, _ = micro_batch(rehearse(config, place.device, resolution, layers=layers).trace)
         found: Counter[str] = Counter()
         for launch in launches(ops):
-            name = ops[launch.ops[0]].name
-            moves = launch.kind not in ("gemm", "attention")
-            casts = "fp8_amax" in name
-            found["launches"] += KERNELS_OF_A_CAST - 1 if casts else 1
-            found["casts"] += casts
+            casts = "fp8_" in ops[launch.ops[0]].name and launch.kind == "cast"
+            found["launches"] += not casts
             found["products"] += launch.kind == "gemm"
+            moves = launch.kind not in ("gemm", "attention")
             found["GB"] += (launch.read + launch.written) / 1e9 * moves
-        # Codes in two directions are two operators of the estimator, and one kernel of the engine.
-        found["launches"] -= sum(
-            "fp8_cast" in a.name and a.name == b.name and a.inputs[:1] == b.inputs[:1]
-            for a, b in pairwise(ops)
-        )
+        for before, op in pairwise(ops):
+            # Codes in two directions are two operators of the estimator, and one cast.
+            again = before.name == op.name and before.inputs[:1] == op.inputs[:1]
+            found["casts"] += "fp8_cast" in op.name and not again
+        kernels = OF_OURS if config.precision.pow2_scales else KERNELS_OF_A_CAST
+        found["launches"] += kernels * found["casts"]
         totals.append(found)
     return {key: totals[1][key] - totals[0][key] for key in totals[1]}
 
@@ -93,6 +98,7 @@ def compiled(graphs: Graphs) -> Counts:
                 found["casts"] += 1
                 found["launches"] += KERNELS_OF_A_CAST
                 found["GB"] += (2 * x.numel() * x.element_size() + made) / 1e9
+            found["casts"] += name.startswith("cast_whole.")
             found["products"] += name.startswith("te_mm")
             found["launches"] += name.startswith(("te_mm", "varlen_attention"))
         if find_spec("triton") is not None:
@@ -122,10 +128,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     configs = {run: config_of(run, args.tokens, args.checkpointed) for run in RUNS}
     rows: dict[str, Counts] = {run: predicted(config) for run, config in configs.items()}
-    rows["te, uncompiled"] |= uncompiled(configs["te, uncompiled"])
+    for run in (run for run in RUNS if "uncompiled" in run):
+        rows[run] |= uncompiled(configs[run])
     with pytest.MonkeyPatch.context() as patch:
         te.install(patch, real=True)
-        every = {run: graphs_of(configs[run], args.tokens) for run in RUNS if "un" not in run}
+        every = {
+            run: graphs_of(configs[run], args.tokens) for run in RUNS if "uncompiled" not in run
+        }
     for run, graphs in every.items():  # after all that is not to see a GPU that is not there
         rows[run] |= compiled(graphs)
     print(f"| one layer, {args.tokens:,} tokens | {' | '.join(COLUMNS)} |")

@@ -4,6 +4,9 @@
     te_cast_delayed(x, scale, history, ...)  the same by a scale of the past; records the amax
     te_mm(a, b, bias, rule, layout, ...)     two lists of buffers -> [M, N]
 
+Under current scales of whole tensors that are powers of two, `whole` casts, to the same bits: the
+engine reads a number twice, in four kernels; that one nearly always once, in two.
+
 A layer of the engine cannot be traced (its casts write into states of a process), so in a decoder
 layer each one would break the graph. As operators they leave one graph, in which norms, RoPE,
 SwiGLU and residuals are fused, and in which q, k and v share the codes of their input: equal calls
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from finetune.precision import whole
 from finetune.precision.gemm import compute_dtype
 from finetune.precision.scaling import Operand
 
@@ -45,11 +49,15 @@ class TeRule:
     Attributes:
         name: by which operators find it.
         rows, columns: operand -> places of its row-wise and column-wise buffers in a cast of both.
+        own: how kernels of ours cast, None where the engine does.
     """
 
-    def __init__(self, name: str, recipe: Any, quantizers: dict[Operand, Any], how: Any) -> None:
+    def __init__(
+        self, name: str, recipe: Any, quantizers: dict[Operand, Any], how: Any,
+        own: whole.Tensorwise | None,
+    ) -> None:  # fmt: skip
         """`how`: quantizers that describe the buffers, where `quantizers` do not (delayed)."""
-        self.name = name
+        self.name, self.own = name, own
         self.split = {
             layout: getattr(getattr(recipe, f"fp8_gemm_{gemm}", None), "use_split_accumulator", by)
             for layout, (gemm, by) in ACCUMULATES.items()
@@ -164,8 +172,16 @@ for _name, _real, _empty in (
 def cast(
     x: Tensor, rule: TeRule, operand: Operand, both: bool, state: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Buffers of `x` [R, C], row-wise or in both directions; `state`: its delayed one, if any."""
+    """Buffers of `x` [R, C], row-wise or in both directions.
+
+    `state`: scale and history of delayed scaling; for casts of ours the last scales, and None.
+    """
     scale, history = state
+    if rule.own is not None and scale is not None:
+        turned = both and rule.rows[operand] != rule.columns[operand]  # alike on Blackwell
+        made = whole.cast(x, operand, scale, rule.own, turned=turned)
+        codes = (made.codes, made.turned) if turned else (made.codes,)
+        return [*(each.view(torch.uint8) for each in codes), made.inverse.reshape(1)]
     if scale is None:
         return torch.ops.finetune.te_cast(x, rule.name, operand, both)
     codes, transpose, inverse = torch.ops.finetune.te_cast_delayed(
@@ -197,8 +213,7 @@ class TeLinear(torch.autograd.Function):
         Args:
             high: dgrad and wgrad are multiplied in high precision.
             saves: False where no backward follows: column-wise codes are not made.
-            scale, history: delayed state of forward, None under other rules.
-            g_scale, g_history: that of backward.
+            scale, history, g_scale, g_history: states of forward and backward, as in `cast`.
         """
         needs_x, needs_w = ctx.needs_input_grad[:2]
         low, state = saves and not high, (scale, history)

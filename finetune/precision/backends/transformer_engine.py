@@ -3,6 +3,7 @@
 Its quantizers and its product (`te_products`) are called, and no layer of its own: so there is one
 copy of each weight, the state dict has plain Hugging Face names and no `_extra_state`, a replaced
 parameter (FSDP2) is used at once, no autocast must surround anything, and decoder layers compile.
+Tensors under one scale that is a power of two are cast by kernels of ours, where Triton starts.
 
 Under delayed scaling the engine's states (scales and amax histories) are kept by a `te.Linear`
 without weights for each layer. They are updated, by the engine, when a training forward begins.
@@ -31,8 +32,9 @@ from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, res
 from finetune.precision.backends.te_products import RULES, SLOTS, TeRule, te_linear
 from finetune.precision.layers import alignment
 from finetune.precision.planner import LayerPlan
-from finetune.precision.scaling import Operand
+from finetune.precision.scaling import OPERANDS, Operand, formats_of
 from finetune.precision.settings import PrecisionConfig
+from finetune.precision.whole import Tensorwise
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:
@@ -94,7 +96,8 @@ class TransformerEngineMixin(Fp8Mixin):
     """Forward of a linear layer by Transformer Engine.
 
     Attributes:
-        fp8_states: scale and amax history of forward and of backward, None without delayed scaling.
+        fp8_states: scale and amax history of forward and of backward (delayed); last scales and
+            None (casts of ours); or Nones.
     """
 
     fp8_backend: TransformerEngineBackend
@@ -104,6 +107,9 @@ class TransformerEngineMixin(Fp8Mixin):
         backend = self.fp8_backend
         backend.note_use()
         rows = x.reshape(-1, x.shape[-1])
+        if backend.rule.own is not None and not torch.compiler.is_compiling():
+            states = (None if state is None else state.to(x.device) for state in self.fp8_states)
+            self.fp8_states = tuple(states)
         # Tokens are contracted in wgrad: a multiple of 16, of 32 for block formats.
         missing = -rows.shape[0] % alignment(backend.precision)
         if missing:
@@ -129,7 +135,7 @@ class TransformerEngineBackend(Backend):
     name = "te"
     mixin = TransformerEngineMixin
 
-    def __init__(self, precision: PrecisionConfig) -> None:
+    def __init__(self, precision: PrecisionConfig, *, triton: bool = True) -> None:
         super().__init__(precision)
         import transformer_engine.pytorch as te
 
@@ -154,7 +160,11 @@ class TransformerEngineBackend(Backend):
             }
             for quantizer in how.values():
                 quantizer.internal = True
-        self.rule = TeRule(repr(self.effective()), self.recipe, quantizers, how)
+        own = None
+        if triton and precision.scaling == "tensorwise" and precision.pow2_scales:
+            own = Tensorwise(formats_of(precision), pow2=True, own=True)
+        self.casts = "transformer_engine" if own is None else "finetune"
+        self.rule = TeRule(repr(self.effective()), self.recipe, quantizers, how, own)
         RULES[self.rule.name] = self.rule
 
     def _engine(self) -> Any:
@@ -168,6 +178,9 @@ class TransformerEngineBackend(Backend):
         return engine
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        if self.rule.own is not None:  # two, since Dynamo wants arguments of a function apart
+            guesses, of_g = (torch.zeros(len(OPERANDS)) for _ in range(2))
+            return {"fp8_states": (guesses, None, of_g, None)}
         if self.precision.scaling != "delayed":
             return {"fp8_states": (None,) * 4}
         self._engines.append(engine := self._engine())
@@ -224,14 +237,16 @@ class TransformerEngineBackend(Backend):
                     row.copy_(old)
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
+        if self.precision.scaling != "delayed":
+            return None
         states: Any = module.fp8_states
-        scale = states[2 if operand == "g" else 0]
-        return None if scale is None else scale[SLOTS[operand]]
+        return states[2 if operand == "g" else 0][SLOTS[operand]]
 
     def effective(self) -> dict[str, Any]:
         # Not `repr(recipe)`, which leaves `amax_compute_algo` out (2.20).
         settings = {n: _plain(v) for n, v in vars(self.recipe).items() if not n.startswith("_")}
-        return {"engine": "transformer_engine", "recipe": type(self.recipe).__name__} | settings
+        engine = {"engine": "transformer_engine", "casts": self.casts}
+        return engine | {"recipe": type(self.recipe).__name__} | settings
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {
