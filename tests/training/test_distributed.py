@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,15 +20,18 @@ from finetune.precision.proof.row import LayerReceipt
 from finetune.runs.receipt import Receipt
 from finetune.training.helper.evidence import refuse_disagreement
 from finetune.training.run.interrupt import GracefulStop
+from tests.te.fetch import is_here
 
 ROOT = Path(__file__).parents[2]
 
 
-def launch(out: Path, modes: str, module: str = "tests.distributed_worker") -> dict[str, list]:
-    """Mode -> what each of two processes wrote, of a worker that runs them one after the other."""
+def launch(
+    out: Path, modes: str, module: str = "tests.distributed_worker", processes: int = 2
+) -> dict[str, list]:
+    """Mode -> what each process wrote, of a worker that runs modes one after the other."""
     port = 29500 + os.getpid() % 2000
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}",
         f"--master_port={port}", "-m", module, str(out), modes,
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -36,7 +40,7 @@ def launch(out: Path, modes: str, module: str = "tests.distributed_worker") -> d
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {
-        mode: [json.loads((out / mode / f"{rank}.json").read_text()) for rank in range(2)]
+        mode: [json.loads((out / mode / f"{rank}.json").read_text()) for rank in range(processes)]
         for mode in modes.split(",")
     }
 
@@ -133,6 +137,73 @@ def test_without_reduce_amax_scales_differ(facts) -> None:
     assert all(w), "weights are the same in both"
     assert not all(x), "each process saw other tokens"
     assert not all(g)
+
+
+# ------------------------------------------------------------------------------ Transformer Engine
+
+KINDS, SCALINGS = ("ddp", "fsdp"), ("delayed", "tensorwise")
+
+
+@pytest.fixture(scope="module")
+def of_te(tmp_path_factory):
+    """Mode of `te_worker` -> what one process wrote, and each of two."""
+    both = [f"{kind}-{scaling}" for kind in KINDS for scaling in SCALINGS]
+    alone = [*both, *(f"layer-{each}" for each in ("delayed", "local", "tensorwise"))]
+    more = [*alone, *(f"{mode}-compiled" for mode in both), "ddp-delayed-local"]
+    return [
+        launch(tmp_path_factory.mktemp("te"), ",".join(modes), "tests.te_worker", processes)
+        for processes, modes in ((1, both), (2, more))
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_under_te_have_the_bits_of_one_that_computes_both_halves(
+    kind, scaling, of_te
+) -> None:
+    """Losses and weights of four steps, and under delayed scaling every scale and history."""
+    (one,), two = (found[f"{kind}-{scaling}"] for found in of_te)
+    halves = zip(*(each["losses"] for each in two), strict=True)
+    assert [first + second for first, second in halves] == one["losses"]
+    for each in two:
+        assert each["status"] == "proven"
+        assert (each["sharded"] > 0) == (kind == "fsdp")
+        assert each["weights"] == one["weights"]
+        assert each["states"] == one["states"]
+        assert bool(each["states"]) == (scaling == "delayed")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_under_te_have_the_same_bits_in_two_processes(kind, scaling, of_te) -> None:
+    plain, compiled = (of_te[1][f"{kind}-{scaling}{more}"] for more in ("", "-compiled"))
+    assert all(re.fullmatch("graphs: [1-9]", each.pop("graphs")) for each in compiled)
+    assert compiled == [{key: each[key] for key in compiled[0]} for each in plain]
+
+
+@pytest.mark.long
+def test_without_reduce_amax_te_keeps_scales_of_each_process(of_te) -> None:
+    first, second = (each["states"] for each in of_te[1]["ddp-delayed-local"])
+    alike = {name: first[name] == second[name] for name in first}
+    assert not any(value for name, value in alike.items() if "bwd" in name)
+    scales = [(first[name], second[name]) for name in first if name.endswith("fwd.scale")]
+    assert not any(a[0] == b[0] for a, b in scales), "each process saw other tokens"
+    assert all(a[1] == b[1] for a, b in scales), "weights are the same in both"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not is_here(), reason="needs Transformer Engine's wheel")
+@pytest.mark.parametrize("mode", ["delayed", "local", "tensorwise"])
+def test_amaxes_are_reduced_as_by_the_engines_own_layer(mode, of_te) -> None:
+    """Of `te.Linear` under DDP: outputs, gradients, and scales and histories at the end."""
+    both = of_te[1][f"layer-{mode}"]
+    for each in both:
+        assert each["ours"] == each["theirs"]
+    states = [each["ours"][4:] for each in both]
+    assert len(states[0]) == (0 if mode == "tensorwise" else 4)
+    assert (states[0] == states[1]) == (mode != "local")
 
 
 # -------------------------------------------------------------------- processes that have to agree
