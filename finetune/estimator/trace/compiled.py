@@ -23,7 +23,9 @@ checkpointing wraps the layer, and computes all of it again; that is not modeled
 In the resulting trace, backward repeats what it needs and storages live as long as the split says.
 What only one fused kernel makes and reads is never in memory, and what that kernel reads stays
 until its last operator: g · f in float32 on the way to codes of g is not there, g is.
-`tests/benchmarks/compiled_layer.py` compares with torch's own split.
+`tests/benchmarks/compiled_layer.py` compares with torch's own split. That one is not called here:
+it begins with Dynamo's graph of a layer and Inductor's passes over it, which on a CPU takes private
+names of both and patches of three more, none of them promised, for the same bytes.
 """
 
 from __future__ import annotations
