@@ -124,11 +124,11 @@ class Sentinel:
             yield Held(layer, module, tally, tally.rows)
 
     def _as_it_is(self) -> list[Any]:
-        """Objects of modules, and whether they are compiled; of parameters, types and flags."""
+        """Objects of modules, and what may be compiled; of parameters, types and flags."""
         if not self._tree or any(m._modules != children for m, children in self._tree):
             self._tree = [(m, dict(m._modules)) for m in self.model.modules()]
         modules = [m for m, _ in self._tree]
-        calls = [(m, m._compiled_call_impl) for m in modules]
+        calls = [(m, m._compiled_call_impl, vars(m).get("forward")) for m in modules]
         trained = [
             (id(p), p.requires_grad, p.dtype)
             for m in modules
