@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -157,8 +158,10 @@ def stock(folder, **environment) -> list[dict]:
 def test_stock_scripts_train_alike_under_a_trl_whose_private_names_are_renamed(tmp_path) -> None:
     (tmp_path / "trl").mkdir()
     assert {"_precompute_ref_logps", "_tokenize_prompts"} < {*rename(tmp_path / "trl")}
-    before = stock(tmp_path / "a")
-    after = stock(tmp_path / "b", PYTHONPATH=f"{tmp_path / 'trl'}{os.pathsep}{ROOT}")
+    renamed = {"PYTHONPATH": f"{tmp_path / 'trl'}{os.pathsep}{ROOT}"}
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(stock, tmp_path / "a"), pool.submit(stock, tmp_path / "b", **renamed)]
+        before, after = (one.result() for one in both)
     assert [one["trl"] for one in after] == ["1.17.0"] * 4
     assert [one["off"] for one in before] == [[]] * 4
     for old, new in zip(before, after, strict=True):
