@@ -23,7 +23,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import with_checkpointing
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.operators import product_of
-from finetune.estimator.speed.roofline import Roofline, roofline_of
+from finetune.estimator.speed.roofline import roofline_of
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.trace import Trace, layer_of
@@ -58,11 +58,11 @@ def memory_of(trace: Trace) -> tuple[int, int]:
     return most, kept
 
 
-def row_of(name: str, tokens: int, roofline: Roofline) -> list[Any]:
-    recipe, *overrides = name.split(",")
-    rows = ["train.per_device_train_batch_size=4", f"train.max_length={tokens // 4}"]
-    config = load_recipe(recipe, [*rows, "train.gradient_accumulation_steps=1", *overrides]).config
-    trace = trace_of(config)
+def counted(trace: Trace) -> Counter[str]:
+    """Products, kernels, bytes and microseconds (predicted, H100) of the head and its loss."""
+    gpu = place_of("H100").gpu
+    assert gpu is not None
+    roofline = roofline_of(gpu, "compiled")
     ops, found = trace.ops, Counter[str]()
     classes = classes_of(ops)
     for phase in ("forward", "backward"):
@@ -80,6 +80,15 @@ def row_of(name: str, tokens: int, roofline: Roofline) -> list[Any]:
                 found["bytes"] += int(launch.read + launch.written)
             found["GEMMs" if product is not None else "kernels"] += 1
             found[part] += round(1e6 * roofline.kernel_time(ops[at], launch).seconds)
+    return found
+
+
+def row_of(name: str, tokens: int) -> list[Any]:
+    recipe, *overrides = name.split(",")
+    rows = ["train.per_device_train_batch_size=4", f"train.max_length={tokens // 4}"]
+    config = load_recipe(recipe, [*rows, "train.gradient_accumulation_steps=1", *overrides]).config
+    trace = trace_of(config)
+    found = counted(trace)
     shape = 2 * tokens * 128_256 * 4096
     most, kept = memory_of(trace)
     times = [found[what] / 1e3 for what in ("products", "casts", "rest")]  # us -> ms
@@ -101,11 +110,8 @@ def main() -> None:
         "products ms", "casts ms", "rest ms", "predicted ms",
     ):  # fmt: skip
         table.add_column(title)
-    gpu = place_of("H100").gpu
-    assert gpu is not None
-    roofline = roofline_of(gpu, "compiled")
     for name in options.recipes:
-        table.add_row(*map(str, row_of(name, options.tokens, roofline)))
+        table.add_row(*map(str, row_of(name, options.tokens)))
     Console(width=160).print(table)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 CAPABILITY = (9, 0)
@@ -70,6 +71,7 @@ def pretend() -> None:
             "synchronize": None}),
         (device_interface.CudaInterface.Worker,
          {"get_device_properties": PROPERTIES, "current_device": 0}),
+        (fake_tensor, {"init_gpu_context": None}),  # which a CUDA build does, and needs a driver
         (torch.utils._triton, {"has_triton": True}),
         (scheduler, {"has_triton": True}),
         (reinplace, {"canonicalize_view_scatter_ops": None}),
@@ -140,10 +142,12 @@ def _moved(value: Any) -> Any:
 _KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.DOTALL)
 _SIGNATURE = re.compile(r"'signature': (\{.*?\})")
 _SIZES = (
-    re.compile(r"assert_size_stride\((\w+), \(([^)]*)\)"),
+    re.compile(r"(?:assert_size_stride|assert_tensor_metadata)\((\w+), \(([^)]*)\)"),
     re.compile(r"(\w+) = empty_strided_\w+\(\(([^)]*)\)"),
     re.compile(r"^\s*(buf\d+) = reinterpret_tensor\(\w+, \(([^)]*)\)", re.MULTILINE),
 )
+_GROUPS = re.compile(r"assert_size_stride_grouped\((\(.*?\)), (\(.*?\)\)), \(\(")
+"""Of torch 2.15: names of several tensors, and their shapes."""
 _RENAMED = re.compile(r"^\s*(buf\d+) = (\w+); *del", re.MULTILINE)
 _RUN = re.compile(r"(triton_\w+)\.run\(([^\n]*?), stream=")
 _TRANSPOSE = re.compile(
@@ -172,6 +176,9 @@ def count(code: str) -> dict[str, int]:
     for pattern in _SIZES:
         for name, shape in pattern.findall(body):
             sizes.setdefault(name, math.prod(int(n) for n in shape.split(",") if n.strip()))
+    for names, shapes in _GROUPS.findall(body):
+        each = zip(re.findall(r"\w+", names), ast.literal_eval(shapes), strict=True)
+        sizes |= {name: math.prod(shape) for name, shape in each}
     renamed = dict(_RENAMED.findall(body))
 
     def size(argument: str) -> int:
@@ -194,12 +201,17 @@ def count(code: str) -> dict[str, int]:
     transposed = _TRANSPOSE.findall(body)
     moved += sum(2 * size(argument) for argument in transposed)
     casts = _CAST.findall(body)
+    kernels = len(runs) + 2 * len(casts)
+    scaled = body.count("extern_kernels._scaled_mm(")
+    products = len(re.findall(r"extern_kernels\.(?:mm|mm_dtype|addmm|bmm)\(", body))
+    attention = len(re.findall(r" = torch\.ops\.[\w.]*attention\w*\.default\(", body))
     for _, name, first, rest in casts:
         moved += _cast_bytes(name, size(first), rest)
     return {
-        "kernels": len(runs) + 2 * len(casts),
-        "fp8_gemms": body.count("extern_kernels._scaled_mm("),
-        "gemms": len(re.findall(r"extern_kernels\.(?:mm|mm_dtype|addmm|bmm)\(", body)),
+        "launches": kernels + scaled + products + attention + len(transposed),
+        "kernels": kernels,
+        "fp8_gemms": scaled,
+        "gemms": products,
         "code_stores": stores,
         "transposes": len(transposed),
         "bytes": moved,

@@ -7,16 +7,17 @@
     python -m tests.benchmarks.optimizer_update --bits      bits against torchao's function
     python -m tests.benchmarks.optimizer_update --gpu       time and bandwidth of an 8B's layers
 
-None but the last needs a GPU; all need Triton. Bytes are counted on the arguments of launches,
-which the code under test makes for the tensors of the model, without memory. `--code` compiles
-ahead of time and reads the disassembly: registers, spills, widths of loads and stores, and the
-instructions of the loop for each number (of slow paths, too, which few numbers take).
+None but the last needs a GPU; all but the second need Triton. Bytes are counted on the arguments of
+launches, which the code under test makes for the tensors of the model, without memory. `--code`
+compiles ahead of time and reads the disassembly: registers, spills, widths of loads and stores, and
+the instructions of the loop for each number (of slow paths, too, which few numbers take).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import re
 import statistics
 import subprocess
@@ -27,14 +28,20 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torchao.optim import AdamW8bit
 
-from finetune.training.helper.optimizer import adamw, adamw_kernels, clipping
+from finetune import load_recipe
+from finetune.config.schema import RunConfig
+from finetune.training.helper import optimizer as folder
+from finetune.training.helper.optimizer import adamw, clipping
 from finetune.training.helper.replacing import replaced
+from finetune.training.model import sketch
 
 TENSORS = 288
 BANDWIDTH = 3.0e12
@@ -65,9 +72,10 @@ def counted_step(shapes: list[tuple[int, ...]], device: str = "meta") -> Iterato
         return torch.zeros(1, device=device)
 
     update.attach()
+    launchers = SimpleNamespace(adamw=update_of, squares=squares_of)
     with (
-        replaced(adamw_kernels, "adamw", update_of),
-        replaced(adamw_kernels, "squares", squares_of),
+        # The module itself cannot be imported without Triton.
+        mock.patch.object(folder, "adamw_kernels", launchers, create=True),
         replaced(adamw, "runs_kernels", lambda _: True),
         replaced(clipping, "runs_kernels", lambda _: True),
     ):
@@ -89,13 +97,13 @@ def moved(name: str, table: adamw.PointerTable, kind: Any) -> int:
     return own + int(each * numbers)
 
 
-def whole() -> None:
-    from finetune import load_recipe
-    from finetune.training.model import sketch
+def shapes_of(config: RunConfig) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in sketch(config).parameters()]
 
-    model = sketch(load_recipe("llama_8b_full_fp8").config)
-    shapes = [tuple(p.shape) for p in model.parameters()]
-    numbers = sum(p.numel() for p in model.parameters())
+
+def whole() -> None:
+    shapes = shapes_of(load_recipe("llama_8b_full_fp8").config)
+    numbers = sum(map(math.prod, shapes))
     print(f"{len(shapes)} tensors, {numbers / 1e9:.2f} billion numbers of BF16")
     for name in ("squares", "update"):
         each = [facts for kernel, facts in counted_step(shapes) if kernel == name]
@@ -130,6 +138,8 @@ def compiled(kernel: str, kind: dict[str, Any], capability: int) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from finetune.training.helper.optimizer import adamw_kernels
 
     types = adamw_kernels.TYPES
     k = adamw.Kind(**BF16_8 | kind)
@@ -232,6 +242,8 @@ def optimizer_of(tensors: int, *shape: int) -> AdamW8bit:
 
 def host_time(steps: int) -> None:
     """All but the launches and the code that Inductor would write."""
+    from finetune.training.helper.optimizer import adamw_kernels
+
     compiler = functools.partial(torch.compile, backend=backend_of(lambda *_: None))
     torchao, ours = optimizer_of(TENSORS, 64, 64), optimizer_of(TENSORS, 64, 64)
     adamw.Update(ours).attach()

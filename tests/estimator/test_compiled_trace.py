@@ -19,7 +19,7 @@ from finetune.estimator.speed.fusion import launches
 from finetune.estimator.trace.compiled import compiled_trace
 from finetune.estimator.trace.fake_cuda import to_fake, without_memory
 from finetune.estimator.trace.trace import Recorder, Trace, layer_of
-from tests.benchmarks import compiled_layer
+from tests.benchmarks import compiled_layer, inductor_code
 
 B, K, N = 4, 8, 16
 WORD = 4
@@ -208,6 +208,29 @@ def test_a_compiled_layer_launches_and_moves_no_more_than_before(counted, layer)
         assert phase["kernels"] <= most
     for key in ("fp8_gemms", "gemms", "code_stores", "transposes"):
         assert tuple(phase[key] for phase in phases) == pinned.get(key, (0, 0)), key
+
+
+CODE = """
+triton_poi_0 = async_compile.triton('triton_poi_0', '''
+    triton_meta={{'signature': {{'in_ptr0': '*bf16', 'out_ptr0': '*fp32', 'xnumel': 'i32'}}}}
+''')
+def call(args):
+    {check}
+    triton_poi_0.run(a_1, b_1, 12, stream=stream0)
+"""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "assert_size_stride(a_1, (3, 4), (4, 1))\n    assert_size_stride(b_1, (12, ), (1, ))",
+        "assert_size_stride_grouped((a_1, b_1), ((3, 4), (12, )), ((4, 1), (1, )), 'input')",
+    ],
+    ids=["torch 2.11 to 2.14", "torch 2.15"],
+)
+def test_bytes_are_counted_in_the_code_of_each_torch(check) -> None:
+    found = inductor_code.count(CODE.format(check=check))
+    assert (found["launches"], found["bytes"]) == (1, 12 * 2 + 12 * 4)
 
 
 PREDICTED = {
