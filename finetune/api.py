@@ -49,7 +49,7 @@ def train(
             fix=f"finetune.train(finetune.load_recipe({recipe!r}))",
         )
     from finetune.estimator.gate import MemoryForecast
-    from finetune.training.trainer import begun
+    from finetune.training.run.run import begun
 
     forecast = MemoryForecast()
     with begun(recipe, forecast=forecast, out=out, force=force, console=console) as run:

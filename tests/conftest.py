@@ -143,7 +143,7 @@ def _no_rehearsal_of_runs(request, monkeypatch):
 def _rehearse_nothing(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> None:
     if {
         "finetune.api",
-        "finetune.training.trainer",
+        "finetune.training.run.run",
     } & sys.modules.keys() and request.module.__name__.split(".")[-1] not in FORETOLD:
         patch.setattr("finetune.estimator.gate.MemoryForecast.predicted", lambda *_: {})
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-LIBRARIES = ("peft", "trl.trainer.sft_trainer", "finetune.training.trainer", "finetune.api")
+LIBRARIES = ("peft", "trl.trainer.sft_trainer", "finetune.training.run.run", "finetune.api")
 PATIENCE = 300.0
 """Seconds after which a process that has not ended is killed."""
 

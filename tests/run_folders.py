@@ -21,7 +21,7 @@ SAMPLES = [
 
 def trained(recipe: Any, *, save: bool = True, **settings: Any) -> Any:
     """The report of a run, of whose memory nothing is predicted; settings of `begun`."""
-    from finetune.training.trainer import begun
+    from finetune.training.run.run import begun
 
     with begun(recipe, **settings) as run:
         return run.train(save=save)

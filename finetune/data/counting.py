@@ -75,6 +75,17 @@ def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
     return CountedRows(rows, prepared, trainer.ledgers | {"train": own}, tokenizer, args)
 
 
+def ledgers_of(trainer: Any, rows: Rows, tokenizer: Any, method: Method) -> dict[str, Ledger]:
+    """Ledgers of a trainer's rows; that of the training rows is of all that will be read."""
+    found: dict[str, Ledger] = dict(trainer.ledgers)
+    if rows.sample is None:
+        found["train"] = whole_ledger(found["train"], rows, trainer.args, method)
+    else:
+        trainer.given = rows.sample
+        found["train"] = count(rows, trainer.args, tokenizer, method).ledger
+    return found
+
+
 def whole_ledger(found: Ledger, rows: Rows, args: Any, method: Method) -> Ledger:
     """A ledger of training rows with those that the trainer has not seen, or leaves out.
 

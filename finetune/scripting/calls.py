@@ -50,7 +50,7 @@ from finetune.storage.pretrained import load_tokenizer, template_of
 from finetune.training import scope
 from finetune.training.model import load_model
 from finetune.training.run.preflight import check_storage
-from finetune.training.trainer import begun
+from finetune.training.run.run import begun
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -279,7 +279,7 @@ def trainer(
     if run.console.is_jupyter:
         from transformers.utils.notebook import NotebookProgressCallback
 
-        run.trainer.remove_callback(run.bar)
+        run.trainer.remove_callback(run.observers.bar)
         run.trainer.add_callback(NotebookProgressCallback)
     found: Any = run.trainer
     found.__class__ = type(type(found).__name__, (OneRun, type(found)), {"run": run})

@@ -34,7 +34,7 @@ from finetune.errors import FinetuneError
 from finetune.logging import quiet_libraries
 from finetune.training.health.first_batches import check_first_batches
 from finetune.training.model import load_model
-from finetune.training.trainer import begun
+from finetune.training.run.run import begun
 from tests.data.shapes import CALLS, FAMILIES, SYSTEM, THOUGHTS, TOOL, answer, tokenizer_of, user
 from tests.families import FAMILIES as MODELS
 from tests.families import config_of, folder_of

@@ -309,7 +309,7 @@ def on(monkeypatch):
     """A function that pretends a device, all of whose memory is free."""
 
     def pretend(device):
-        for module in ("finetune.training.trainer", "finetune.hardware.device"):  # imports first
+        for module in ("finetune.training.run.run", "finetune.hardware.device"):  # imports first
             monkeypatch.setattr(f"{module}.this_device", lambda: device)
         monkeypatch.setattr("finetune.estimator.gate.available_gib", lambda d: d.memory_gib)
 
@@ -522,8 +522,8 @@ def no_loading(monkeypatch):
     def refuse(*args, **kwargs):
         raise LoadedError
 
-    for name in ("load_model", "load_tokenizer", "rows_for"):
-        monkeypatch.setattr(f"finetune.training.trainer.{name}", refuse)
+    for name in ("trainer.load_model", "run.prepared.load_tokenizer", "run.prepared.rows_for"):
+        monkeypatch.setattr(f"finetune.training.{name}", refuse)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from finetune.data.dataset import load_data
 from finetune.data.ledger import MASKED, account
 from finetune.data.preparing import AccountedTrainer
 from finetune.errors import DataError
-from finetune.training.trained import ByLength
+from finetune.training.trl_trainer import ByLength
 
 TOOLS_TEMPLATE = (
     "{% if tools %}T:{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|{{ m.role }}|>"

@@ -146,7 +146,9 @@ def test_a_run_has_its_energy_in_summary_receipt_and_rows(cli, gpu, monkeypatch,
         return round(nvml.joules * 1000)
 
     nvml.nvmlDeviceGetTotalEnergyConsumption = counts
-    monkeypatch.setattr("finetune.training.trainer.EnergyCounter", lambda _: EnergyCounter("cuda"))
+    monkeypatch.setattr(
+        "finetune.training.run.observers.EnergyCounter", lambda _: EnergyCounter("cuda")
+    )
     settings = [
         "train.max_steps=3", "data.max_rows=12", "train.warmup_steps=0", "train.logging_steps=1",
         "train.lr_scheduler_type=constant", "train.eval_strategy=no", "data.eval_fraction=0",

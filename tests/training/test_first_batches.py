@@ -17,7 +17,7 @@ from finetune.data.both_labels import InBlocks, spread
 from finetune.errors import ConfigError, DataError
 from finetune.training.health import first_batches
 from finetune.training.health.first_batches import check_first_batches, different
-from finetune.training.trainer import begun
+from finetune.training.run.run import begun
 from tests.benchmarks.first_batches import row_of, shapes_of, unrepaired
 from tests.conftest import slow_but
 from tests.data.shapes import tokenizer_of, user

@@ -17,7 +17,7 @@ from finetune.data.counting import counted_rows
 from finetune.errors import ConfigError, DataError
 from finetune.export.export import export_run
 from finetune.training.asking.reload import open_trained
-from finetune.training.trained import give_rate
+from finetune.training.trl_trainer import give_rate
 from tests.conftest import slow_but
 
 QUIET = Console(quiet=True)

@@ -25,7 +25,7 @@ from finetune.data.repeats import (
 )
 from finetune.errors import ConfigError, DataError
 from finetune.training.health.monitor import HealthMonitor
-from finetune.training.trained import trainer_of
+from finetune.training.trl_trainer import trainer_of
 
 
 def loader_of(rows: int, batch: int, *, processes: int = 2, drop: bool = False, **settings):

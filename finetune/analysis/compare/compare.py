@@ -212,7 +212,7 @@ def _check_numbers(margin: float, confidence: float) -> None:
 
 
 @dataclass(frozen=True)
-class Pair:
+class RecipePair:
     """Two recipes to compare.
 
     Attributes:
@@ -251,7 +251,7 @@ def make_pair(
     overrides: Sequence[str],
     seeds: Sequence[int | str] | int,
     device: Device,
-) -> Pair:
+) -> RecipePair:
     """Load both recipes and make their shared settings the same; arguments as in `compare`.
 
     Raises:
@@ -282,7 +282,7 @@ def make_pair(
         LabeledRecipe(label, Recipe(recipe.name, recipe.source, with_overrides(config, alike)))
         for label, recipe, config in zip(_labels(a, b), (a, b), configs, strict=True)
     )
-    return Pair(a, b, chosen, tuple(notes))
+    return RecipePair(a, b, chosen, tuple(notes))
 
 
 def alike_over_seeds(configs: Sequence[RunConfig], seeds: Sequence[int]) -> list[str]:
@@ -327,7 +327,9 @@ def _labels(a: Recipe, b: Recipe) -> tuple[str, str]:
     return (a.name, b.name) if a.name != b.name else (f"{a.name} (a)", f"{b.name} (b)")
 
 
-def check_pair(pair: Pair, device: Device, *, allow: bool, force: bool = False) -> list[Difference]:
+def check_pair(
+    pair: RecipePair, device: Device, *, allow: bool, force: bool = False
+) -> list[Difference]:
     """Raise before any run if the pair is unfair or cannot run; return the differences allowed.
 
     Raises:

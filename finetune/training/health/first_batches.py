@@ -65,7 +65,7 @@ def check_first_batches(trainer: Any) -> None:
     All processes run it.
 
     Args:
-        trainer: one of `finetune.training.trained.trainer_of`, whose model is prepared, and has not
+        trainer: one of `trl_trainer.trainer_of`, whose model is prepared, and has not
             trained; of others nothing is known.
 
     Raises:

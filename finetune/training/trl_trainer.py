@@ -27,10 +27,10 @@ from finetune.storage.pretrained import TEMPLATE_ERRORS
 def trainer_of(method: Method) -> type[Any]:
     """TRL's trainer of a method, with ledgers, as a run trains by it."""
     kind = preparing(method)
-    return type(kind.__name__, (Trained, kind), {})
+    return type(kind.__name__, (RunTrainer, kind), {})
 
 
-class Trained(Trainer):
+class RunTrainer(Trainer):
     """Mixin of a trainer that prepares its rows (`finetune.data.preparing.Accounted`).
 
     Attributes:
