@@ -45,12 +45,9 @@ def estimate(
         typer.Option(help="Tokens of the whole run (10e9, 10B): days, cost, energy by precision."),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Of one GPU and hour.")] = None,
-    alternatives: Annotated[
-        bool, typer.Option(help="Also look at other scalings, engines, optimizers, storages.")
-    ] = False,
-    advice: Annotated[
+    changes: Annotated[
         bool | None,
-        typer.Option(help="Predict what to change; by itself when it does not fit easily."),
+        typer.Option(help="All changes: what each frees, costs, and if it fits. By itself a few."),
     ] = None,
     fit: Annotated[
         Fit | None,
@@ -62,7 +59,7 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and speed, on a GPU that need not be here."""
-    rest = {"price": price, "alternatives": alternatives, "advice": advice, "whole": whole}
+    rest = {"price": price, "changes": changes, "whole": whole}
     if fit is not None:
         given = {"gpu": gpu, "memory": memory, "gpus": gpus != 1, "tokens": tokens, **rest}
         takes = _ACTS_ON[fit]
@@ -111,9 +108,9 @@ def estimate(
         console.print(result)
         return
     console.print(*result.answer(), sep="\n")
-    with busy(output(stderr=True), "comparing settings"):
-        gains = [*result.gains()]
-    for part in gains:
+    with busy(output(stderr=True), "predicting changes"):
+        table = [*result.table()]
+    for part in table:
         console.print(part)
     if days is not None:
         console.print("", days, sep="\n")
@@ -168,8 +165,8 @@ def _next(found: Estimate, run: list[str], place: list[str]) -> str:
         where = f", on {'such a GPU' if count == 1 else f'{count} such GPUs'}" if place else ""
         return f"next{where}: {launcher_of(count)} -m finetune {shlex.join(run)}"
     again, change = f"python -m finetune estimate {shlex.join(run)}", ["--fit gpu"]
-    if found.advised is not None and found.advised.together is not None:
-        change = [*found.advised.together.change]
+    if found.changes is not None and found.changes.together is not None:
+        change = [*found.changes.together.change]
         if any(x.startswith("--gpus") for x in change) and "--gpus" in place:
             place = place[: place.index("--gpus")]
         again += f" {shlex.join(place)}" if place else ""

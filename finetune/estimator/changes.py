@@ -1,6 +1,8 @@
-"""Command-line changes that may free memory or time, limited to those that apply. No torch.
+"""The table of changes that a run may be given to free memory or to save time. No torch.
 
-`finetune.estimator.advice` predicts their effect; `finetune.estimator.gate` only names them. Ranks:
+One row a change: what is typed, what it does to the training, and why. `estimate` predicts what
+each frees and costs and whether the run then fits (`finetune.estimator.variants`); refusals, texts
+of out-of-memory errors (`finetune.estimator.gate`) and presets of `cp` name them. Ranks:
 
     same        same training: gradients equal up to rounding, or equal in expectation
     otherwise   same weights in other formats: 8-bit optimizer states, a 4-bit base
@@ -12,9 +14,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
@@ -23,9 +25,6 @@ from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
 from finetune.hardware.device import Device
 from finetune.precision.settings import FROZEN_SCALINGS
-
-if TYPE_CHECKING:
-    from finetune.estimator.speed.step_parts import StepPart
 
 Rank = Literal["same", "otherwise", "adapters", "devices"]
 RANKS: tuple[Rank, ...] = get_args(Rank)
@@ -44,8 +43,6 @@ LORA_RATE = 2e-4
 FUSED = "adamw_torch_fused"
 # Compute capability from which FlashAttention runs (Ampere or newer).
 FLASH_CAPABILITY = (8, 0)
-# Parts of a step, and gains in speed, below this fraction are not reported.
-GAIN = 0.10
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,7 @@ class Change:
         why: Effect and drawbacks.
         rank: Effect on the training, see the module docstring.
         gpus: Required number of GPUs; None leaves it unchanged.
+        memory: It may free memory; else it is about time, or shows what a setting brings.
     """
 
     kind: str
@@ -65,6 +63,7 @@ class Change:
     why: str
     rank: Rank = "same"
     gpus: int | None = None
+    memory: bool = True
 
     @property
     def typed(self) -> tuple[str, ...]:
@@ -133,18 +132,33 @@ def with_rows(rows: int, times: int) -> tuple[str, str]:
     )
 
 
-def changes(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, ...]:
-    """Changes that may free memory, roughly from cheapest to most expensive in speed."""
-    return (
+def changes(
+    config: RunConfig, device: Device, gpus: int = 1, *, compiled: bool | None = None
+) -> tuple[Change, ...]:
+    """Every change that applies, by rank and roughly from cheapest to most expensive in speed.
+
+    Args:
+        compiled: decoder layers are compiled; None leaves that out.
+    """
+    found = (
         *free_of_charge(config, device),
         *_smaller_base(config, device),
-        *_smaller_batches(config),
+        *_other_batches(config),
         *_recomputed(config),
+        *_compiled(device, compiled),
+        *_head(config),
         *_narrower(config),
         *_shorter(config),
+        *_engines(config, device),
         *_adapters(config, device),
         *_more_devices(config, device, gpus),
     )
+    return tuple(sorted(found, key=lambda change: RANKS.index(change.rank)))
+
+
+def freeing(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, ...]:
+    """The changes that may free memory."""
+    return tuple(change for change in changes(config, device, gpus) if change.memory)
 
 
 def attends_by_mask(config: RunConfig, device: Device) -> bool:
@@ -184,20 +198,62 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
         yield Change("base", IN_FOUR_BITS, f"{why}; needs the extra bnb", "otherwise")
 
 
-def _smaller_batches(config: RunConfig) -> Iterator[Change]:
-    """Halve the rows and double the micro-batches, down to one row: 8 x 1, 4 x 2, 2 x 4, 1 x 8."""
-    rows, times = rows_of(config)
+def _other_batches(config: RunConfig) -> Iterator[Change]:
+    """Halve the rows and double the micro-batches, down to one row: 8 x 1, 4 x 2, 2 x 4, 1 x 8.
+
+    Or the other way, twice the rows or all of a step at once.
+    """
+    given, micro_batches = rows_of(config)
+    rows, times = given, micro_batches
     while rows > 1:
         factor = 2 if rows % 2 == 0 else rows
         rows, times = rows // factor, times * factor
         why = "fewer activations at a time; a step keeps its tokens, in more micro-batches"
         yield Change("micro-batch", with_rows(rows, times), why)
+    for factor in sorted({2, micro_batches}):
+        if micro_batches > 1 and micro_batches % factor == 0:
+            why = "larger micro-batches, fewer of them: a step keeps its tokens"
+            larger = with_rows(given * factor, micro_batches // factor)
+            yield Change("larger micro-batch", larger, why, memory=False)
 
 
 def _recomputed(config: RunConfig) -> Iterator[Change]:
-    if not config.train.gradient_checkpointing:
+    if config.train.gradient_checkpointing:
+        why = "nothing is computed twice where there is room to keep the activations"
+        off = (f"train.{CHECKPOINTING}=false",)
+        yield Change("no checkpointing", off, why, memory=False)
+    else:
         why = "activations of a layer are computed again in backward instead of being kept"
         yield Change("checkpointing", (CHECKPOINTED,), why)
+
+
+def _compiled(device: Device, compiled: bool | None) -> Iterator[Change]:
+    if device.kind != "cuda" or compiled is None:
+        return
+    why = "torch.compile joins chains of small kernels; the first step takes minutes"
+    setting = COMPILED
+    if compiled:
+        why, setting = "without torch.compile, which joins them", "precision.compile=off"
+    yield Change("compile", (setting,), why, memory=False)
+
+
+def _head(config: RunConfig) -> Iterator[Change]:
+    if config.precision.map.get("output") == "fp8":
+        why = "the output head in BF16"
+        yield Change("head", ("~precision.map.output",), why, memory=False)
+
+
+def _engines(config: RunConfig, device: Device) -> Iterator[Change]:
+    """FP8 of other scalings and engines; a base that is stored in FP8 has rows alone."""
+    if not device.has_fp8 or config.precision.compute not in ("bf16", "fp8"):
+        return
+    cast_each_time = ("precision.frozen=bf16",) if config.lora else ()
+    for backend, scaling in (("torchao", "tensorwise"), ("torchao", "rowwise"), ("te", "delayed")):
+        overrides = (FP8, f"precision.backend={backend}", f"precision.scaling={scaling}")
+        overrides += cast_each_time if backend == "torchao" else ()
+        overrides += ("precision.power_of_two_scales=null",) if backend == "te" else ()
+        yield Change(f"{backend} {scaling}", overrides, f"FP8, {backend} {scaling}", "otherwise",
+                     memory=False)  # fmt: skip
 
 
 def _narrower(config: RunConfig) -> Iterator[Change]:
@@ -250,30 +306,3 @@ def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Chan
     for count in (2 * gpus, 4 * gpus, 8 * gpus):
         why = f"{count} GPUs share weights, gradients and states (FSDP2)"
         yield Change("devices", overrides, why, "devices", gpus=count)
-
-
-def speedups(
-    config: RunConfig, device: Device, share: Callable[[StepPart], float], *, compiled: bool
-) -> Iterator[Change]:
-    """Changes that may make a run faster; `share` gives the fraction of a step spent in a part."""
-    from finetune.estimator.speed.step_parts import StepPart
-
-    masked, (rows, times) = attends_by_mask(config, device), rows_of(config)
-    if masked and share(StepPart.ATTENTION) > GAIN:
-        why = f"attention under a mask takes {share(StepPart.ATTENTION):.0%} of the step; without "
-        why += "one it works on documents alone"
-        yield Change("attention", (UNMASKED,), why)
-    if config.train.gradient_checkpointing:
-        why = "nothing is computed twice: there is room to keep the activations"
-        yield Change("checkpointing", ("train.gradient_checkpointing=false",), why)
-    if masked and rows > 1:
-        why = "packed rows of a micro-batch lie in one, under a mask as long as all of them"
-        yield Change("rows", with_rows(1, times * rows), why)
-    for factor in sorted({2, times}):
-        if times > 1 and times % factor == 0:
-            why = "larger micro-batches, fewer of them: a step keeps its tokens"
-            yield Change("micro-batch", with_rows(rows * factor, times // factor), why)
-    chains = sum(map(share, (StepPart.POINTWISE, StepPart.FP8_CASTS, StepPart.WAITING)))
-    if device.kind == "cuda" and not compiled and chains > GAIN:
-        why = "torch.compile joins chains of small kernels; the first step takes minutes"
-        yield Change("compile", (COMPILED,), why)

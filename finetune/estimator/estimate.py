@@ -18,21 +18,13 @@ from finetune.config.recipe import Recipe
 from finetune.config.schema import RunConfig
 from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError
-from finetune.estimator.advice import Advised, advise
 from finetune.estimator.changes import with_length
-from finetune.estimator.ladder import Rung, ladder_of, ladder_table
 from finetune.estimator.limits import limits
 from finetune.estimator.measured import measured_pair
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
 from finetune.estimator.speed.timing import Pace
-from finetune.estimator.variants import (
-    Pair,
-    Variant,
-    alternatives_of,
-    pair_of,
-    table_of,
-)
+from finetune.estimator.variants import Changes, PrecisionPair, changes_of, pair_of
 from finetune.hardware.gpus import Gpu, Place, place_of
 from finetune.logging import plain_table
 from finetune.units import GIB, MEMORY, MIB, count, duration, percent, size
@@ -61,32 +53,27 @@ class Estimate(JupyterMixin):
         prediction: Memory and time at a place.
         pair: The run in FP8 and in BF16, with like settings; None for other precisions.
         measured: What was measured of that pair on this GPU, if it was.
-        others: Alternatives, if requested.
-        advised: Changes that make it fit or faster, if it does not fit or if requested.
         notes: Limits of the estimate and the direction of their error.
         tokens: Tokens of the whole run on all devices; None if unknown.
         price: Price of one device per hour, in any currency.
-        compares: True with the settings' gains in speed.
+        every: Predict all changes; None: those that answer the verdict on memory; False: none.
     """
 
     name: str
     prediction: Prediction
-    pair: Pair | None = None
+    pair: PrecisionPair | None = None
     measured: dict[str, Any] | None = None
-    others: tuple[Variant, ...] = ()
-    advised: Advised | None = None
     notes: tuple[str, ...] = ()
     tokens: int | None = None
     price: float | None = None
-    compares: bool = False
+    every: bool | None = None
 
     @cached_property
-    def ladder(self) -> tuple[Rung, ...]:
-        """What each setting of the run brings in speed, from stock settings on; takes seconds."""
-        if not self.compares:
-            return ()
-        twin, fitting = (self.pair.twin, self.pair.fitting) if self.pair else (None, None)
-        return ladder_of(self.prediction, twin, fitting)
+    def changes(self) -> Changes | None:
+        """What changes free and cost, and whether it then fits; takes seconds."""
+        if self.every is False:
+            return None
+        return changes_of(self.prediction, self.pair, every=bool(self.every))
 
     @property
     def place(self) -> Place:
@@ -133,17 +120,15 @@ class Estimate(JupyterMixin):
             },
             "pair": None if self.pair is None else self.pair.facts(),
             "measured": self.measured,
-            "alternatives": [other.facts() for other in self.others],
-            "ladder": [rung._asdict() for rung in self.ladder],
-            "advice": None if self.advised is None else self.advised.facts(),
+            "changes": None if self.changes is None else self.changes.facts(),
             "notes": list(self.notes),
         }
 
     def __rich__(self) -> RenderableType:
-        return Group(*self.answer(), *self.gains())
+        return Group(*self.answer(), *self.table())
 
     def answer(self) -> Iterator[RenderableType]:
-        """Memory, time and alternatives of the run."""
+        """Memory and time of the run, and what FP8 gains."""
         prediction, held, memory = (
             self.prediction,
             self.prediction.footprint,
@@ -167,23 +152,17 @@ class Estimate(JupyterMixin):
         if prediction.pace is not None:
             yield Text()
             yield from self._time(prediction.pace)
-        twin = list(self.pair.rows) if self.pair else []
-        beside = twin + [x for x in self.others if x.change not in {t.change for t in twin}]
-        if beside:
+        if self.pair is not None:
             yield Text()
-            yield table_of(beside)
-            yield from self._verdict()
-        if self.advised is not None:
-            yield Text()
-            yield self.advised
+            yield from self._verdict(self.pair)
         for note in self.notes:
             yield Text(f"! {note}", "yellow")
 
-    def gains(self) -> Iterator[RenderableType]:
-        """Gains in speed by setting, which take as long again as the answer."""
-        if self.ladder:
+    def table(self) -> Iterator[RenderableType]:
+        """What changes do, which takes as long again as the answer."""
+        if self.changes is not None and (self.changes.rows or self.fit != "fits"):
             yield Text()
-            yield ladder_table(self.ladder)
+            yield self.changes
 
     def _memory(self) -> Table:
         held = self.prediction.footprint
@@ -246,10 +225,7 @@ class Estimate(JupyterMixin):
             million = 1e6 / speed / 3600 * self.price * self.place.count
             yield Text(f"a million tokens cost {million:.3f}")
 
-    def _verdict(self) -> Iterator[Text]:
-        pair = self.pair
-        if pair is None:
-            return
+    def _verdict(self, pair: PrecisionPair) -> Iterator[Text]:
         if pair.gain is not None:
             value, how = pair.gain.value, "predicted"
             if self.measured is not None:
@@ -312,9 +288,7 @@ def estimate(
     length: int | None = None,
     tokens: int | None = None,
     price: float | None = None,
-    alternatives: bool = False,
-    twin: bool = True,
-    advice: bool | None = None,
+    changes: bool | None = None,
     whole: bool = False,
 ) -> Estimate:
     """Predict memory and time of a run on any GPU, without weights or network access.
@@ -331,9 +305,9 @@ def estimate(
         tokens: Tokens of the whole run, for its time and cost; default: `data.max_tokens`, or
             from `train.max_steps`.
         price: Price per GPU and hour; default: that of the table, if set there.
-        alternatives: Also predict other scalings, backends, optimizers and storages.
-        twin: Also predict the same run in the other precision.
-        advice: Predict changes that make it fit or faster; default: unless it fits with margin.
+        changes: Predict every change of the table (other formats, engines, adapters, more GPUs);
+            default: those that make it fit if it does not, else those that train the same. False:
+            none, and no comparison of FP8 with BF16.
         whole: Rehearse all layers. By default the first ones are extrapolated, which is exact.
 
     Raises:
@@ -364,14 +338,12 @@ def estimate(
     return Estimate(
         name,
         prediction,
-        pair_of(prediction) if twin else None,
+        pair_of(prediction) if changes is not False else None,
         measured_pair(recipe, prediction) if recipe else None,
-        tuple(alternatives_of(prediction)) if alternatives else (),
-        advise(prediction) if advice or (advice is None and prediction.fit != "fits") else None,
         limits(prediction),
         tokens,
         price,
-        twin,
+        changes,
     )
 
 

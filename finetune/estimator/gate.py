@@ -24,7 +24,7 @@ from finetune.config.sft import padding_free
 from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
-from finetune.estimator.changes import as_typed, changes, length_of, rows_of, with_length
+from finetune.estimator.changes import as_typed, freeing, length_of, rows_of, with_length
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import EXPANDABLE, Device, available_gib, expand_segments, processes
 from finetune.hardware.gpus import place_here
@@ -116,7 +116,7 @@ class MemoryForecast:
 
     def how_to_shrink(self, run: Planned) -> str:
         """Changes for a run that memory was too small for: first those that train the same."""
-        same = (c for c in changes(run.config, run.device) if c.rank == "same")
+        same = (c for c in freeing(run.config, run.device) if c.rank == "same")
         first = {change.kind: as_typed(change.typed) for change in reversed([*same])}
         nvidia = run.device.kind == "cuda" and not run.device.is_rocm
         before = [EXPANDABLE] if nvidia and not expand_segments() else []
@@ -173,7 +173,7 @@ def _does_not_fit(
 def changes_to_fit(config: RunConfig, device: Device) -> str:
     """Changes for a run that does not fit, without their effect."""
     hints = {"method": " (adapters: the recipe's _lora_ sibling)"}
-    offered = (c for c in changes(config, device) if c.kind in KINDS_IN_BOUND)
+    offered = (c for c in freeing(config, device) if c.kind in KINDS_IN_BOUND)
     steps = [as_typed(change.typed) + hints.get(change.kind, "") for change in offered]
     steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
     return "; ".join([*steps, "`python -m finetune tiny_lora_fp8` runs anywhere"])

@@ -21,7 +21,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.config.yaml import parse_yaml, plain_data, with_values
 from finetune.errors import ConfigError, did_you_mean
-from finetune.estimator.changes import COMPILED, Change, changes, free_of_charge, longest
+from finetune.estimator.changes import COMPILED, Change, free_of_charge, freeing, longest
 from finetune.hardware.device import Device
 from finetune.precision.settings import PrecisionConfig
 
@@ -57,7 +57,7 @@ def _least_memory(config: RunConfig) -> Iterator[Change]:
         config = with_checkpointing(config, False)
     sharded, compute = config.train.fsdp, f"precision.compute={config.precision.compute}"
     found: dict[str, Change] = {}
-    for change in changes(config, FP8_GPU):
+    for change in freeing(config, FP8_GPU):
         other = {x for x in change.overrides if x.startswith("precision.compute=")} - {compute}
         in_four_bits = "model.storage=nf4" in change.overrides  # which nothing shards
         cuts = change.kind == "length" or change.rank not in ("same", "otherwise")

@@ -1,19 +1,30 @@
-"""Variants of a run: other settings or more GPUs, each predicted beside the run itself.
+"""What changes of a run free and cost, and whether it then fits: one table, a row a change.
 
-All are rehearsed from the model's first layers, so errors that both share cancel: a ratio is more
-accurate than either time (`scatter_ratio` of the efficiency table). Here are the twin in the other
-precision and the alternatives; `finetune.estimator.advice` looks for changes that make a run fit,
-`finetune.estimator.ladder` takes a run's settings away one by one.
+Every row is predicted by a rehearsal of the model's first layers, as the run is: errors that both
+share cancel, so that a ratio is more accurate than either time (`scatter_ratio` of the efficiency
+table), and what two changes share is counted once. First stands the run in the other precision
+(`PrecisionPair`), the others those of `finetune.estimator.changes`.
+
+*What makes it fit*: all changes up to a rank (same training, other formats, adapters, more GPUs),
+each kind with its strongest, and then without those that prove unnecessary, the dearest first.
+
+    A full fine-tuning needs 30 GiB of 24. Fused AdamW (free), micro-batches of 1 instead of 4
+    (1.1 times the time) and checkpointing (1.3 times) leave 20, so that no format has to change.
+    Without checkpointing it is 26: it stays. Without the micro-batches 23, which fits: they go;
+    without fused AdamW 25, too much. So: checkpointing and fused AdamW.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.text import Text
 
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
@@ -22,13 +33,13 @@ from finetune.estimator.changes import (
     CHECKPOINTED,
     COMPILED,
     FP8,
-    IN_FOUR_BITS,
     IN_FP8,
-    LORA,
     RANKS,
     Change,
     Rank,
     as_typed,
+    changes,
+    freeing,
     typed,
 )
 from finetune.estimator.memory.footprint import Fit
@@ -38,9 +49,11 @@ from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval, Pace, spread
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import check_optimizer_here
-from finetune.logging import plain_table
+from finetune.logging import PIPE_WIDTH, plain_table
 from finetune.units import MEMORY, duration, size
 
+LEAST = 0.002
+"""Changes that free less than this fraction of the allocated memory are no answer."""
 # Fractions of a step below which a part is not named as a reason.
 _CASTS, _ADAPTERS, _SENT, _REST = 0.01, 0.03, 0.03, 0.05
 # Parts of a step that do not depend on the precision of linear layers.
@@ -73,6 +86,11 @@ class Variant:
     def fit(self) -> Fit:
         """Verdict on memory; an impossible run does not fit."""
         return "does not fit" if self.prediction is None else self.prediction.fit
+
+    @property
+    def outcome(self) -> str:
+        """The same in a word of the table; `cannot run` of a run that does not."""
+        return self.fit if self.prediction else "cannot run"
 
     @property
     def allocated(self) -> int | None:
@@ -113,17 +131,34 @@ class Variant:
         """True if it differs from the run in precision alone."""
         return all(item.startswith("precision.") for item in self.change)
 
+    @property
+    def speed_shown(self) -> str:
+        """`0.85x`, of each of the GPUs where their number changes; `?` if unknown."""
+        if self.times is None:
+            return "?" if self.prediction else "-"
+        return f"{self.times:.2f}x" + ", each GPU" * (self.rank == "devices")
+
+    @property
+    def freed_shown(self) -> str:
+        """`3.0 GiB`, `-1.2 GiB` where it takes memory."""
+        if self.allocated is None:
+            return "-"
+        shown = size(abs(self.frees), MEMORY, whole_below="GiB")
+        return f"-{shown}" if self.frees < 0 else shown
+
     def facts(self) -> dict[str, Any]:
-        asked = self.asked.footprint.allocated
+        """`trains` is its rank, the effect on the training; `frees` and `allocated` in bytes."""
         return {
             "label": self.label,
             "change": list(self.change),
             "possible": self.prediction is not None,
-            "fit": self.fit,
+            "frees": self.frees,
             "allocated": self.allocated,
             "step_seconds": self.pace.seconds if self.pace else None,
+            "times": self.times,
             "speed": list(self.speed) if self.speed else None,
-            "memory": None if self.allocated is None else self.allocated / asked,
+            "fit": self.fit,
+            "trains": self.rank,
             "why": self.why,
         }
 
@@ -161,28 +196,133 @@ def changed(asked: Prediction, made: Iterable[Change]) -> tuple[RunConfig, Place
     return config, place
 
 
-def table_of(variants: Sequence[Variant]) -> Table:
-    titles = ("alternative", "allocated", "speed", "range", "settings")
-    table = plain_table(*titles, right=("allocated", "speed"))
-    for other in variants:
-        if other.allocated is None:
-            table.add_row(other.label, "-", "-", "", other.why, style="dim")
+# ------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes of a run, predicted.
+
+    Attributes:
+        fit: verdict on the run itself.
+        rows: by rank and cost.
+        together: the cheapest set found that makes it fit; None if it already fits or none does.
+    """
+
+    fit: Fit
+    rows: tuple[Variant, ...] = ()
+    together: Variant | None = None
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "rows": [row.facts() for row in self.rows],
+            "fits_with": None if self.together is None else self.together.facts(),
+        }
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [_ChangeTable(self.rows)] if self.rows else []
+        if self.fit != "fits":
+            parts.append(self._answer())
+        return Group(*parts)
+
+    def _answer(self) -> Text:
+        found = self.together
+        if found is None:
+            nothing = "no set of these changes makes it fit: "
+            return Text(f"{nothing}a smaller model, or a GPU with more memory", "bold")
+        cost = f" (frees {found.freed_shown}, {found.speed_shown} the speed"
+        cost += ", changes training)" if found.rank in ("otherwise", "adapters") else ")"
+        return Text.assemble(("fits with ", "bold green"), as_typed(found.change), cost)
+
+
+@dataclass(frozen=True)
+class _ChangeTable:
+    """A change per line; in a narrow terminal its settings, and below them what comes of it."""
+
+    rows: Sequence[Variant]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= PIPE_WIDTH:
+            titles = ("this change", "frees", "speed", "then it", "what that is")
+            table = plain_table(*titles, right=("frees", "speed"))
+            for row in self.rows:
+                cells = as_typed(row.change), row.freed_shown, row.speed_shown, row.outcome
+                table.add_row(*cells, row.why or row.label, style=None if row.prediction else "dim")
+            yield table
+            return
+        yield Text("this change: frees, speed, then it", "bold")
+        for row in self.rows:
+            yield Text(as_typed(row.change))
+            outcome = f"{row.freed_shown}, {row.speed_shown}, {row.outcome}: {row.why or row.label}"
+            yield Padding(Text(outcome, "dim"), (0, 0, 0, 2), expand=False)
+
+
+def changes_of(
+    asked: Prediction, pair: PrecisionPair | None = None, *, every: bool = False
+) -> Changes:
+    """Predict what changes do.
+
+    Args:
+        pair: the run beside its twin, which make the first rows of one that fits.
+        every: of all ranks, also where the run fits; by default those that train the same, one of
+            each kind, and where it does not fit all that free memory.
+    """
+    fits = asked.fit == "fits"
+    offered = changes(asked.config, asked.place.device, asked.place.count, compiled=asked.compiled)
+    if fits and not every:
+        same = [one for one in offered if one.rank == "same"] if asked.pace else []
+        offered = tuple({one.kind: one for one in reversed(same)}.values())
+    elif not every:
+        offered = tuple(one for one in offered if one.memory)
+    alone = sorted((with_changes(asked, (one,)) for one in offered), key=_cost)
+    if fits or every:
+        twins = pair.rows if pair else ()
+        known = {row.change for row in twins}
+        rows = [*twins, *(row for row in alone if row.change not in known)]
+    else:
+        rows = [row for row in alone if row.frees > LEAST * asked.footprint.allocated]
+    return Changes(asked.fit, tuple(rows), None if fits else _together(asked, alone))
+
+
+def _together(asked: Prediction, alone: Sequence[Variant]) -> Variant | None:
+    """The cheapest set found that fits (see the module docstring), or None."""
+    tried = functools.cache(functools.partial(with_changes, asked))
+
+    @functools.cache
+    def made(kinds: tuple[str, ...]) -> tuple[Change, ...]:
+        """The strongest change of each kind that can run after those of the kinds before it."""
+        if not kinds:
+            return ()
+        before = made(kinds[:-1])
+        config, place = changed(asked, before)
+        offered = freeing(config, place.device, place.count)
+        alike = [(*before, one) for one in offered if one.kind == kinds[-1]]
+        return next((some for some in reversed(alike) if tried(some).prediction), before)
+
+    for rank in RANKS:
+        cheaper = [row for row in alone if RANKS.index(row.rank) <= RANKS.index(rank)]
+        kinds = tuple(dict.fromkeys(row.label for row in cheaper))
+        if tried(made(kinds)).fit != "fits":
             continue
-        speed, within = "1x" if other.pace else "?", ""
-        if other.speed:
-            speed = f"{other.speed.value:.2f}x"
-            within = f"{other.speed.low:.2f} to {other.speed.high:.2f}"
-        memory = size(other.allocated, MEMORY)
-        memory += "" if other.fit != "does not fit" else " (too much)"
-        table.add_row(other.label, memory, speed, within, as_typed(other.change))
-    return table
+        for dear in reversed(kinds):
+            without = tuple(kind for kind in kinds if kind != dear)
+            kinds = without if tried(made(without)).fit == "fits" else kinds
+        fitting = [row for row in cheaper if row.fit == "fits"]  # a weaker change may be enough
+        return min([*fitting, tried(made(kinds))], key=_cost)
+    return None
+
+
+def _cost(one: Variant) -> tuple[int, float, int]:
+    """Variants by rank, then slowdown in steps of 0.001 (no rounding noise), then memory freed."""
+    price = math.inf if one.slower is None else round(one.slower, 3)
+    return RANKS.index(one.rank), price, -one.frees
 
 
 # -------------------------------------------------------------------------------- other precisions
 
 
 @dataclass(frozen=True)
-class Pair:
+class PrecisionPair:
     """A run in FP8 and in BF16, alike in all other settings: batch, checkpointing, compiled layers.
 
     Attributes:
@@ -254,7 +394,7 @@ class Pair:
         }
 
 
-def pair_of(asked: Prediction) -> Pair | None:
+def pair_of(asked: Prediction) -> PrecisionPair | None:
     """A run beside its twin in the other precision; None for compute types other than FP8 and BF16.
 
     If FP8 compiles its layers, so does BF16: what compiling gains is not FP8's.
@@ -263,13 +403,13 @@ def pair_of(asked: Prediction) -> Pair | None:
     match config.precision.compute:
         case "fp8":
             twin = _in_bf16(asked)
-            return Pair(asked, twin, fitting=_fitting(asked, twin))
+            return PrecisionPair(asked, twin, fitting=_fitting(asked, twin))
         case "bf16" if config.model.storage is None:
             twin = variant_of(asked, *(IN_FP8 if config.lora else (FP8,)), label="FP8")
             if twin.prediction is None or twin.prediction.compiled == asked.compiled:
-                return Pair(asked, twin)
+                return PrecisionPair(asked, twin)
             twin = replace(twin, label="FP8, compiled")
-            return Pair(asked, twin, variant_of(asked, COMPILED, label="BF16, compiled"))
+            return PrecisionPair(asked, twin, variant_of(asked, COMPILED, label="BF16, compiled"))
         case _:
             return None
 
@@ -294,27 +434,6 @@ def _fitting(asked: Prediction, twin: Variant) -> Variant | None:
         return None
     other = _in_bf16(asked, CHECKPOINTED)
     return None if other.fit == "does not fit" else other
-
-
-def alternatives_of(asked: Prediction) -> Iterator[Variant]:
-    """Other backends, scalings, storages and optimizers."""
-    lora = asked.config.lora is not None
-    yield variant_of(asked, BF16, label="BF16")
-    cast_each_time = ("precision.frozen=bf16",) if lora else ()
-    for scaling in ("tensorwise", "rowwise"):
-        yield variant_of(
-            asked,
-            *(FP8, "precision.backend=torchao", f"precision.scaling={scaling}", *cast_each_time),
-            label=f"FP8 torchao {scaling}",
-        )
-    te = ("precision.backend=te", "precision.scaling=delayed", "precision.power_of_two_scales=null")
-    yield variant_of(asked, FP8, *te, label="FP8 Transformer Engine delayed")
-    if lora:
-        yield variant_of(asked, *IN_FP8, "precision.frozen=fp8", label="FP8 frozen base")
-        yield variant_of(asked, *IN_FOUR_BITS, label="QLoRA")
-    else:
-        yield variant_of(asked, "train.optim=adamw_torch_8bit", label="this, 8-bit optimizer")
-        yield variant_of(asked, *LORA, label="this, LoRA r=16")
 
 
 def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:

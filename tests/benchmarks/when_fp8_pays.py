@@ -79,7 +79,7 @@ def ask(recipe: str, gpu: str, gpus: int, overrides: tuple[str, ...] = ()) -> An
     from finetune import estimate, load_recipe
 
     checked = load_recipe(recipe, overrides)
-    return estimate(checked, gpu=gpu, gpus=gpus, twin=False, advice=False)
+    return estimate(checked, gpu=gpu, gpus=gpus, changes=False)
 
 
 def faster(found: Any, other: Any) -> float:

@@ -41,7 +41,7 @@ RUN_ELSEWHERE = {
     "watch": "tests/cli/test_watch.py",
 }
 """Verbs about a finished run -> the tests that run them on one."""
-ESTIMATES = ("--fit", "--alternatives", "--advice", "--tokens")
+ESTIMATES = ("--fit", "--changes", "--tokens")
 """Options of `estimate`, each of which is run once."""
 
 ALL = [command for path in documents() for command in commands_of(path)]

@@ -18,7 +18,7 @@ TOKENS = 3_000_000_000
 @pytest.mark.slow
 def test_days_are_those_of_the_answer_and_energy_is_power_times_time():
     config = load_recipe("tiny_full_fp8").config
-    answer = estimate(config, gpu="H100", tokens=TOKENS, price=0.5, advice=False)
+    answer = estimate(config, gpu="H100", tokens=TOKENS, price=0.5)
     spent = days_of(config, [answer.place], TOKENS, price=0.5).facts()
     found = {(one["gpus"], one["compute"]): one for one in spent}
     assert len(found) == 3 * len(CHANGES)

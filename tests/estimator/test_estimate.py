@@ -26,7 +26,6 @@ from finetune.errors import (
 from finetune.estimator import predict as predicting
 from finetune.estimator import variants
 from finetune.estimator.estimate import Estimate, estimate
-from finetune.estimator.ladder import ladder_of
 from finetune.estimator.limits import limits
 from finetune.estimator.memory.footprint import (
     Footprint,
@@ -178,30 +177,19 @@ def test_the_twin_is_the_same_run_in_the_other_precision(config, result):
     assert result.pair.reasons
 
 
-@pytest.mark.long
-def test_alternatives_are_possible_or_say_why_not(config):
-    result = estimate(config, gpu="H100", alternatives=True)
-    found = {other.label: other for other in result.others}
-    assert text_of(result).count("precision.compute=bf16") == 3, (
-        "the twin, the same as shipped, QLoRA"
-    )
-    assert {"BF16", "FP8 torchao rowwise", "FP8 Transformer Engine delayed", "QLoRA"} <= set(found)
-    assert all(other.prediction or other.why for other in found.values())
-    nf4, frozen = (
-        found[k].prediction.footprint.kinds["weights"] for k in ("QLoRA", "FP8 frozen base")
-    )
-    assert nf4 < frozen < found["BF16"].prediction.footprint.kinds["weights"]
+@pytest.mark.slow
+def test_fp8_that_a_gpu_has_not_is_a_row_with_its_reason(config):
     old = estimate(
-        changed(config, precision=dict.fromkeys(PrecisionConfig.model_fields)), gpu="A100-80GB",
-        alternatives=True,
-    )  # fmt: skip
-    refused = [other for other in old.others if other.prediction is None]
-    assert "FP8 needs 8.9" in refused[0].why
+        changed(config, precision=dict.fromkeys(PrecisionConfig.model_fields)), gpu="A100-80GB"
+    )
+    assert old.pair.twin.prediction is None
+    assert "FP8 needs 8.9" in old.pair.twin.why
+    assert "cannot run" in text_of(old)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny_lora_fp8", "tiny_lora_bf16", "tiny_full_fp8"])
-def test_settings_of_an_alternative_typed_behind_the_recipe_are_what_was_measured(
+def test_settings_of_a_change_typed_behind_the_recipe_are_what_was_predicted(
     recipe, result, monkeypatch
 ):
     own = ["precision.keep=[k_proj]", "precision.health_every=7"]
@@ -214,15 +202,12 @@ def test_settings_of_an_alternative_typed_behind_the_recipe_are_what_was_measure
     monkeypatch.setattr(variants, "predict_fast", prediction)
     pair = variants.pair_of(unmeasured)
     assert pair is not None
-    for other in (*pair.rows, *variants.alternatives_of(unmeasured)):
+    every = variants.changes_of(unmeasured, pair, every=True).rows
+    for other in (one for one in every if one.rank != "devices"):
         assert other.prediction is not None, other
         typed = load_recipe(recipe, [*own, *other.change]).config
         assert other.prediction.config == typed, other.label
         assert typed.precision.keep == ("k_proj",)
-    labels = {other.label: other.prediction for other in variants.alternatives_of(unmeasured)}
-    cast_each_time = labels["FP8 torchao rowwise"]
-    assert cast_each_time is not None
-    assert cast_each_time.config.precision.frozen != "fp8"
 
 
 def test_json_says_the_same_as_the_words(result):
@@ -284,7 +269,7 @@ def test_an_estimate_leaves_no_trace(config, forget):
     random.seed(1)
     before = torch.get_rng_state(), random.getstate(), dict(AcceleratorState._shared_state)
     attention, power = F.scaled_dot_product_attention, torch.pow
-    estimate(config, gpu="H100", twin=False)
+    estimate(config, gpu="H100", changes=False)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
     assert before[2] == AcceleratorState._shared_state
@@ -308,7 +293,7 @@ def test_an_estimate_in_one_of_several_processes_is_of_one_and_disturbs_none(
     for key, value in launched.items():
         monkeypatch.setenv(key, value)
     args.distributed_state.process_index = 1  # pyright: ignore[reportOptionalMemberAccess]
-    result = estimate(config, gpu="H100", twin=False)
+    result = estimate(config, gpu="H100", changes=False)
     assert result.prediction.footprint.allocated > 0
     assert not torch.distributed.is_initialized()
     assert PartialState._shared_state == before | {"process_index": 1}
@@ -325,7 +310,7 @@ def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(
     from tests.conftest import batch
 
     rows = [{"input_ids": x, "labels": x} for x in batch(4)["input_ids"].tolist()]
-    alone = estimate(config, gpu="H100", twin=False).facts()
+    alone = estimate(config, gpu="H100", changes=False).facts()
     finetune.setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True)
     args = TrainingArguments(
         output_dir="unused", max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=True,
@@ -333,11 +318,11 @@ def test_a_session_in_force_neither_disturbs_an_estimate_nor_is_disturbed(
     )  # fmt: skip
     trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)  # pyright: ignore
     forget()
-    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    assert estimate(config, gpu="H100", changes=False).facts() == alone
     trainer.train()
     assert finetune.get_receipt().status == "proven"
     forget()
-    assert estimate(config, gpu="H100", twin=False).facts() == alone
+    assert estimate(config, gpu="H100", changes=False).facts() == alone
     trainer.train()
     assert finetune.get_receipt().status == "proven"
 
@@ -357,7 +342,7 @@ def test_what_cannot_be_rehearsed_is_said_and_neither_refused_nor_fatal(
     monkeypatch.setattr(LlamaMLP, "forward", reads_values)
     bf16 = changed(config, precision={"compute": "bf16", "frozen": None})
     with pytest.raises(RehearsalError, match="cannot be rehearsed"):
-        estimate(bf16, gpu="H100", twin=False)
+        estimate(bf16, gpu="H100", changes=False)
     monkeypatch.setattr("finetune.estimator.gate.most_bytes", lambda *_: float("inf"))
     monkeypatch.setattr(Footprint, "fit", lambda *_: "does not fit")
     forecast, run = MemoryForecast(), preflight(bf16, this_device())
@@ -471,20 +456,16 @@ def test_no_ratio_is_of_unlike_settings():
     assert plain.twin.prediction.compiled
     assert plain.compiled.prediction.compiled, "the run itself is not"
     assert plain.gain.value == fp8.tokens_per_s / bf16.tokens_per_s < plain.twin.times
-    assert [rung.setting.partition("=")[0] for rung in found.ladder][-2:] == [
-        "precision.compute", "train.gradient_checkpointing",
-    ]  # fmt: skip
-    assert found.ladder[-3].tokens_per_s == fitting.prediction.tokens_per_s
     assert estimate(load_recipe("llama_8b_lora32_fp8"), gpu="H200").pair.fitting is None
 
 
 @pytest.mark.slow
 def test_memory_alone_is_enough_for_a_verdict(config):
-    small = estimate(config, memory_gib=0.1, twin=False, advice=False)
+    small = estimate(config, memory_gib=0.1, changes=False)
     assert small.fit == "does not fit"
     assert small.prediction.pace is None
     assert any("only the memory of this GPU is known" in note for note in small.notes)
-    assert estimate(config, memory_gib=8, twin=False).fit == "fits"
+    assert estimate(config, memory_gib=8, changes=False).fit == "fits"
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -579,7 +560,6 @@ def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, mo
 @pytest.mark.slow
 def test_a_cpu_has_no_predicted_time(config):
     found = predict_fast(with_overrides(config, ["precision.compute=bf16"]), place_of())
-    assert ladder_of(found, None) == ()
     said = " ".join(limits(found))
     assert "no time is predicted" in said
     assert "--gpu" in said
@@ -627,11 +607,11 @@ def test_layers_that_are_left_out_of_compiling_are_predicted_so():
 @pytest.mark.slow
 def test_a_longer_row_is_checked_as_one_in_the_recipe(config):
     with pytest.raises(ConfigError, match="longer than"):
-        estimate(config, gpu="H100", length=8192, twin=False)
+        estimate(config, gpu="H100", length=8192, changes=False)
     endless = changed(config, train={"max_length": 64}).model_copy(
         update={"train": {**config.train, "max_length": None}}
     )
-    assert estimate(endless, gpu="H100", length=128, twin=False).prediction.pace is not None
+    assert estimate(endless, gpu="H100", length=128, changes=False).prediction.pace is not None
 
 
 @pytest.mark.long
@@ -660,7 +640,7 @@ def test_a_step_of_8b_is_predicted_as_an_h100_took_it(recipe, fp8, bf16, within,
     third = 0.013 * ("lora" in recipe)  # `python -m tests.benchmarks.head`
     rows = ("train.per_device_train_batch_size=4", "train.max_length=2048")
     config = load_recipe(recipe, (*rows, "train.gradient_accumulation_steps=1"))
-    found = estimate(config, gpu="H100", advice=False).facts()
+    found = estimate(config, gpu="H100").facts()
     seconds, twin = found["time"]["step_seconds"], found["pair"]["rows"][0]
     assert seconds + third == pytest.approx(fp8[0], rel=within)
     assert twin["step_seconds"] + third == pytest.approx(bf16[0], rel=0.04)
@@ -672,13 +652,13 @@ def test_a_step_of_8b_is_predicted_as_an_h100_took_it(recipe, fp8, bf16, within,
 def test_what_was_measured_of_a_recipe_stands_before_what_is_predicted():
     """Until a setting differs that its step depends on; both recipes of a pair say the same."""
     same = ["train.max_steps=8", "train.gradient_accumulation_steps=1"]
-    found = estimate(load_recipe("llama_8b_lora_fp8", same), gpu="H100", advice=False)
+    found = estimate(load_recipe("llama_8b_lora_fp8", same), gpu="H100")
     measured = found.measured["over_bf16"]
     assert f"FP8 runs at {measured:.2f}x the speed of BF16, measured on commit" in text_of(found)
     assert f"({found.pair.gain.value:.2f}x predicted); both compiled, without" in text_of(found)
     for other in ("lora.r=16", "train.max_length=1024", "train.gradient_checkpointing=true"):
         recipe = load_recipe("llama_8b_lora_fp8", [other])
-        assert estimate(recipe, gpu="H100", twin=False, advice=False).measured is None
+        assert estimate(recipe, gpu="H100", changes=False).measured is None
     twin = load_recipe("llama_8b_lora_bf16", ["precision.compile=on"])
-    assert estimate(twin, gpu="H100", twin=False).measured["over_bf16"] == measured
-    assert estimate(twin, gpu="H200", twin=False).measured is None
+    assert estimate(twin, gpu="H100", changes=False).measured["over_bf16"] == measured
+    assert estimate(twin, gpu="H200", changes=False).measured is None

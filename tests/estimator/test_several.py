@@ -144,7 +144,7 @@ def test_the_first_layers_say_what_all_of_them_take(config: RunConfig, fsdp) -> 
 
 @pytest.mark.slow
 def test_words_and_json_tell_of_several(config: RunConfig) -> None:
-    result = estimate(config, gpu="H100", gpus=8, twin=False)
+    result = estimate(config, gpu="H100", gpus=8, changes=False)
     console = Console(width=160, no_color=True)
     with console.capture() as shown:
         console.print(result)
@@ -159,7 +159,6 @@ def test_words_and_json_tell_of_several(config: RunConfig) -> None:
     assert facts["devices"] == 8
     assert facts["memory"]["phases"]["backward"]["gathered"] > 0
     assert facts["time"]["parts"]["communication"] > 0
-    assert any("streams of their own" in note for note in facts["notes"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Advice: every change really frees, sets said to fit do, and a run that fits is let be."""
+"""Changes: each frees and costs what the table says, and sets said to fit do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from finetune import load_recipe
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.estimator import predict as predicting
-from finetune.estimator.advice import Advised, advise, speed_of
-from finetune.estimator.changes import RANKS, SHARDED, as_typed, changes, rows_of
+from finetune.estimator.changes import RANKS, SHARDED, as_typed, changes, freeing, rows_of
 from finetune.estimator.predict import Prediction, predict_whole
-from finetune.estimator.variants import Variant
+from finetune.estimator.variants import Changes, Variant, changes_of
 from finetune.hardware.gpus import Place, place_of
 from tests.conftest import A100, CPU, H100
 
@@ -79,9 +78,9 @@ def typed_again(config: RunConfig, found: Variant, tmp_path) -> RunConfig:
     return load_recipe(str(path), [c for c in found.change if "." in c.split("=")[0]]).config
 
 
-def advised(config: RunConfig, place: Place) -> tuple[Prediction, Advised]:
+def predicted(config: RunConfig, place: Place) -> tuple[Prediction, Changes]:
     prediction = predict_whole(config, place)
-    return prediction, advise(prediction)
+    return prediction, changes_of(prediction)
 
 
 # ---------------------------------------------------------------------------------- what is offered
@@ -111,7 +110,7 @@ def test_a_change_can_be_typed_as_it_is_printed():
     ],
 )  # fmt: skip
 def test_only_what_applies_is_offered(run, name, overrides, device, offered, not_offered):
-    kinds = {change.kind for change in changes(run(name, *overrides), device)}
+    kinds = {change.kind for change in freeing(run(name, *overrides), device)}
     assert offered <= kinds
     assert not kinds & not_offered
 
@@ -151,58 +150,80 @@ def test_smaller_micro_batches_keep_the_tokens_of_a_step(run, rows, expected):
 # --------------------------------------------------------------------------------- a run that fits
 
 
-@pytest.mark.slow
-def test_a_run_that_fits_and_is_fast_asks_nothing(run, seen):
-    config = run("tiny_full_bf16", "train.per_device_train_batch_size=1", "precision.compile=on")
+@pytest.mark.long
+def test_a_run_that_fits_is_shown_what_its_settings_bring(run):
+    """Each row is typed behind the recipe, and trains the same; what it costs is predicted."""
+    config = run("tiny_full_fp8", "train.gradient_accumulation_steps=4")
     place = place_of("H100")
-    prediction, found = advised(config, place)
-    assert prediction.footprint.fit(place.memory_bytes) == found.fit == "fits"
-    assert found.each == found.faster == ()
-    assert found.together is None
-    assert len(seen) == 1, "the run itself alone"
+    prediction, found = predicted(config, place)
+    assert (prediction.fit, found.fit, found.together) == ("fits", "fits", None)
+    rows = {row.label: row for row in found.rows}
+    assert rows.keys() == {
+        "micro-batch", "larger micro-batch", "checkpointing", "compile",
+    }  # fmt: skip
+    assert {row.rank for row in found.rows} == {"same"}
+    assert rows["compile"].change == ("precision.compile=off",)
+    assert not rows["compile"].prediction.compiled
+    assert rows["checkpointing"].frees > 0
+    assert rows["checkpointing"].times < 1
+    assert rows["larger micro-batch"].frees < 0
+    assert all(row.speed_shown == f"{row.times:.2f}x" for row in found.rows)
 
 
 @pytest.mark.slow
-def test_without_speeds_there_is_no_advice_on_speed(run, seen):
-    _, found = advised(run("tiny_full_bf16"), place_of(memory_gib=40))
-    assert found.fit == "fits"
-    assert found.faster == ()
+def test_without_speeds_a_run_that_fits_has_no_rows(run, seen):
+    _, found = predicted(run("tiny_full_bf16"), place_of(memory_gib=40))
+    assert (found.fit, found.rows) == ("fits", ())
     assert len(seen) == 1, "the run itself alone"
-    assert "no time is predicted here" in str(found.__rich__())
 
 
 @pytest.mark.long
 def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
     config = run("tiny_full_bf16", "train.max_length=4096", "model.attention=sdpa")
     place = place_of("H100")
-    prediction, found = advised(config, place)
-    best = found.faster[0]
+    prediction, found = predicted(config, place)
+    (best,) = (row for row in found.rows if row.label == "attention")
     assert best.change == ("model.attention=auto",)
     other = predict_whole(typed_again(config, best, tmp_path), place)
     gain = other.pace.tokens_per_s / prediction.pace.tokens_per_s
-    assert gain == pytest.approx(1 / (1 + best.slower))
+    assert gain == pytest.approx(best.times)
     assert gain > 1.1
-    assert len(found.faster) <= 2
+
+
+@pytest.mark.long
+def test_every_change_can_run_or_says_why_not(run):
+    asked = predict_whole(run("tiny_lora_fp8"), place_of("H100"))
+    found = {row.label: row for row in changes_of(asked, every=True).rows}
+    assert {"torchao tensorwise", "torchao rowwise", "te delayed", "base", "checkpointing"} <= set(
+        found
+    )
+    assert all(
+        row.prediction or (row.why and row.outcome == "cannot run") for row in found.values()
+    )
+    assert found["base"].change == ("precision.compute=bf16", "model.storage=nf4")
+    cast_each_time = found["torchao rowwise"].prediction
+    assert cast_each_time is not None
+    assert cast_each_time.config.precision.frozen != "fp8"
 
 
 # ------------------------------------------------------------------------- a run that does not fit
 
 
 @pytest.mark.long
-def test_what_is_advised_frees_what_it_says(run, tmp_path):
+def test_a_change_frees_and_costs_what_its_row_says(run, tmp_path):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=3.0)
-    prediction, found = advised(config, place)
+    prediction, found = predicted(config, place)
     assert found.fit != "fits"
-    order = [(RANKS.index(one.rank), round(one.slower, 3)) for one in found.each]
+    order = [(RANKS.index(one.rank), round(one.slower, 3)) for one in found.rows]
     assert order == sorted(order)
-    many = [one.change for one in found.each if one.rank == "devices"]
+    many = [one.change for one in found.rows if one.rank == "devices"]
     assert many
     assert all(change[0].startswith("--gpus") and SHARDED[0] in change for change in many)
     shown = "".join(_shown(found).split())  # long ones are folded
-    assert all("".join(word.split()) in shown for one in found.each for word in one.change)
+    assert all("".join(word.split()) in shown for one in found.rows for word in one.change)
     facts = json.loads(json.dumps(found.facts()))
-    assert [fact["change"] for fact in facts["each"]] == [list(one.change) for one in found.each]
-    for one in found.each[:3]:
+    assert [fact["change"] for fact in facts["rows"]] == [list(one.change) for one in found.rows]
+    for one in found.rows[:3]:
         other = predict_whole(typed_again(config, one, tmp_path), place)
         assert one.frees == prediction.footprint.allocated - other.footprint.allocated > 0
         assert one.fit == other.footprint.fit(place.memory_bytes)
@@ -217,7 +238,7 @@ def test_what_is_said_to_fit_together_fits_and_changes_no_more_than_it_must(
     run, tmp_path, memory, rank
 ):
     config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=memory)
-    prediction, found = advised(config, place)
+    prediction, found = predicted(config, place)
     assert found.fit != "fits"
     assert found.together is not None
     assert found.together.rank == rank
@@ -231,7 +252,7 @@ def test_what_is_said_to_fit_together_fits_and_changes_no_more_than_it_must(
 
 @pytest.mark.long
 def test_where_nothing_helps_it_says_so(run):
-    _, found = advised(run("tiny_full_bf16"), place_of("4090", memory_gib=0.9))
+    _, found = predicted(run("tiny_full_bf16"), place_of("4090", memory_gib=0.9))
     assert found.together is None
     assert "no set of these changes makes it fit" in _shown(found)
 
@@ -239,7 +260,7 @@ def test_where_nothing_helps_it_says_so(run):
 # -------------------------------------------------------------------------------------------- words
 
 
-def _shown(found: Advised) -> str:
+def _shown(found: Changes) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(found)
     return console.export_text()
@@ -260,33 +281,30 @@ def made_up(*change: str, frees: int = 0, slower: float | None = None, rank="sam
 
 
 @pytest.mark.parametrize("width", [60, 1000])
-def test_no_setting_of_advice_is_broken_and_a_pipe_has_one_line_for_each(width):
+def test_no_setting_is_broken_and_a_pipe_has_one_line_for_each_change(width):
     change = ("train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=8")
-    found = Advised("does not fit", (made_up(*change, frees=2**30, slower=0.5),))
+    found = Changes("does not fit", (made_up(*change, frees=2**30, slower=0.5),))
     console = Console(file=io.StringIO(), width=width)
     console.print(found)
     lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
     for setting in change:
         assert any(setting in line for line in lines), lines
-    together = [line for line in lines if all(part in line for part in (*change, "50% slower"))]
+    together = [line for line in lines if all(part in line for part in (*change, "0.67x"))]
     assert len(together) == (width == 1000)
 
 
 def test_a_change_of_gpus_is_priced_by_the_gpu():
     """Four GPUs at half the speed each are twice as fast together."""
     four = made_up("--gpus 4", slower=1.0, rank="devices")
-    assert speed_of(four) == "2.0x the time, each GPU"
-    assert speed_of(replace(four, rank="same")) == "2.0x the time"
-
-
-def test_advice_that_finds_nothing_says_so():
-    assert "none of the changes looked at" in str(Advised("fits").__rich__())
+    assert four.speed_shown == "0.50x, each GPU"
+    assert replace(four, rank="same").speed_shown == "0.50x"
 
 
 def test_a_set_that_fits_is_shown_with_what_it_costs():
     one = made_up("train.optim=adamw_8bit", frees=3 * 2**30, slower=0.02, rank="otherwise")
-    assert "fits with train.optim=adamw_8bit (frees 3.0 GiB, 2% slower, changes training)" in (
-        _shown(Advised("tight", (), one))
+    said = "fits with train.optim=adamw_8bit (frees 3.0 GiB, 0.98x the speed, changes training)"
+    assert said in _shown(Changes("tight", (), one))
+    both = made_up("a=1", "b=2", frees=5 * 2**30, slower=0.0)
+    assert "fits with a=1 b=2 (frees 5.0 GiB, 1.00x the speed)" in _shown(
+        Changes("tight", (one,), both)
     )
-    both = made_up("a=1", "b=2", frees=5 * 2**30)
-    assert "fits with a=1 b=2 (frees 5.0 GiB)" in _shown(Advised("tight", (one,), both))
