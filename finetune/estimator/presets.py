@@ -52,7 +52,7 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
 
 
 def _least_memory(config: RunConfig) -> Iterator[Change]:
-    """All at once that `estimate` would advise one by one; of one kind the furthest."""
+    """All at once that `estimate` predicts one by one; of one kind the furthest."""
     if decides_checkpointing(config):
         config = with_checkpointing(config, False)
     sharded, compute = config.train.fsdp, f"precision.compute={config.precision.compute}"

@@ -604,9 +604,9 @@ def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
     from finetune.cli.estimate import _next
 
     def after(fit: str, change: tuple[str, ...] | None, place: list[str], gpus: int = 1) -> str:
-        advised = SimpleNamespace(together=change and SimpleNamespace(change=change))
+        changes = SimpleNamespace(together=change and SimpleNamespace(change=change))
         count = SimpleNamespace(count=gpus)
-        found: Any = SimpleNamespace(fit=fit, advised=advised, place=count)
+        found: Any = SimpleNamespace(fit=fit, changes=changes, place=count)
         return _next(found, ["r.yaml", "train.seed=1"], place)
 
     run, again = "python -m finetune r.yaml train.seed=1", "python -m finetune estimate r.yaml"
