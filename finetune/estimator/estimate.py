@@ -227,12 +227,14 @@ class Estimate(JupyterMixin):
 
     def _verdict(self, pair: PrecisionPair) -> Iterator[Text]:
         if pair.gain is not None:
-            value, how = pair.gain.value, "predicted"
+            value, low, high = pair.gain
+            within, how = f" ({low:.2f}x to {high:.2f}x)", "predicted"
             if self.measured is not None:
                 how = f"measured on commit {self.measured['commit']} ({value:.2f}x predicted)"
-                value = self.measured["over_bf16"]
+                value, within = self.measured["over_bf16"], ""
             says = "FP8 runs at" if value > 1.02 else "FP8 does not pay here:"
-            yield Text(f"{says} {value:.2f}x the speed of BF16, {how}; {pair.alike}", "bold")
+            said = f"{says} {value:.2f}x{within} the speed of BF16, {how}; {pair.alike}"
+            yield Text(said, "bold")
         for line in (*pair.unlike, *pair.reasons):
             yield Text(f"  {line}")
 

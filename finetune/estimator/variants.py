@@ -113,25 +113,6 @@ class Variant:
         return self.pace.tokens_per_s / self.asked.pace.tokens_per_s
 
     @property
-    def slower(self) -> float | None:
-        """Relative increase of the time per token, negative if faster; None if unknown."""
-        return None if self.times is None else 1 / self.times - 1
-
-    @property
-    def speed(self) -> Interval | None:
-        """`times` and its range; None if unknown or one."""
-        if self.times is None or math.isclose(self.times, 1):
-            return None
-        # `scatter_ratio` comes from published pairs that differ in precision only.
-        table = shared()
-        return spread(self.times, table.scatter_ratio if self._same else table.scatter_time)
-
-    @property
-    def _same(self) -> bool:
-        """True if it differs from the run in precision alone."""
-        return all(item.startswith("precision.") for item in self.change)
-
-    @property
     def speed_shown(self) -> str:
         """`0.85x`, of each of the GPUs where their number changes; `?` if unknown."""
         if self.times is None:
@@ -156,7 +137,6 @@ class Variant:
             "allocated": self.allocated,
             "step_seconds": self.pace.seconds if self.pace else None,
             "times": self.times,
-            "speed": list(self.speed) if self.speed else None,
             "fit": self.fit,
             "trains": self.rank,
             "why": self.why,
@@ -313,8 +293,8 @@ def _together(asked: Prediction, alone: Sequence[Variant]) -> Variant | None:
 
 
 def _cost(one: Variant) -> tuple[int, float, int]:
-    """Variants by rank, then slowdown in steps of 0.001 (no rounding noise), then memory freed."""
-    price = math.inf if one.slower is None else round(one.slower, 3)
+    """Variants by rank, then time a token in steps of 0.001 (no noise), then memory freed."""
+    price = math.inf if one.times is None else round(1 / one.times, 3)
     return RANKS.index(one.rank), price, -one.frees
 
 
