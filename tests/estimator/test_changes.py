@@ -153,7 +153,7 @@ def test_smaller_micro_batches_keep_the_tokens_of_a_step(run, rows, expected):
 @pytest.mark.long
 def test_a_run_that_fits_is_shown_what_its_settings_bring(run):
     """Each row is typed behind the recipe, and trains the same; what it costs is predicted."""
-    config = run("tiny_full_fp8", "train.gradient_accumulation_steps=4")
+    config = run("tiny_lora_fp8", "train.gradient_accumulation_steps=4")
     place = place_of("H100")
     prediction, found = predicted(config, place)
     assert (prediction.fit, found.fit, found.together) == ("fits", "fits", None)
