@@ -40,8 +40,9 @@ from finetune.config.schema import DataConfig, EvalConfig, LoraSection, ModelCon
 from finetune.config.sections import CheckpointsConfig, ResumeConfig
 from finetune.estimator.measured import measured
 from finetune.hardware.device import Device, version
-from finetune.hardware.requirements import backend_verdict, engine_verdict, least_capability
-from finetune.precision.settings import Fp8Format, PrecisionConfig, Scaling
+from finetune.hardware.requirements import backend_verdict, engine_verdict
+from finetune.precision.facts import Fp8Format, Scaling
+from finetune.precision.settings import PrecisionConfig
 from finetune.section import Section
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +111,7 @@ def _engine(name: str, precision: PrecisionConfig) -> str:
         return verdict.reason
     if name == "emulated":
         return "anywhere"
-    major, minor = least_capability(precision)
+    major, minor = precision.rule.capability
     later = f"has no {precision.scaling} on" in backend_verdict(name, precision, RTX5090).reason
     return f"{major}.{minor}+" + (", not 12.0" if later else "")
 

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from finetune.errors import FinetuneError, first_line
 from finetune.hardware.device import (
-    BLOCK_CAPABILITY,
     NO_ROWWISE,
     Device,
     Verdict,
@@ -23,13 +22,24 @@ from finetune.hardware.device import (
 from finetune.hardware.requirements import backend_verdict, resolve
 from finetune.hardware.versions import Standing, concerns, installed, older, standings
 from finetune.logging import plain_table
-from finetune.precision.settings import PrecisionConfig, Scaling
+from finetune.precision.facts import (
+    BLOCK_CAPABILITY,
+    ENGINES,
+    FP8_CAPABILITY,
+    SCALINGS,
+    BackendName,
+    Scaling,
+)
+from finetune.precision.settings import PrecisionConfig
 from finetune.units import size_of_gib
 
-COMBINATIONS: tuple[tuple[str, Scaling], ...] = (
-    *(("te", "delayed"), ("te", "tensorwise"), ("torchao", "tensorwise"), ("torchao", "rowwise")),
-    *(("emulated", "delayed"), ("emulated", "tensorwise"), ("emulated", "rowwise")),
+COMBINATIONS: tuple[tuple[BackendName, Scaling], ...] = tuple(
+    (engine, scaling)
+    for engine in ENGINES
+    for scaling, rule in SCALINGS.items()
+    if engine in rule.engines and rule.capability == FP8_CAPABILITY and not rule.high
 )
+"""Engines and the rules that they have on every FP8 GPU."""
 GEMM_TOLERANCE = 0.06
 """Relative Frobenius error allowed in an FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
 

@@ -98,6 +98,11 @@ class Optimizer:
         return _INSTALL.get(self.library, "")
 
     @property
+    def by_torchao(self) -> bool:
+        """True if torchao holds its state."""
+        return self.library == "torchao"
+
+    @property
     def not_sharded(self) -> str:
         """Reason why it cannot step where FSDP2 shards the weights; empty when it does."""
         return WHOLE_WEIGHTS.get(self.name) or WHOLE_WEIGHTS.get(self.library, "")
@@ -219,8 +224,7 @@ def state_bytes(
         return 0.0
     if m.factored and len(shape) > 1:  # Adafactor: Shazeer and Stern 2018, arXiv 1804.04235
         return 4.0 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
-    ao = facts.library == "torchao"
-    whole = numel % BLOCK == 0 if ao else not embedding
+    whole = numel % BLOCK == 0 if facts.by_torchao else not embedding
     if m.bits is not None and m.blockwise and numel >= SMALLEST_QUANTIZED and whole:
         return m.count * (numel * m.bits / 8 + SCALE_BYTES * math.ceil(numel / BLOCK))
     bits = m.small_bits if m.blockwise else m.bits

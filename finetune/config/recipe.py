@@ -31,13 +31,8 @@ from finetune.config.train_section import (
 )
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean, raise_all, speaking
-from finetune.precision.settings import (
-    DELAYED_ONLY,
-    FP8_ONLY,
-    FROZEN_ONLY,
-    FROZEN_SCALINGS,
-    plain_dtype,
-)
+from finetune.precision.facts import FROZEN_SCALINGS, SCALINGS
+from finetune.precision.settings import FP8_ONLY, FROZEN_ONLY, plain_dtype
 from finetune.section import RefusedError
 
 SECTIONS = tuple(RunConfig.model_fields)
@@ -80,7 +75,15 @@ REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = 
         lambda new, old: str(new).isdigit() and int(new) > int(old or 8),
         _of("data", "min_steps"),
     ),
-    ("precision.scaling", lambda new, _: new != "delayed", _of("precision", *DELAYED_ONLY)),
+    *(
+        (
+            "precision.scaling",
+            lambda new, _, name=name: new != name,
+            _of("precision", *rule.settings),
+        )
+        for name, rule in SCALINGS.items()
+        if rule.settings
+    ),
     (
         "precision.scaling",
         lambda new, _: new not in FROZEN_SCALINGS,

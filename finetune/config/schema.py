@@ -21,7 +21,8 @@ from finetune.config.sections import (
     ResumeConfig,
 )
 from finetune.config.train_keys import TrainSection
-from finetune.precision.settings import FROZEN_SCALINGS, PrecisionConfig
+from finetune.precision.facts import FROZEN_SCALINGS
+from finetune.precision.settings import PrecisionConfig
 from finetune.section import Section
 
 Storage = Literal["nf4", "fp8"]

@@ -24,7 +24,6 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
 from finetune.hardware.device import Device
-from finetune.precision.settings import FROZEN_SCALINGS
 
 Rank = Literal["same", "otherwise", "adapters", "devices"]
 RANKS: tuple[Rank, ...] = get_args(Rank)
@@ -190,7 +189,7 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
             why = "in FP8, one byte a weight, and turned back before each product"
         yield Change("base", overrides, f"the frozen base is stored {why}", "otherwise")
     plain = precision.compute == "fp8" and precision.frozen != "fp8"
-    if plain and precision.scaling in FROZEN_SCALINGS and precision.format in (None, "e4m3"):
+    if plain and precision.rule.frozen and precision.format in (None, "e4m3"):
         why = "the frozen base is stored in FP8 alone, without a copy in 16 bits"
         yield Change("base", ("precision.frozen=fp8",), why, "otherwise")
     if precision.compute in ("bf16", "fp8") and config.lora.bias == "none":

@@ -23,6 +23,7 @@ from finetune.config.yaml import parse_yaml, plain_data, with_values
 from finetune.errors import ConfigError, did_you_mean
 from finetune.estimator.changes import COMPILED, Change, free_of_charge, freeing, longest
 from finetune.hardware.device import Device
+from finetune.precision.facts import FASTEST
 from finetune.precision.settings import PrecisionConfig
 
 FP8_GPU = Device("cuda", "H100", (9, 0), 80.0)
@@ -38,9 +39,9 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
         yield Change(
             "compile", (COMPILED,), "joins chains of small kernels; the first step takes minutes"
         )
-    slow = precision.scaling in ("delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+    slow = precision.scaling != FASTEST and not precision.rule.own_scales
     if precision.compute == "fp8" and config.lora is None and slow:
-        overrides = ("precision.scaling=tensorwise", "~precision.format")
+        overrides = (f"precision.scaling={FASTEST}", "~precision.format")
         yield Change("scaling", overrides, "predicted the fastest where all weights train")
     if train.gradient_checkpointing is True and not train.fsdp:
         why = "nothing is computed twice where memory allows"

@@ -60,7 +60,7 @@ from finetune.training.checkpoints.resume import refuse_other_base
 from finetune.training.model import is_published_fp8
 
 TARGETS = tuple(parity.MULTIPLES)
-QUANTIZED = ("fp8", "nvfp4")
+QUANTIZED = tuple(compressed_tensors.PRESETS)
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "compressed-tensors", "gguf")
 
 

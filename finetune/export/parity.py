@@ -44,6 +44,7 @@ from finetune.config.sft import sft_config
 from finetune.config.train_keys import TrainSection
 from finetune.data.dataset import Rows, load_data
 from finetune.errors import DataError, FinetuneError, ParityError, first_line
+from finetune.export.compressed_tensors import PRESETS
 from finetune.hardware.device import this_device
 from finetune.precision.layers import decoder_layers
 from finetune.storage.ends import ends_of
@@ -444,7 +445,7 @@ def check(parity: Parity, target: str, noise: Parity | None, where: str) -> None
             why=f"{target}: {bounds.reason}; this is more",
             fix="a model whose weights have a wider range needs a wider type: nvfp4 -> fp8 -> "
             "merged"
-            if target in ("fp8", "nvfp4")
+            if target in PRESETS
             else "please report it, with export.json",
         )
 

@@ -33,10 +33,8 @@ from typing import Literal
 
 from finetune.errors import ConfigError, first_line, install_hint
 from finetune.hardware.versions import version
+from finetune.precision.facts import BLOCK_CAPABILITY, FP8_CAPABILITY, SCALINGS, Scaling
 from finetune.units import GIB
-
-FP8_CAPABILITY = (8, 9)
-BLOCK_CAPABILITY = (10, 0)
 
 
 @dataclass(frozen=True)
@@ -368,7 +366,7 @@ NO_ROWWISE = 12
 """Major compute capability on which nothing in torch multiplies row-wise scales."""
 
 
-def gemm_engine(scaling: str, capability: tuple[int, int], cuda: tuple[int, int]) -> GemmEngine:
+def gemm_engine(scaling: Scaling, capability: tuple[int, int], cuda: tuple[int, int]) -> GemmEngine:
     """The library that multiplies FP8 codes under `scaling` on a GPU.
 
     Args:
@@ -376,7 +374,7 @@ def gemm_engine(scaling: str, capability: tuple[int, int], cuda: tuple[int, int]
         capability: compute capability of the GPU.
         cuda: version of CUDA that torch was built for.
     """
-    if not scaling.startswith("rowwise"):
+    if not SCALINGS[scaling].by_row:
         return "cuBLASLt tensorwise"
     vectors = capability[0] == 9 and cuda >= OUTER_VECTOR_CUDA
     return "cuBLASLt outer-vector" if vectors else "CUTLASS rowwise"

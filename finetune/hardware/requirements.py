@@ -8,7 +8,7 @@ another (a paged one on a CPU).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,6 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, MissingExtraError, PrecisionError, install_hint
 from finetune.hardware.device import (
-    BLOCK_CAPABILITY,
-    FP8_CAPABILITY,
     NO_ROWWISE,
     Device,
     Verdict,
@@ -31,18 +29,18 @@ from finetune.hardware.device import (
 )
 from finetune.hardware.gpus import Place
 from finetune.hardware.versions import version
-from finetune.precision.settings import FP8_ONLY, SCALES, PrecisionConfig
+from finetune.precision.facts import BLOCK_CAPABILITY, ENGINES, FASTEST, BackendName
+from finetune.precision.settings import FP8_ONLY, PrecisionConfig
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
 
-ENGINES = {"te": "Transformer Engine", "torchao": "torchao", "emulated": "the emulation"}
-AUTO_ORDER = ("torchao", "te", "emulated")
+AUTO_ORDER: tuple[BackendName, ...] = ("torchao", "te", "emulated")
 """Backends that `auto` tries, fastest first: `FASTER` has the evidence. Emulation comes last."""
-UNCOMPILED_ORDER = ("te", "torchao", "emulated")
+UNCOMPILED_ORDER: tuple[BackendName, ...] = ("te", "torchao", "emulated")
 """The same with `compile=off`."""
 
-FASTER = {
+FASTER: dict[BackendName, str] = {
     "torchao": "compiled it takes 750 ms for a full step of an 8B model on an H100 (measured); "
     "Transformer Engine 1,200 uncompiled (measured), 1.05x as long as torchao compiled (predicted)",
     "te": "uncompiled it takes half of torchao's time for a full step of an 8B model (predicted)",
@@ -55,65 +53,80 @@ train.gradient_accumulation_steps=1 precision.compile=off precision.backend=te` 
 """
 
 
-def _limits(
-    name: str, precision: PrecisionConfig, device: Device | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What an engine lacks of a precision, each with settings under which it lacks it no longer.
+Limit = tuple[str, dict[str, Any]]
+"""What an engine lacks, and settings under which it lacks it no longer."""
 
-    Of an engine on a device with FP8, or on whatever device. What is not here it has, from
-    `least_capability` on.
+
+def _limits(
+    name: BackendName, precision: PrecisionConfig, device: Device | None = None
+) -> Iterator[Limit]:
+    """What an engine lacks of a precision on a device with FP8, or on whatever device.
+
+    What is not here it has, from `least_capability` on.
     """
-    scaling, fmt, high = precision.scaling, precision.fp8_format, precision.high_gemms
-    rowwise, engine = scaling in ("rowwise", "rowwise_with_gw_hp"), ENGINES[name]
+    if name not in precision.rule.engines:
+        yield f"{ENGINES[name].shown} has no {precision.scaling} scaling", {}
     capability = device.capability if device and device.has_fp8 else None
-    major, here = capability[0] if capability else 0, device and device.name
-    if name == "torchao":
-        if not rowwise and scaling != "tensorwise":
-            yield f"torchao has no {scaling} scaling in training", {}
-        if rowwise and fmt != "e4m3":
-            yield "torchao's rowwise GEMMs take E4M3 operands only", {"format": "e4m3"}
-        if fmt == "e5m2":
-            yield "torchao's GEMMs take no pair of E5M2 operands", {"format": "hybrid"}
-        if rowwise and major == NO_ROWWISE:
-            no = f"torch cannot multiply row-wise scales on {here} yet (torch 2.10, CUDA 13.0)"
-            yield no, {"scaling": "tensorwise"}
-        return
-    if name == "emulated":
-        if scaling == "delayed" and precision.compile_requested == "on":
-            # Its casts write into a history that every layer shares.
-            yield f"{engine} cannot compile delayed scaling", {"compile": "off"}
-        return
-    if rowwise:
-        yield f"{engine} has no {scaling} scaling", {}
-    if fmt == "e5m2":
+    yield from _LIMITS[name](precision, capability[0] if capability else 0, device and device.name)
+
+
+def _torchao_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterator[Limit]:
+    by_row = p.rule.by_row
+    if by_row and p.fp8_format != "e4m3":
+        yield "torchao's rowwise GEMMs take E4M3 operands only", {"format": "e4m3"}
+    if p.fp8_format == "e5m2":
+        yield "torchao's GEMMs take no pair of E5M2 operands", {"format": "hybrid"}
+    if by_row and major == NO_ROWWISE:
+        no = f"torch cannot multiply row-wise scales on {here} yet (torch 2.10, CUDA 13.0)"
+        yield no, {"scaling": FASTEST}
+
+
+def _emulation_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterator[Limit]:
+    if p.rule.has_history and p.compile_requested == "on":
+        # Its casts write into a history that every layer shares.
+        yield f"the emulation cannot compile {p.scaling} scaling", {"compile": "off"}
+
+
+def _te_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterator[Limit]:
+    rule, high, engine = p.rule, p.high_gemms, "Transformer Engine"
+    if p.fp8_format == "e5m2":
         yield f"{engine} has no pure E5M2", {"format": "hybrid"}
-    if scaling == "delayed" and precision.pow2_scales:
+    if rule.has_history and p.pow2_scales:
         yield f"{engine}'s delayed scales are not powers of two", {"power_of_two_scales": None}
-    if scaling == "delayed" and high:
+    if rule.has_history and high:
         yield f"{engine} keeps no GEMM high under delayed scaling", {"high_gemms": ()}
     if high and set(high) != {"dgrad", "wgrad"}:
         both = {"high_gemms": ("dgrad", "wgrad")}
         yield f"{engine} keeps dgrad and wgrad high together or not at all", both
-    if scaling == "mxfp8" and major >= 12:
-        yield f"{engine} has no mxfp8 on {here} yet", {}
-    if scaling == "blockwise" and major >= BLOCK_CAPABILITY[0] and not precision.pow2_scales:
+    if rule.has_exponents and major >= 12:
+        yield f"{engine} has no {p.scaling} on {here} yet", {}
+    if rule.has_float_blocks and major >= BLOCK_CAPABILITY[0] and not p.pow2_scales:
         # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
         no = f"{engine}'s block scales are powers of two on {here}"
         yield no, {"power_of_two_scales": None}
 
 
-def engine_verdict(name: str, precision: PrecisionConfig, device: Device | None = None) -> Verdict:
+_LIMITS: dict[BackendName, Callable[[PrecisionConfig, int, str | None], Iterator[Limit]]] = {
+    "torchao": _torchao_limits,
+    "emulated": _emulation_limits,
+    "te": _te_limits,
+}
+
+
+def engine_verdict(
+    name: BackendName, precision: PrecisionConfig, device: Device | None = None
+) -> Verdict:
     """True if an engine has this precision, on a device or on any at all; if not, what to use."""
     for no, settings in _limits(name, precision, device):
         ways = [_typed(settings)] if settings else []
         others = [x for x in AUTO_ORDER if not any(_limits(x, precision, device))]
         ways += [f"backend={x}" for x in others]
         return Verdict(False, f"{no}; use {' or '.join(ways)}" if ways else no)
-    return Verdict(True, f"{ENGINES[name]} has it")
+    return Verdict(True, f"{ENGINES[name].shown} has it")
 
 
 def backend_verdict(
-    name: str, precision: PrecisionConfig, device: Device, engine: Verdict | None = None
+    name: BackendName, precision: PrecisionConfig, device: Device, engine: Verdict | None = None
 ) -> Verdict:
     """True if backend `name` can run `precision` on `device`, and why.
 
@@ -121,28 +134,21 @@ def backend_verdict(
     """
     if not (has := engine_verdict(name, precision, device)):
         return has
-    if name == "emulated":
-        if precision.emulation != "forbid" or precision.backend == "emulated":  # named: permitted
+    if ENGINES[name].emulates:
+        if precision.emulation != "forbid" or precision.engine.emulates:  # named: permitted
             return Verdict(True, "emulation is allowed: exact FP8 rounding, no FP8 speed")
         return Verdict(False, "precision.emulation=allow emulates FP8: exact, and slow")
     if not device.has_fp8 or device.capability is None:
-        if name == "torchao" and precision.emulation != "forbid":
+        if not ENGINES[name].extra and precision.emulation != "forbid":
             return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
         return device.has_fp8
-    needed = least_capability(precision)
+    needed = precision.rule.capability
     if device.capability < needed:
         no = f"{precision.scaling} needs compute capability {shown_capability(needed)}"
         return Verdict(False, f"{no}; {device.name} has less; backend=emulated has it")
-    if name == "torchao":
-        return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
-    return engine or has_transformer_engine()
-
-
-def least_capability(precision: PrecisionConfig) -> tuple[int, int]:
-    """CUDA compute capability from which hardware multiplies under this scaling."""
-    return {"blockwise": (9, 0), "mxfp8": BLOCK_CAPABILITY, "nvfp4": BLOCK_CAPABILITY}.get(
-        precision.scaling, FP8_CAPABILITY
-    )
+    if ENGINES[name].extra:
+        return engine or has_transformer_engine()
+    return Verdict(True, f"torchao {version('torchao')} on {device.has_fp8.reason}")
 
 
 @dataclass(frozen=True)
@@ -177,12 +183,12 @@ class Resolution:
         if p.compute != "fp8":
             return self.label
         engine = "frozen base" if p.frozen == "fp8" else p.backend
-        return f"{p.low.upper()} ({engine}, {SCALES.get(p.scaling, f'{p.scaling} scaling')})"
+        return f"{p.low.upper()} ({engine}, {p.rule.shown})"
 
 
 def emulates(precision: PrecisionConfig, device: Device) -> bool:
     """True if a concrete precision multiplies in FP8 (or FP4) by exact rounding on this device."""
-    return precision.compute == "fp8" and (precision.backend == "emulated" or not device.has_fp8)
+    return precision.compute == "fp8" and (precision.engine.emulates or not device.has_fp8)
 
 
 def _in_bf16(precision: PrecisionConfig) -> PrecisionConfig:
@@ -212,16 +218,17 @@ def resolve(
     for name in names:
         verdict = backend_verdict(name, precision, device, engine)
         # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
-        hardware = bool(device.has_fp8) or name == "emulated" or precision.backend != "auto"
+        emulated = ENGINES[name].emulates
+        hardware = bool(device.has_fp8) or emulated or precision.backend != "auto"
         if verdict and hardware:
             _check_kernels(precision, device, name)
             chosen = precision.model_copy(update={"backend": name})
             reason = verdict.reason
-            if precision.frozen == "fp8" and device.has_fp8 and name != "emulated":
+            if precision.frozen == "fp8" and device.has_fp8 and not emulated:
                 reason = f"frozen layers by torch._scaled_mm, others by {name}: {reason}"
-            if name == "emulated" and device.has_fp8 and refused:
+            if emulated and device.has_fp8 and refused:
                 reason = f"{reason} ({_listed(refused)})"
-            elif name != "emulated" and precision.backend == "auto":
+            elif not emulated and precision.backend == "auto":
                 reason = f"{reason}; {_preferred(name, precision, device)}"
             return Resolution(chosen, precision, reason)
         reason = verdict.reason if hardware else device.has_fp8.reason
@@ -230,8 +237,8 @@ def resolve(
     if precision.on_unsupported == "bf16":
         line = f"FP8 was requested, BF16 will run ({why})"
         return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
-    if precision.backend == "te" and device.has_fp8 and "not installed" in why:
-        install = f"{install_hint('te')} (builds against your CUDA and torch)"
+    if (extra := precision.engine.extra) and device.has_fp8 and "not installed" in why:
+        install = f"{install_hint(extra)} (builds against your CUDA and torch)"
         raise MissingExtraError(
             "precision.backend=te needs Transformer Engine",
             why=why,
@@ -245,16 +252,16 @@ def resolve(
     )
 
 
-def _engines(precision: PrecisionConfig) -> tuple[str, ...]:
+def _engines(precision: PrecisionConfig) -> tuple[BackendName, ...]:
     """The backends to try, in this order."""
     if precision.backend != "auto":
         return (precision.backend,)
     return UNCOMPILED_ORDER if precision.compile_requested == "off" else AUTO_ORDER
 
 
-def _preferred(name: str, precision: PrecisionConfig, device: Device) -> str:
+def _preferred(name: BackendName, precision: PrecisionConfig, device: Device) -> str:
     """Why `auto` takes this engine of the two."""
-    other = "te" if name == "torchao" else "torchao"
+    other: BackendName = next(one for one in AUTO_ORDER if one != name)
     return next((no for no, _ in _limits(other, precision, device)), FASTER[name])
 
 
@@ -263,10 +270,10 @@ def _listed(refused: dict[str, list[str]]) -> str:
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
 
 
-def _check_kernels(precision: PrecisionConfig, device: Device, backend: str) -> None:
+def _check_kernels(precision: PrecisionConfig, device: Device, backend: BackendName) -> None:
     """Raise where `precision.kernels=triton` cannot be honored."""
     can = device.has_fp8 and has_triton()
-    if can and backend == "emulated":
+    if can and ENGINES[backend].emulates:
         can = Verdict(False, "an emulated GEMM takes its codes as BF16 numbers")
     if precision.kernels == "triton" and not can:
         raise PrecisionError(
@@ -282,7 +289,7 @@ def compiles(precision: PrecisionConfig, device: Device) -> bool:
     requested = precision.compile_requested
     if requested != "auto" or device.kind != "cuda":
         return requested == "on"
-    real = precision.backend in ("torchao", "te") or precision.frozen == "fp8"
+    real = precision.engine.has_kernels or precision.frozen == "fp8"
     return precision.compute == "fp8" and real
 
 
@@ -332,7 +339,7 @@ def check_launcher(precision: PrecisionConfig, device: Device) -> None:
     """
     if device.kind != "cuda" or device != this_device():
         return
-    frozen = precision.frozen == "fp8" and precision.backend != "emulated"
+    frozen = precision.frozen == "fp8" and not precision.engine.emulates
     own = frozen and precision.kernels in ("auto", "triton")
     if (own or compiles(precision, device)) and not (can := has_launcher()):
         without = "precision.kernels=eager" if own else "precision.compile=off"
@@ -349,16 +356,16 @@ def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
     """Settings under which it runs here, each of them tried; then what has FP8 units."""
     limits = () if precision.backend == "auto" else _limits(precision.backend, precision, device)
     tried = [settings for _, settings in limits if settings][:1]
-    if not tried and precision.scaling.startswith("rowwise") and precision.frozen != "bf16":
-        tried.append({"scaling": "tensorwise"})
-    if precision.backend != "emulated":
+    if not tried and precision.rule.by_row and precision.frozen != "bf16":
+        tried.append({"scaling": FASTEST})
+    if not precision.engine.emulates:
         others = [x for x in AUTO_ORDER[:-1] if x != precision.backend and device.has_fp8]
         tried += [{"backend": x} for x in others]
         tried += [{"backend": "emulated"}, {"backend": "emulated", "compile": "off"}]
     for update in tried:
         other = precision.model_copy(update=update)
         if any(backend_verdict(name, other, device) for name in _engines(other)):
-            emulated = " (exact FP8 rounding, slow)" if other.backend == "emulated" else ""
+            emulated = " (exact FP8 rounding, slow)" if other.engine.emulates else ""
             yield _typed(update) + emulated
             if emulated:
                 break
@@ -390,12 +397,13 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
     Raises:
         PrecisionError: FP8 is unavailable there.
     """
-    engine = TAKEN if precision.backend == "te" and not place.here else None
+    engine = TAKEN if precision.engine.extra and not place.here else None
     try:
         try:
             return resolve(precision, place.device, engine)
         except (PrecisionError, MissingExtraError):
-            if engine or precision.backend not in ("auto", "te"):
+            named = precision.backend != "auto" and not precision.engine.extra
+            if engine or named:
                 raise
             return resolve(precision, place.device, TAKEN)
     except PrecisionError as error:

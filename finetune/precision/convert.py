@@ -333,7 +333,7 @@ def apply(
     kernels.can_launch = triton
     precision, plain = plan.precision, sum(not layer.stored for layer in plan.fp8_layers)
     backend = make_backend(precision, plain, hardware=hardware, triton=triton) if plain else None
-    emulate = not hardware or precision.backend == "emulated"
+    emulate = not hardware or precision.engine.emulates
     frozen = FrozenBackend(precision, emulate=emulate, triton=triton) if plan.stored else None
     conversion = Conversion(model, plan, backend, frozen)
     try:

@@ -480,4 +480,4 @@ def why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
 
 def alignment(precision: PrecisionConfig) -> int:
     """Required divisor of K and N: 16 for FP8 GEMMs, 32 for Blackwell's block formats."""
-    return 32 if precision.scaling in ("mxfp8", "nvfp4") else 16
+    return precision.rule.alignment

@@ -29,6 +29,7 @@ from torch import nn
 
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
 from finetune.precision.codes import Fp8Bits
+from finetune.precision.facts import Gemm
 from finetune.precision.layers import (
     Record,
     Role,
@@ -48,7 +49,7 @@ from finetune.precision.layers import (
 )
 from finetune.precision.overrides import Choices, Part, part_of
 from finetune.precision.peft_methods import cannot_adapt_codes, other_method
-from finetune.precision.settings import Compute, Gemm, PrecisionConfig
+from finetune.precision.settings import Compute, PrecisionConfig
 from finetune.precision.stored import StoredMixin, stored_as
 from finetune.precision.weights import Granularity
 
@@ -228,7 +229,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         if not storing.serves(each.owner, frozen=not each.weight.requires_grad):
             served = are_served_experts(each.owner)
             made_anew = "" if served else why_made_anew(model, each.name, each.owner)
-            cannot = made_anew or (OF_ENGINE if precision.backend == "te" else cannot)
+            cannot = made_anew or (OF_ENGINE if not precision.engine.takes_parameters else cannot)
         row = _plan_layer(each, cannot, choices)
         _check_override(
             row, "its module multiplies by it, and only linear layers have a forward to replace"
@@ -330,7 +331,7 @@ class _Storing:
         }
         self._typed = set(ids_giving_types(modules))
         # By row as x and g are cast then; the other rules go with one scale per tensor.
-        self._granularity: Granularity = "row" if precision.scaling == "rowwise" else "tensor"
+        self._granularity: Granularity = precision.rule.frozen or "tensor"
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""

@@ -9,25 +9,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from finetune.precision.facts import (
+    ENGINES,
+    FROZEN_SCALINGS,
+    SCALINGS,
+    UNDECIDED,
+    BackendName,
+    EngineFacts,
+    Fp8Format,
+    Gemm,
+    Scaling,
+    ScalingFacts,
+)
 from finetune.section import RefusedError, Section
 
 TORCH_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Name of a type in torch -> the same as `precision.compute`."""
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
-BackendName = Literal["te", "torchao", "emulated"]
-Scaling = Literal[
-    "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
-]
-SCALES = {
-    "rowwise": "row-wise scales",
-    "rowwise_with_gw_hp": "row-wise scales, wgrad high",
-    "tensorwise": "tensor-wise scales",
-    "delayed": "delayed scaling",
-    "blockwise": "block scales",
-}
-"""Setting of `precision.scaling` -> what a person reads."""
-Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
-Gemm = Literal["fprop", "dgrad", "wgrad"]
 
 
 def _compute_of(value: Any) -> Any:
@@ -140,28 +138,34 @@ class PrecisionConfig(Section):
     )
 
     @property
+    def rule(self) -> ScalingFacts:
+        """Facts of the scaling rule."""
+        return SCALINGS[self.scaling]
+
+    @property
+    def engine(self) -> EngineFacts:
+        """Facts of the backend, if it is resolved."""
+        return UNDECIDED if self.backend == "auto" else ENGINES[self.backend]
+
+    @property
     def low(self) -> Literal["fp8", "fp4"]:
         """Precision of the GEMMs requested as `fp8`: FP4 with nvfp4 scaling."""
-        return "fp4" if self.scaling == "nvfp4" else "fp8"
+        return self.rule.low
 
     @property
     def fp8_format(self) -> Fp8Format:
         """The format in force: as given, or the one usual for the scaling."""
-        usual: Fp8Format = "hybrid" if self.scaling in ("delayed", "tensorwise") else "e4m3"
-        return self.format or usual
+        return self.format or self.rule.format or "e4m3"
 
     @property
     def pow2_scales(self) -> bool:
         """True when scales are powers of two: as given, or as usual for the scaling."""
-        if self.power_of_two_scales is None:
-            return self.scaling in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
-        return self.power_of_two_scales
+        return self.rule.pow2 if self.power_of_two_scales is None else self.power_of_two_scales
 
     @property
     def gemms_kept_high(self) -> frozenset[Gemm]:
         """GEMMs in high precision: those asked for, and the one that the scaling leaves out."""
-        by_rule: tuple[Gemm, ...] = ("wgrad",) if self.scaling == "rowwise_with_gw_hp" else ()
-        return frozenset((*self.high_gemms, *by_rule))
+        return frozenset((*self.high_gemms, *self.rule.high))
 
     @property
     def compile_requested(self) -> Literal["auto", "on", "off"]:
@@ -172,16 +176,17 @@ class PrecisionConfig(Section):
     @model_validator(mode="after")
     def _known_limits(self) -> PrecisionConfig:
         # A setting of another scaling rule would be ignored silently.
-        for name in self._changed(*DELAYED_ONLY) if self.scaling != "delayed" else ():
-            raise RefusedError(
-                f"{name} belongs to delayed scaling and scaling is {self.scaling!r}, which has no "
-                "amax history",
-                *("scaling=delayed", f"~{name}"),
-            )
-        if self.scaling == "nvfp4" and self.format is not None:
-            raise RefusedError("nvfp4 has one format, E2M1 with E4M3 block scales", "~format")
-        if self.scaling in ("mxfp8", "nvfp4") and self.power_of_two_scales is not None:
-            kind = "powers of two (E8M0)" if self.scaling == "mxfp8" else "E4M3 numbers"
+        for other, rule in SCALINGS.items():
+            for name in self._changed(*rule.settings) if self.scaling != other else ():
+                raise RefusedError(
+                    f"{name} belongs to {other} scaling and scaling is {self.scaling!r}, which has "
+                    f"no {rule.state}",
+                    *(f"scaling={other}", f"~{name}"),
+                )
+        if self.rule.format is None and self.format is not None:
+            what = f"{self.scaling} has one format, E2M1 with E4M3 block scales"
+            raise RefusedError(what, "~format")
+        if (kind := self.rule.own_scales) and self.power_of_two_scales is not None:
             raise RefusedError(
                 f"scales of {self.scaling} are {kind} by definition", "~power_of_two_scales"
             )
@@ -222,10 +227,8 @@ class PrecisionConfig(Section):
         raise RefusedError(f"frozen=fp8 {what}", *ways, plain)
 
 
-DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
 FROZEN_ONLY = ("kernels",)
 FP8_ONLY = ("high_gemms", "eval", "frozen", *FROZEN_ONLY)
-FROZEN_SCALINGS = ("rowwise", "tensorwise")
 
 
 def plain_dtype(value: object) -> str:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
+from finetune.precision.facts import Gemm
 from finetune.precision.formats import (
     E4M3,
     amax,
@@ -47,7 +48,6 @@ from finetune.precision.formats import (
 from finetune.precision.gemm import Codes, scaled_mm
 from finetune.precision.kernels import cast_rows, transpose_codes
 from finetune.precision.scaling import cast_current, scaled
-from finetune.precision.settings import Gemm
 
 Granularity = Literal["row", "tensor", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("row", "tensor", "block")

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from finetune.config.methods import method_of
 from finetune.logging import as_text, plain_table, whole
+from finetune.precision.facts import SCALINGS
 from finetune.precision.proof.row import LayerReceipt, changed_numbers, still_line
-from finetune.precision.settings import SCALES
 from finetune.runs.checkpoints import CHECKPOINTS, checkpoints_in, resume_command
 from finetune.runs.folder import finite, write_whole
 from finetune.runs.progress import outcome
@@ -216,7 +216,7 @@ class Receipt(JupyterMixin):
         """`frozen base, row-wise scales`: what multiplied in FP8, with which scales."""
         p = self.precision
         engine, scaling = p.get("backend") or "", p.get("scaling") or ""
-        scales = SCALES.get(scaling, f"{scaling} scaling")
+        scales = SCALINGS[scaling].shown if scaling in SCALINGS else f"{scaling} scaling"
         return f"{'frozen base' if engine == 'frozen' else engine}, {scales}{self.emulated}"
 
     @property

@@ -9,12 +9,13 @@ import sys
 import warnings
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from finetune.config.aliases import as_arguments, in_python, in_script
 from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean, speaking
 from finetune.hardware.device import EXPANDABLE, expand_segments, processes, refuse_lone_process
-from finetune.precision.settings import Fp8Format, PrecisionConfig, Scaling
+from finetune.precision.facts import ENGINES, UNDECIDED, BackendName, Fp8Format, Scaling
+from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import Receipt
 from finetune.section import RefusedError
 from finetune.training.helper import session
@@ -115,7 +116,7 @@ def setup_fp8_mixed_precision_training(
     settings |= {
         "compute": "fp8",
         "backend": name,
-        "scaling": scaling or ("delayed" if name == "te" else "tensorwise"),
+        "scaling": scaling or ENGINES.get(cast("BackendName", name), UNDECIDED).scaling,
         "format": fp8_format.lower() if isinstance(fp8_format, str) else fp8_format,
         "margin": margin,
         "amax_history_len": amax_history_len,

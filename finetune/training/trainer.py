@@ -78,7 +78,7 @@ def make_trainer(
     optimizer = chosen(config.train)
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
-    own = low_bit.class_and_kwargs if optimizer.library == "torchao" else lambda *_: None
+    own = low_bit.class_and_kwargs if optimizer.by_torchao else lambda *_: None
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)  # TRL would read another revision from the hub
     try:

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from finetune.config.paths import TINY_LLAMA
 from finetune.hardware.requirements import engine_verdict
 from finetune.precision import convert, planner
-from finetune.precision.settings import BackendName, PrecisionConfig, Scaling
+from finetune.precision.facts import BackendName, Scaling
+from finetune.precision.settings import PrecisionConfig
 
 BASELINE = "bf16"
 

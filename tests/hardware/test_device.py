@@ -227,7 +227,7 @@ def test_other_hardware_is_refused_by_its_kind(device, reason):
             "no rowwise scaling; use backend=torchao or ",
         ),
         ("te", {"format": "e5m2"}, "no pure E5M2; use precision.format=hybrid or backend=emulated"),
-        ("torchao", {"scaling": "delayed"}, "in training; use backend=te or backend=emulated"),
+        ("torchao", {"scaling": "delayed"}, "scaling; use backend=te or backend=emulated"),
         (
             "torchao",
             {"format": "e5m2"},

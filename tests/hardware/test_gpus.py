@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.hardware.device import (
-    BLOCK_CAPABILITY,
-    FP8_CAPABILITY,
-    Device,
-    installed_model,
-)
+from finetune.hardware.device import Device, installed_model
 from finetune.hardware.gpus import (
     as_device,
     find_gpu,
@@ -19,6 +14,7 @@ from finetune.hardware.gpus import (
     named_gpu,
 )
 from finetune.hardware.requirements import resolve
+from finetune.precision.facts import BLOCK_CAPABILITY, FP8_CAPABILITY
 from finetune.precision.settings import PrecisionConfig
 
 OWN = """\

@@ -19,7 +19,8 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.errors import ConfigError, PrecisionError
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import resolve
-from finetune.precision.settings import BackendName, Fp8Format, PrecisionConfig, Scaling
+from finetune.precision.facts import BackendName, Fp8Format, Scaling
+from finetune.precision.settings import PrecisionConfig
 from tests.conftest import B200, CPU, H100, batch, train
 
 BACKENDS, SCALINGS, FORMATS = get_args(BackendName), get_args(Scaling), get_args(Fp8Format)

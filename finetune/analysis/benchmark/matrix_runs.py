@@ -18,6 +18,7 @@ from finetune.data.auto_length import load_recipe
 from finetune.errors import FinetuneError
 from finetune.hardware.gpus import Place, place_of
 from finetune.hardware.requirements import resolve_there
+from finetune.precision.facts import FASTEST
 from finetune.runs.folder import new_folder
 
 
@@ -80,8 +81,8 @@ def configs_of(recipe: Recipe, place: Place) -> tuple[dict[str, RunConfig], dict
     emulated = place.here and not place.device.has_fp8
     for label, entry in MATRIX.items():
         more = [f"precision.emulation={'allow' if emulated else 'forbid'}"]
-        if label.startswith("FP8") and recipe.config.precision.scaling in ("mxfp8", "nvfp4"):
-            more.append("precision.scaling=tensorwise")
+        if label.startswith("FP8") and recipe.config.precision.rule.own_scales:
+            more.append(f"precision.scaling={FASTEST}")
         try:
             config = with_overrides(recipe.config, [*entry.overrides, *more])
             resolve_there(config.precision, place)

@@ -30,7 +30,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.recipe import with_overrides
 from finetune.errors import ConfigError
 from finetune.estimator.speed.step_parts import StepPart
-from finetune.precision.settings import FROZEN_SCALINGS
+from finetune.precision.facts import FASTEST
 from finetune.units import short_time
 
 percent = partial(units.percent, space=True)
@@ -161,16 +161,16 @@ def _casts(facts: Facts) -> Iterator[Cause]:
     p, share, change = facts.config.precision, facts.share(facts.parts[StepPart.CASTS]), Change()
     if facts.emulated:
         return
-    eager = p.backend == "torchao" or p.frozen == "fp8"
+    eager = (p.engine.has_kernels and not p.engine.is_fused) or p.frozen == "fp8"
     if facts.ran_fp8 and eager and not facts.is_compiled and facts.device.kind == "cuda":
         text = "casts to FP8 are not fused: amax, scale, clamp and cast are a kernel each"
         evidence = f"compile: {facts.compiled}"
         yield Cause("casts not compiled", share, text, evidence, ("precision.compile=on",))
         return
-    if facts.config.lora and facts.ran_fp8 and p.frozen != "fp8" and p.scaling in FROZEN_SCALINGS:
+    if facts.config.lora and facts.ran_fp8 and p.frozen != "fp8" and p.rule.frozen:
         change = ("precision.frozen=fp8",)
-    elif p.scaling != "tensorwise" and facts.ran_fp8 and not facts.config.lora:
-        change = ("precision.scaling=tensorwise",)
+    elif p.scaling != FASTEST and facts.ran_fp8 and not facts.config.lora:
+        change = (f"precision.scaling={FASTEST}",)
     what = "casts to FP8" if facts.ran_fp8 else "dequantising stored weights"
     yield Cause("casts", share, f"{what} take their time", change=change)
 

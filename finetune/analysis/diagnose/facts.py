@@ -164,8 +164,8 @@ class Facts:
         gpu, p = find_gpu(self.device), self.config.precision
         if gpu is None or not self.device.has_fp8:
             return None
-        fused = self.is_compiled or p.backend == "te" or p.scaling == "delayed"
-        return payoff_of(gpu, fused=fused, rowwise=p.scaling == "rowwise")
+        fused = self.is_compiled or p.engine.is_fused or p.rule.has_history
+        return payoff_of(gpu, fused=fused, rowwise=p.rule.frozen == "row")
 
     @property
     def seconds(self) -> float:

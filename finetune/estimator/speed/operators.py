@@ -26,6 +26,8 @@ import functools
 import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from finetune.precision.facts import SCALINGS
+
 if TYPE_CHECKING:
     from finetune.estimator.trace.trace import Op, Operand
 
@@ -87,9 +89,11 @@ _IN_PLACE_READS = {"addcmul": 3, "addcdiv": 3, "lerp": 2}
 
 ENGINE: dict[str, tuple[float, Precision]] = {
     "fp8": (1, "fp8"),
-    "mxfp8": (1 + 1 / 32, "fp8_blocks"),
-    "nvfp4": (1 / 2 + 1 / 16, "fp4"),
-    "blockwise": (1 + 4 / 128, "fp8_blocks"),
+    **{
+        name: (rule.size, "fp4" if rule.low == "fp4" else "fp8_blocks")
+        for name, rule in SCALINGS.items()
+        if rule.block
+    },
 }
 """Transformer Engine's operands by format: bytes per element with its share of the scales."""
 

@@ -192,7 +192,7 @@ def rehearse(
             trainer = _trainer(
                 *(model, config, Path(folder), teacher), padded=padded, documents=documents
             )
-        if resolution.precision.backend == "te":
+        if not resolution.precision.engine.takes_parameters:
             compiled = compiles(resolution.precision, device)
             engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
@@ -211,7 +211,7 @@ def rehearse(
                 stack.callback(made.revert)
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
-        if optimizer.library == "torchao":
+        if optimizer.by_torchao:
             stack.enter_context(torchao_updates(kernels=on_cuda))
             if on_cuda and config.precision.compute != "fp16":
                 trainer.accelerator.clip_grad_norm_ = clip_in_update
@@ -363,7 +363,7 @@ def _trainer(
         )
     if "ref" in getattr(model, "peft_config", ()):
         cast(Any, model).delete_adapter("ref")  # as in training
-    if chosen(config.train).library == "torchao":
+    if chosen(config.train).by_torchao:
         trainer.optimizer_cls_and_kwargs = low_bit.class_and_kwargs(config.train, args)
     trainer.remove_callback(PrinterCallback)
     trainer.accelerator.device_placement = False

@@ -194,7 +194,7 @@ class EngineBackend(Backend):
 
     def cast(self, x: Tensor, *, both: bool) -> list[Tensor]:
         """Codes of a matrix, row-wise, and column-wise if `both` directions are multiplied."""
-        if self.precision.scaling == "tensorwise" and not self.precision.pow2_scales:
+        if self.precision.rule.reads_twice and not self.precision.pow2_scales:
             OPS.fp8_amax(x)  # which kernels of ours find in passing
         return [OPS.fp8_cast(x, self._size) for _ in range(self._copies if both else 1)]
 

@@ -254,7 +254,7 @@ class Backend:
     @property
     def has_state(self) -> bool:
         """True if scales or random numbers carry over from one step to the next."""
-        return self.precision.scaling in ("delayed", "nvfp4")
+        return bool(self.precision.rule.state)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Scaling state to store with a checkpoint, so that resuming is exact."""

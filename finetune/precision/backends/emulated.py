@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from finetune.errors import ConfigError
 from finetune.precision import constants
 from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
+from finetune.precision.facts import Gemm
 from finetune.precision.gemm import Codes, as_output, as_rows, compute_dtype, scaled_mm
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import (
@@ -29,7 +30,7 @@ from finetune.precision.scaling import (
     formats_of,
     make_rule,
 )
-from finetune.precision.settings import Gemm, PrecisionConfig
+from finetune.precision.settings import PrecisionConfig
 
 DELAYED_TENSORS = ("history", "current", "scale")
 """Tensors of a `DelayedState` that belong to a checkpoint."""
@@ -154,8 +155,8 @@ class EmulatedBackend(Backend):
     def __init__(self, precision: PrecisionConfig, layers: int) -> None:
         super().__init__(precision)
         self.high = precision.gemms_kept_high
-        delayed = precision.scaling == "delayed"
-        self.state = DelayedState(layers, precision) if delayed else None
+        has_history = precision.rule.has_history
+        self.state = DelayedState(layers, precision) if has_history else None
         self._passes = Passes()
         self.randomness = Randomness()
         self._rows = 0
@@ -210,7 +211,7 @@ class EmulatedBackend(Backend):
             "power_of_two_scales": p.pow2_scales,
             "high_gemms": sorted(self.high),
         }
-        if p.scaling == "nvfp4":
+        if p.rule.is_random:
             report["hadamard"] = constants.HADAMARD
             report["stochastic_rounding"] = constants.STOCHASTIC_ROUNDING
         if self.state is not None:
@@ -225,7 +226,7 @@ class EmulatedBackend(Backend):
     @property
     def rounds_stochastically(self) -> bool:
         """True if gradients are rounded stochastically in some GEMM."""
-        requested = self.precision.scaling == "nvfp4" and constants.STOCHASTIC_ROUNDING
+        requested = self.precision.rule.is_random and constants.STOCHASTIC_ROUNDING
         # Only gradients are rounded so, and they are operands of dgrad and wgrad alone.
         return requested and not {"dgrad", "wgrad"} <= self.high
 

@@ -95,7 +95,7 @@ class FrozenBackend(Backend):
 
     def __init__(self, precision: PrecisionConfig, *, emulate: bool, triton: bool = True) -> None:
         super().__init__(precision)
-        rowwise, pow2 = precision.scaling == "rowwise", bool(precision.power_of_two_scales)
+        rowwise, pow2 = precision.rule.frozen == "row", bool(precision.power_of_two_scales)
         # A frozen weight has no wgrad to keep in high precision.
         high = precision.gemms_kept_high - {"wgrad"}
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than

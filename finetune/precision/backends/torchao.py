@@ -28,11 +28,12 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from finetune.precision.backends.base import Backend
+from finetune.precision.facts import Gemm
 from finetune.precision.formats import E4M3, E5M2
 from finetune.precision.gemm import as_output, as_rows
 from finetune.precision.planner import LayerPlan
 from finetune.precision.scaling import OPERANDS, formats_of
-from finetune.precision.settings import Gemm, PrecisionConfig
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.whole import INNER_MULTIPLE, Tensorwise, WholeMixin, whole_linear
 
 
@@ -179,7 +180,7 @@ class TorchaoBackend(Backend):
         super().__init__(precision)
         self.config = ao_config(precision, emulate=emulate)
         self.whole: Tensorwise | None = None
-        if precision.scaling == "tensorwise" and not emulate and not precision.gemms_kept_high:
+        if precision.rule.reads_twice and not emulate and not precision.gemms_kept_high:
             formats, pow2 = formats_of(precision), bool(precision.pow2_scales)
             self.whole = Tensorwise(formats, pow2, own=triton)
 

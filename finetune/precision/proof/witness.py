@@ -34,11 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from finetune.precision.backends.base import Hook, ObservedMixin, in_backward
+from finetune.precision.facts import Gemm
 from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.gemm import EMULATED
 from finetune.precision.parameters import tensors_of
 from finetune.precision.planner import LayerPlan, PrecisionPlan
-from finetune.precision.settings import Gemm
 
 aten = torch.ops.aten
 ATTENTION = "(attention)"

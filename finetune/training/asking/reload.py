@@ -151,7 +151,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
     from finetune.training.helper.scaling_state import load_scaling
 
-    if run.config.precision.scaling != "delayed":
+    if not run.config.precision.rule.has_history:
         return
     if load_scaling(backend, run.weights) and (why := load_scaling(backend, run.folder)):
         raise ConfigError(

@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from finetune.precision.backends.base import in_backward
 from finetune.precision.compiling import recomputed
 from finetune.precision.convert import Conversion
+from finetune.precision.facts import Gemm
 from finetune.precision.formats import amax, scale_from_amax, snr_db
 from finetune.precision.gemm import Codes, compute_dtype
 from finetune.precision.layers import HEADS, Role, declared_matmuls, is_conv1d, is_low_rank
@@ -50,8 +51,6 @@ from finetune.precision.parameters import ParameterMixin
 from finetune.precision.planner import LayerPlan, PrecisionPlan
 from finetune.precision.proof.movement import local_part
 from finetune.precision.scaling import (
-    BLOCK,
-    NV_BLOCK,
     Operand,
     formats_of,
     make_rule,
@@ -59,7 +58,7 @@ from finetune.precision.scaling import (
     scaled,
     to_codes,
 )
-from finetune.precision.settings import Gemm, PrecisionConfig
+from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored import StoredMixin
 from finetune.runs.receipt import name_parts
 
@@ -154,7 +153,7 @@ def inspect_operand(
         name: the layer's.
     """
     if scale is None:
-        update = {"scaling": "tensorwise"} if precision.scaling == "delayed" else {}
+        update = {"scaling": "tensorwise"} if precision.rule.has_history else {}
         codes = make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
     else:
         fmt = formats_of(precision)[operand]
@@ -187,14 +186,15 @@ def inspect_sample(
     rowwise takes every 16th row; blockwise weights take every 16th run of 128 rows.
     """
     largest = amax(rows)
-    run = {"blockwise": BLOCK, "nvfp4": NV_BLOCK}.get(precision.scaling, 1) if operand == "w" else 1
-    if scale is None and precision.scaling in ("tensorwise", "delayed"):
+    rule = precision.rule
+    run = rule.weight_rows if operand == "w" else 1
+    if scale is None and rule.whole and not rule.block:
         fmt = formats_of(precision)[operand]
         scale = scale_from_amax(largest, fmt, pow2=precision.pow2_scales)
     every, sample = -(-rows.shape[0] // max(SAMPLE_ROWS, run)), rows
     if every > 1:
         first = torch.arange(0, rows.shape[0], run, device=rows.device)[::every]
-        if precision.scaling == "nvfp4":
+        if rule.whole and rule.block:
             top = rows.abs().amax(1).argmax() // run * run
             first = torch.cat((first, top[None])).unique()
         index = (first[:, None] + torch.arange(run, device=rows.device)).flatten()

@@ -151,8 +151,8 @@ def _gemm(p: PrecisionConfig, device: Device) -> str:
         return ""
     if device.capability is None or emulates(p, device):
         return "emulated"
-    if p.backend == "te" and p.frozen != "fp8":
-        return "Transformer Engine"
+    if p.engine.library and p.frozen != "fp8":
+        return p.engine.library
     cuda = cuda_of(installed_torch(), torch.version.cuda)
     return gemm_engine(p.scaling, device.capability, cuda)
 

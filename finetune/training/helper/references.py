@@ -100,7 +100,7 @@ class References:
             key = f"{getattr(trainer, ITS_KEY)} {low} {conversion.plan.precision!r}"
             if low:
                 line = "log-probabilities precomputed in FP8"
-                if conversion.plan.precision.scaling in ("tensorwise", "delayed", "nvfp4"):
+                if conversion.plan.precision.rule.whole:
                     line += ", with the scales of other batches"
                 self._lines[line] = None
             with (

@@ -222,7 +222,7 @@ class Session:
     def _why_uncompiled(self, conversion: Conversion) -> str:
         """The reason why decoder layers are not compiled, empty if they are."""
         p, requested = self.precision, self.precision.compile_requested
-        real = p.backend in ("torchao", "te") or conversion.frozen is not None
+        real = p.engine.has_kernels or conversion.frozen is not None
         unfused = p.compute == "fp8" and real and self.device.kind == "cuda"
         if requested == "off":
             return "off, as configured" + "; nothing is fused, slower than BF16" * unfused
@@ -248,7 +248,7 @@ class Session:
     def _choose_engine_for(self, model: nn.Module) -> None:
         """Replace Transformer Engine, where `auto` takes it, for weights outside of layers."""
         r = self.resolution
-        takes = r.asked.backend == "auto" and self.precision.backend == "te"
+        takes = r.asked.backend == "auto" and not self.precision.engine.takes_parameters
         if not takes or all(record.kind == "linear" for record in records(model)):
             return
         try:
