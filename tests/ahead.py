@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """Launches of the largest tiles: rows of 16,384 numbers in BF16."""
-    from finetune.precision import triton_kernels as ours
+    from finetune.precision.numbers import triton_kernels as ours
 
     logits = {"z": "*bf16", "targets": "*i64"}
     mapped = {"scale": "fp32", "softcap": "fp32", "inv_t": "fp32"}

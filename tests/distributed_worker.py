@@ -47,7 +47,7 @@ from finetune import (
 from finetune.config.paths import TINY_LLAMA
 from finetune.precision.convert import conversion_of
 from finetune.precision.proof.row import changed_numbers
-from finetune.precision.stored import StoredMixin
+from finetune.precision.stored.linear import StoredMixin
 
 
 def rows(rank: int) -> list[dict]:

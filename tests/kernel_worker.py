@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the kernels of `finetune.precision.kernels` on CPU tensors.
+"""Triton's interpreter runs the kernels of `finetune.precision.numbers.kernels` on CPU tensors.
 
 A process of its own: functions of Triton are interpreted only if that is chosen before its import.
 Prints a JSON object: case -> number of results that differ from the reference by any bit; of logits
@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from finetune.precision import kernels, triton_kernels
-from finetune.precision.formats import E4M3, E5M2
-from finetune.precision.scaling import cast_current
+from finetune.precision.numbers import kernels, triton_kernels
+from finetune.precision.numbers.formats import E4M3, E5M2
+from finetune.precision.numbers.scaling import cast_current
 
 TORCH = {
     tl.float32: torch.float32,

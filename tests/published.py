@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from finetune.precision.formats import E4M3
-from finetune.precision.weights import quantize_weight, tile_of
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.weights import quantize_weight, tile_of
 
 FINE_GRAINED = {
     "quant_method": "fp8",
@@ -74,7 +74,7 @@ def publish(
         model: a plain model.
         folder: where to.
         config: its `quantization_config`.
-        granularity: of the codes, as `finetune.precision.weights` has it.
+        granularity: of the codes, as `finetune.precision.numbers.weights` has it.
         scale: what the scales are called.
         shape: of the scales in the file, from [ceil(N/r), ceil(K/c)].
         scale_dtype: of the scales in the file.

@@ -150,7 +150,7 @@ def real_gemm() -> Verdict:
     """
     import torch
 
-    from finetune.precision.formats import E4M3, E5M2, amax, cast, scale_from_amax
+    from finetune.precision.numbers.formats import E4M3, E5M2, amax, cast, scale_from_amax
 
     generator = torch.Generator("cuda").manual_seed(0)
     x, w, g = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(3))

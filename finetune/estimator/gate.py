@@ -28,7 +28,7 @@ from finetune.estimator.changes import as_typed, freeing, length_of, rows_of, wi
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import EXPANDABLE, Device, available_gib, expand_segments, processes
 from finetune.hardware.gpus import place_here
-from finetune.precision.layers import linear_shape
+from finetune.precision.model.layers import linear_shape
 from finetune.storage.nf4 import nf4_bytes
 from finetune.training.health.memory_meter import Batch
 from finetune.training.helper.optimizer.low_bit import bytes_of_states
@@ -39,7 +39,7 @@ from finetune.units import GIB, MEMORY, size
 if TYPE_CHECKING:
     from torch import nn
 
-    from finetune.precision.planner import PrecisionPlan
+    from finetune.precision.model.plan import PrecisionPlan
 
 ACTIVATION_BYTES, SCORE_BYTES = 16, 8
 """Most bytes that a layer keeps of one input or output element of a matrix (copies on both sides of

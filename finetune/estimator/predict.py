@@ -30,7 +30,7 @@ from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.trace import Trace
 from finetune.hardware.gpus import Place
 from finetune.hardware.requirements import Resolution, compiles, resolve_there
-from finetune.precision.planner import PrecisionPlan
+from finetune.precision.model.plan import PrecisionPlan
 from finetune.storage.pretrained import load_shape, positions
 
 FEW = (2, 3)
@@ -49,7 +49,7 @@ class Prediction:
         compiled: decoder layers are compiled.
         first: memory of the first micro-step, which runs uncompiled while FP8 is proven. None where
             its layers are not compiled later, and without gradient checkpointing: then it alone has
-            that (`finetune.precision.compiling.recomputed`), and holds less than the others.
+            that (`finetune.precision.model.compiling.recomputed`), and holds less than the others.
     """
 
     config: RunConfig

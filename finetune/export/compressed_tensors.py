@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from finetune.errors import ConfigError
 from finetune.export.folder import write_json
-from finetune.precision.formats import amax
-from finetune.precision.layers import experts_in, without_adapters
+from finetune.precision.model.layers import experts_in, without_adapters
+from finetune.precision.numbers.formats import amax
 from finetune.storage.pretrained import beside_text
 
 BLOCK = 16

@@ -46,7 +46,7 @@ from finetune.data.dataset import Rows, load_data
 from finetune.errors import DataError, FinetuneError, ParityError, first_line
 from finetune.export.compressed_tensors import PRESETS
 from finetune.hardware.device import this_device
-from finetune.precision.layers import decoder_layers
+from finetune.precision.model.layers import decoder_layers
 from finetune.storage.ends import ends_of
 from finetune.storage.loading import load_in_fp8
 from finetune.storage.pretrained import auto_class, load_tokenizer, load_whole, positions

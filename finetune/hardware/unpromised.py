@@ -64,7 +64,7 @@ HEAD_TAKES = [
     *("hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
     *("final_logit_softcapping", "logit_scale", "outputs"),
 ]
-"""Arguments, in order, that `precision.head.Head.apply` stands in for."""
+"""Arguments, in order, that `precision.cases.head.Head.apply` stands in for."""
 
 _IN = "trl.trainer."
 FEATURES = {

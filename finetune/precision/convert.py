@@ -18,18 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.precision import compiling, constants, kernels
-from finetune.precision.backends.base import (
-    Backend,
-    Fp8Mixin,
-    ObservedMixin,
-    Observer,
-    Owner,
-    Tally,
-    in_backward,
-)
-from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.experts import (
+from finetune.precision import constants
+from finetune.precision.cases.experts import (
     CastExpertsMixin,
     ConvertedExpertsMixin,
     ExpertsMixin,
@@ -38,18 +28,30 @@ from finetune.precision.experts import (
     split_adapters,
     store_experts,
 )
-from finetune.precision.head import Head
-from finetune.precision.layers import decoder_layers, records
-from finetune.precision.lora import AdaptedMixin, FusedMixin, iter_fusable
-from finetune.precision.overrides import DTYPES, OverrideMixin
-from finetune.precision.parameters import ParameterMixin, planned_parameters
-from finetune.precision.peft_methods import guard_adapters
-from finetune.precision.planner import PrecisionPlan
+from finetune.precision.cases.head import Head
+from finetune.precision.cases.lora import AdaptedMixin, FusedMixin, iter_fusable
+from finetune.precision.cases.override import DTYPES, OverrideMixin
+from finetune.precision.cases.parameters import ParameterMixin, planned_parameters
+from finetune.precision.engines.base import (
+    Backend,
+    Fp8Mixin,
+    ObservedMixin,
+    Observer,
+    Owner,
+    Tally,
+    in_backward,
+)
+from finetune.precision.engines.whole import MlpMixin, joinable_mlps
+from finetune.precision.model import compiling
+from finetune.precision.model.layers import decoder_layers, records
+from finetune.precision.model.plan import PrecisionPlan
+from finetune.precision.model.swap import Swapped, swap, unswap
+from finetune.precision.numbers import kernels
+from finetune.precision.numbers.weights import Arithmetic, tile_of
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import store
-from finetune.precision.swap import Swapped, swap, unswap
-from finetune.precision.weights import Arithmetic, tile_of
-from finetune.precision.whole import MlpMixin, joinable_mlps
+from finetune.precision.stored.frozen import FrozenBackend
+from finetune.precision.stored.linear import store
+from finetune.precision.stored.peft_methods import guard_adapters
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -305,15 +307,15 @@ def make_backend(
     """
     match precision.backend:  # a library is imported only where its engine is wanted
         case "emulated":
-            from finetune.precision.backends.emulated import EmulatedBackend
+            from finetune.precision.engines.emulated import EmulatedBackend
 
             return EmulatedBackend(precision, layers)
         case "torchao":
-            from finetune.precision.backends.torchao import TorchaoBackend
+            from finetune.precision.engines.torchao import TorchaoBackend
 
             return TorchaoBackend(precision, emulate=not hardware, triton=triton)
         case "te":
-            from finetune.precision.backends.transformer_engine import TransformerEngineBackend
+            from finetune.precision.engines.transformer_engine import TransformerEngineBackend
 
             return TransformerEngineBackend(precision, triton=triton)
         case _:

@@ -41,8 +41,8 @@ from finetune.estimator.gate import MemoryForecast
 from finetune.hardware.device import this_device
 from finetune.hardware.requirements import check_here, resolve
 from finetune.logging import output
-from finetune.precision.layers import without_adapters
-from finetune.precision.stored import stored_weights
+from finetune.precision.model.layers import without_adapters
+from finetune.precision.stored.linear import stored_weights
 from finetune.scripting import saving
 from finetune.scripting.keywords import Settings, by_section, recipe_of, speaks
 from finetune.scripting.run import TRAINED, WAITING, OneRun, abandon

@@ -15,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 
 from finetune.errors import ConfigError, MissingExtraError, OrderError
 from finetune.export.export import Export, export_run
-from finetune.precision.layers import without_adapters
+from finetune.precision.model.layers import without_adapters
 from finetune.runs.receipt import Receipt, RunReport
 from finetune.scripting.keywords import speaks
 from finetune.training.helper import session

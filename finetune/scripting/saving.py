@@ -21,7 +21,7 @@ from finetune.errors import ConfigError
 from finetune.export import hub
 from finetune.export.export import Export, export_run
 from finetune.logging import output
-from finetune.precision.layers import without_adapters
+from finetune.precision.model.layers import without_adapters
 from finetune.runs.folder import RunFolder
 from finetune.runs.receipt import Receipt
 from finetune.scripting.keywords import Settings, recipe_of

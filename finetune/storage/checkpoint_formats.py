@@ -35,9 +35,16 @@ from torch import Tensor
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from finetune.errors import ConfigError, ModelNotFoundError, StorageNotComputeError, did_you_mean
-from finetune.precision.codes import Fp8Bits
-from finetune.precision.formats import E4M3
-from finetune.precision.weights import BLOCK, GRANULARITIES, Granularity, Tile, slab_rows, tile_of
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.weights import (
+    BLOCK,
+    GRANULARITIES,
+    Granularity,
+    Tile,
+    slab_rows,
+    tile_of,
+)
+from finetune.precision.stored.codes import Fp8Bits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,8 +13,8 @@ for inference and as a frozen base of adapters. FP8 *compute* is
     `fp8` (DeepSeek, Qwen), or          the published codes bit for bit, with their scales
       compressed-tensors float-quantized
 
-Given a `granularity`, published codes are requantized to it (`finetune.precision.stored`), so that
-a base published in blocks can be multiplied in FP8 row by row.
+Given a `granularity`, published codes are requantized to it (`finetune.precision.stored.linear`),
+so that a base published in blocks can be multiplied in FP8 row by row.
 
 `build_stored` makes such a model of random weights, starting on the meta device: each decoder layer
 in turn is allocated, initialized by its model, and quantized. The peak is all codes plus one
@@ -39,9 +39,10 @@ import finetune.storage.bdh  # noqa: F401  makes our own model types known
 from finetune.config.paths import user_path
 from finetune.config.schema import Storage
 from finetune.errors import ConfigError, PlanError
-from finetune.precision import peft_methods  # noqa: F401  watches what PEFT attaches to codes
-from finetune.precision.experts import store_experts
-from finetune.precision.stored import (
+from finetune.precision.cases.experts import store_experts
+from finetune.precision.numbers.weights import Granularity
+from finetune.precision.stored import peft_methods  # noqa: F401  watches what PEFT attaches to codes
+from finetune.precision.stored.linear import (
     iter_stored,
     leave_out,
     release,
@@ -50,7 +51,6 @@ from finetune.precision.stored import (
     storable,
     store,
 )
-from finetune.precision.weights import Granularity
 from finetune.storage import nf4
 from finetune.storage.checkpoint_formats import METHODS, OWN, check_granularity, layout_of
 from finetune.storage.pretrained import auto_class as auto_class_of

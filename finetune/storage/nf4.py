@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import PlanError
 from finetune.hardware.device import this_device
-from finetune.precision.stored import stored_as
+from finetune.precision.stored.linear import stored_as
 from finetune.storage.pretrained import auto_class
 
 if TYPE_CHECKING:

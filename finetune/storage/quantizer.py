@@ -3,8 +3,8 @@
     AutoModelForCausalLM.from_pretrained(path, quantization_config=Fp8StorageConfig("row"))
 
 Importing this module registers `fp8_storage`. Transformers builds the model on the meta device;
-here the linear layers change class (`finetune.precision.stored`), so that they expect codes and
-scales. Then tensors come one by one from the memory-mapped files:
+here the linear layers change class (`finetune.precision.stored.linear`), so that they expect codes
+and scales. Then tensors come one by one from the memory-mapped files:
 
 * of a 16-bit checkpoint each is quantized where it arrives, before the next is read, so no more
   than one weight ever exists in high precision;
@@ -32,12 +32,17 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.errors import ConfigError, StorageNotComputeError, some
-from finetune.precision.codes import Fp8Bits, refuse_training
-from finetune.precision.experts import put_experts, quantize_stack, release_experts, stored_names
-from finetune.precision.formats import E4M3
-from finetune.precision.layers import experts_in, linear_shape, why_own_forward
-from finetune.precision.stored import iter_stored, put, release, resolve, scale_of, storable
-from finetune.precision.weights import GRANULARITIES, Granularity, Tile, quantize_weight
+from finetune.precision.cases.experts import (
+    put_experts,
+    quantize_stack,
+    release_experts,
+    stored_names,
+)
+from finetune.precision.model.layers import experts_in, linear_shape, why_own_forward
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.weights import GRANULARITIES, Granularity, Tile, quantize_weight
+from finetune.precision.stored.codes import Fp8Bits, refuse_training
+from finetune.precision.stored.linear import iter_stored, put, release, resolve, scale_of, storable
 from finetune.storage import mxfp4
 from finetune.storage.checkpoint_formats import (
     OWN,

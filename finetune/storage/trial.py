@@ -25,8 +25,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune.errors import StorageNotComputeError, first_line
 from finetune.hardware.device import generators
 from finetune.hardware.versions import table, version
-from finetune.precision.stored import iter_stored
-from finetune.precision.weights import quantize_weight
+from finetune.precision.numbers.weights import quantize_weight
+from finetune.precision.stored.linear import iter_stored
 from finetune.storage.checkpoint_formats import tile_named
 
 SIZE = 16

@@ -23,7 +23,7 @@ from finetune.config.sft import padding_free
 from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.hardware.device import Device
 from finetune.hardware.versions import version
-from finetune.precision.layers import plain_name, without_adapters
+from finetune.precision.model.layers import plain_name, without_adapters
 from finetune.storage import nf4
 from finetune.storage.pretrained import auto_class, fit_trl, load_shape, load_whole, loading, locate
 from finetune.training import scope
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from finetune.precision.planner import LayerPlan
+    from finetune.precision.model.plan import LayerPlan
 
 AUTO, VARLEN = "auto", "varlen"
 """Our values of `model.attention`; the others are names of Transformers."""
@@ -259,7 +259,7 @@ def _build_random(
     import torch
 
     from finetune.hardware.device import this_device
-    from finetune.precision.stored import storable
+    from finetune.precision.stored.linear import storable
     from finetune.storage.loading import build_stored
 
     shape, device = load_shape(model), this_device().kind
@@ -299,7 +299,7 @@ def _load_pretrained(
 ) -> PreTrainedModel:
     from transformers.utils.quantization_config import Mxfp4Config
 
-    from finetune.precision.stored import stored_weights
+    from finetune.precision.stored.linear import stored_weights
     from finetune.storage import mxfp4
     from finetune.storage.checkpoint_formats import refuse_codes
     from finetune.storage.loading import load_in_fp8, load_stored

@@ -23,7 +23,7 @@ from torch import nn
 
 from finetune.config.schema import LoraSection, RunConfig
 from finetune.errors import ConfigError, did_you_mean, first_line, some
-from finetune.precision.layers import (
+from finetune.precision.model.layers import (
     decoder_blocks,
     linear_records,
     matches,
@@ -32,8 +32,8 @@ from finetune.precision.layers import (
     records,
     without_adapters,
 )
-from finetune.precision.planner import place_in_block
-from finetune.precision.stored import stored_as
+from finetune.precision.model.plan import place_in_block
+from finetune.precision.stored.linear import stored_as
 from finetune.storage.pretrained import beside_text
 
 if TYPE_CHECKING:

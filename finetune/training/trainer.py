@@ -13,8 +13,8 @@ from finetune.config.reward_names import reward_names
 from finetune.config.schema import RunConfig
 from finetune.data.masks import answer_end
 from finetune.errors import FinetuneError
-from finetune.precision.layers import without_adapters
-from finetune.precision.stored import stored_weights
+from finetune.precision.model.layers import without_adapters
+from finetune.precision.stored.linear import stored_weights
 from finetune.storage import nf4
 from finetune.storage.ends import stop_at
 from finetune.storage.pretrained import fit_trl, refuse_other_words
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-    from finetune.precision.planner import LayerPlan
+    from finetune.precision.model.plan import LayerPlan
 
 
 def make_trainer(

@@ -37,7 +37,8 @@ from finetune.estimator.trace.stand_ins import store_base
 from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.gpus import place_of
 from finetune.hardware.requirements import resolve_there
-from finetune.precision import compiling, convert, planner
+from finetune.precision import convert, planner
+from finetune.precision.model import compiling
 from finetune.training.model import sketch
 
 GPU = "H100"
@@ -203,8 +204,8 @@ def counts(layers: list[str], tokens: int) -> Iterator[tuple[str, dict[str, Any]
 
 def casts(tokens: int) -> Iterator[tuple[str, float, float]]:
     """Name, milliseconds and TB/s of each cast of a full layer, guessed right and wrong."""
-    from finetune.precision.formats import E4M3, E5M2
-    from finetune.precision.kernels import cast_whole, swiglu_backward_cast, swiglu_cast
+    from finetune.precision.numbers.formats import E4M3, E5M2
+    from finetune.precision.numbers.kernels import cast_whole, swiglu_backward_cast, swiglu_cast
 
     x, w = torch.randn(tokens, 4096), torch.randn(14336, 4096)
     dy, gate, up = torch.randn(3, tokens, 14336, dtype=torch.bfloat16, device="cuda")

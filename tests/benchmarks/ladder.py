@@ -56,7 +56,7 @@ from finetune.errors import ConfigError, FinetuneError, install_hint
 from finetune.hardware.device import Device, Verdict, this_device
 from finetune.hardware.gpus import place_here
 from finetune.precision import constants
-from finetune.precision.head import Head
+from finetune.precision.cases.head import Head
 from finetune.precision.proof.movement import sample
 from finetune.precision.proof.proof import Proof
 from finetune.runs.folder import new_folder

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune import setup_fp8_mixed_precision_training
 from finetune.analysis.statistics import Ratio, speed_ratio
 from finetune.hardware.device import this_device
-from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.convert import conversion_of
+from finetune.precision.engines.base import Fp8Mixin
 from tests.benchmarks.step_overhead import timed
 
 

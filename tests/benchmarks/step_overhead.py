@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune import setup_fp8_mixed_precision_training
 from finetune.hardware.device import this_device
-from finetune.precision.backends.torchao import ao_config
+from finetune.precision.engines.torchao import ao_config
 from finetune.precision.settings import PrecisionConfig
 
 

@@ -11,7 +11,7 @@ are; without Triton only the predictions are printed. Needs the engine's Python
 A cast of the engine by the tensor's own scale is four kernels, of which two do no more than set its
 amax to zero and make a scale of it (trace of an H100, TE 2.20.2): it reads a number twice. That is
 so where scales are float32. Where they are powers of two, two kernels of ours cast
-(`finetune.precision.whole`), and read it once where the scale was guessed.
+(`finetune.precision.engines.whole`), and read it once where the scale was guessed.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
 from finetune.estimator.trace.trace import layer_of
 from finetune.hardware.gpus import place_of
 from finetune.hardware.requirements import Resolution, engine_verdict
-from finetune.precision import head, weights
+from finetune.precision.cases import head
+from finetune.precision.numbers import weights
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import load_shape
 from finetune.training.helper.varlen import runs_on_cuda

@@ -357,8 +357,8 @@ def patched() -> list[object]:
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils as trl_utils
 
-    from finetune.precision import gemm
-    from finetune.precision import weights as tiles
+    from finetune.precision.numbers import gemm
+    from finetune.precision.numbers import weights as tiles
 
     found: list[object] = [
         optimizers._get_foreach_kernels_supported_devices,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from finetune.errors import ConfigError
 from finetune.export import compressed_tensors
 from finetune.export.folder import stored_names
-from finetune.precision.formats import snr_db
+from finetune.precision.numbers.formats import snr_db
 from tests.families import config_of
 
 IDS = torch.arange(3, 67).view(2, -1)

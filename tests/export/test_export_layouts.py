@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 from finetune.errors import ConfigError
 from finetune.export import compressed_tensors
 from finetune.export.compressed_tensors import PRESETS, input_amax
-from finetune.precision.formats import snr_db
+from finetune.precision.numbers.formats import snr_db
 from tests.families import config_of
 
 

@@ -26,7 +26,7 @@ from finetune.hardware.device import Device, this_device
 from finetune.hardware.requirements import backend_verdict
 from finetune.precision import constants, convert, planner
 from finetune.precision.facts import Scaling
-from finetune.precision.formats import snr_db
+from finetune.precision.numbers.formats import snr_db
 from finetune.precision.settings import PrecisionConfig
 
 TENSORS = ("y", "dx", "dw")

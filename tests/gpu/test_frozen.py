@@ -11,7 +11,14 @@ from finetune import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
 )
-from finetune.precision.weights import Arithmetic, cast, dgrad, fprop, quantize_weight, tile_of
+from finetune.precision.numbers.weights import (
+    Arithmetic,
+    cast,
+    dgrad,
+    fprop,
+    quantize_weight,
+    tile_of,
+)
 from tests.conftest import batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torchao import optim
 
-from finetune.precision.formats import E4M3, E5M2
-from finetune.precision.kernels import (
+from finetune.precision.numbers.formats import E4M3, E5M2
+from finetune.precision.numbers.kernels import (
     LogitMap,
     cast_rows,
     cast_whole,

@@ -16,7 +16,7 @@ import torch
 from finetune.errors import PrecisionError, StorageNotComputeError
 from finetune.hardware import unpromised
 from finetune.hardware.unpromised import HEAD_TAKES, stands, switched_off
-from finetune.precision.head import Head
+from finetune.precision.cases.head import Head
 from finetune.training.helper.session import _leave_head
 from tests.canary import ROOT
 from tests.renamed_trl import rename

@@ -318,9 +318,9 @@ def _without_triton() -> None:
     from torch import nn
 
     from finetune.hardware.device import Verdict
-    from finetune.precision import kernels
+    from finetune.precision.numbers import kernels
 
-    stub: Any = types.ModuleType("finetune.precision.triton_kernels")
+    stub: Any = types.ModuleType("finetune.precision.numbers.triton_kernels")
     stub.transpose_codes = kernels._transpose
     names = ("cast_rows", "cast_whole", "swiglu_cast", "swiglu_backward_cast")
     for name in (*names, "observe_logits", "grade_logits"):

@@ -13,11 +13,11 @@ from torch._dynamo.utils import counters
 from finetune import get_receipt, revert
 from finetune.errors import StorageNotComputeError
 from finetune.precision import constants
-from finetune.precision.backends.frozen import FrozenMixin
+from finetune.precision.cases.lora import AdaptedMixin, FusedMixin, fused_adapters
 from finetune.precision.convert import apply, disabled
-from finetune.precision.lora import AdaptedMixin, FusedMixin, fused_adapters
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
+from finetune.precision.stored.frozen import FrozenMixin
 from tests.conftest import batch, train
 from tests.traced import traced
 

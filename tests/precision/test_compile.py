@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.errors import PrecisionError
-from finetune.precision import compiling, convert
-from finetune.precision.backends.base import Owner
-from finetune.precision.lora import AdaptedLinear
+from finetune.precision import convert
+from finetune.precision.cases.lora import AdaptedLinear
+from finetune.precision.engines.base import Owner
+from finetune.precision.model import compiling
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.health.operands import OperandWatch

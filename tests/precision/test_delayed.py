@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.precision import convert, planner
-from finetune.precision.formats import E4M3, cast
-from finetune.precision.scaling import DelayedRule, DelayedState
+from finetune.precision.numbers.formats import E4M3, cast
+from finetune.precision.numbers.scaling import DelayedRule, DelayedState
 from tests.conftest import emulated
 
 INF, NAN = float("inf"), float("nan")

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from finetune import get_receipt
 from finetune.errors import StorageNotComputeError
 from finetune.precision import constants, convert
-from finetune.precision.backends.base import Owner
-from finetune.precision.experts import (
+from finetune.precision.cases.experts import (
     ExpertsMixin,
     FrozenExperts,
     Routing,
@@ -25,12 +24,13 @@ from finetune.precision.experts import (
     store_experts,
     stored_names,
 )
-from finetune.precision.formats import E4M3, decode_bits
-from finetune.precision.layers import experts_in
+from finetune.precision.engines.base import Owner
+from finetune.precision.model.layers import experts_in
+from finetune.precision.numbers.formats import E4M3, decode_bits
+from finetune.precision.numbers.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import before_sharding
-from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
+from finetune.precision.stored.linear import before_sharding
 from finetune.storage.loading import build_stored, load_stored
 from tests.families import config_of
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.errors import ConfigError, ProofError
 from finetune.precision import convert, planner
-from finetune.precision.overrides import DTYPES, OverrideMixin
+from finetune.precision.cases.override import DTYPES, OverrideMixin
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import store
+from finetune.precision.stored.linear import store
 from tests.conftest import batch, emulated
 
 

@@ -15,13 +15,9 @@ from finetune import get_receipt, revert, setup_fp8_mixed_precision_training
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError, PlanError, StorageNotComputeError
 from finetune.precision import constants
-from finetune.precision.backends.frozen import FrozenBackend, FrozenMixin, SharedCast
 from finetune.precision.convert import apply
-from finetune.precision.formats import E4M3
-from finetune.precision.planner import plan
-from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import StoredMixin, store
-from finetune.precision.weights import (
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.weights import (
     Arithmetic,
     cast,
     dequantize_weight,
@@ -30,6 +26,10 @@ from finetune.precision.weights import (
     quantize_weight,
     tile_of,
 )
+from finetune.precision.planner import plan
+from finetune.precision.settings import PrecisionConfig
+from finetune.precision.stored.frozen import FrozenBackend, FrozenMixin, SharedCast
+from finetune.precision.stored.linear import StoredMixin, store
 from tests.conftest import batch
 
 M, K, N = 96, 160, 224

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from finetune import load_recipe, train
 from finetune.errors import PlanError
-from finetune.precision import convert, head
-from finetune.precision.backends.base import Owner
+from finetune.precision import convert
+from finetune.precision.cases import head
+from finetune.precision.engines.base import Owner
+from finetune.precision.numbers.weights import multiply
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.weights import multiply
 from finetune.training.model import sketch
 from finetune.training.run.preflight import check_settings
 

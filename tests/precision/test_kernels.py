@@ -21,20 +21,27 @@ from finetune.errors import PrecisionError
 from finetune.hardware.device import has_triton, starts_triton
 from finetune.hardware.requirements import resolve
 from finetune.precision import convert
-from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.compiling import prepare
-from finetune.precision.formats import E4M3, E5M2
-from finetune.precision.kernels import (
+from finetune.precision.model.compiling import prepare
+from finetune.precision.numbers.formats import E4M3, E5M2
+from finetune.precision.numbers.kernels import (
     cast_rows,
     cast_whole,
     swiglu,
     swiglu_backward,
     transpose_codes,
 )
+from finetune.precision.numbers.scaling import cast_current
+from finetune.precision.numbers.weights import (
+    Arithmetic,
+    FrozenLinear,
+    cast,
+    dgrad,
+    fprop,
+    quantize_weight,
+)
 from finetune.precision.planner import plan
-from finetune.precision.scaling import cast_current
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.weights import Arithmetic, FrozenLinear, cast, dgrad, fprop, quantize_weight
+from finetune.precision.stored.frozen import FrozenBackend
 from tests.conftest import CPU, H100
 
 CASTS = torch.ops.finetune.cast_rows.default

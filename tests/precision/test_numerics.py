@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from finetune.precision.formats import (
+from finetune.precision.numbers.formats import (
     E2M1,
     E4M3,
     E5M2,
@@ -30,8 +30,8 @@ from finetune.precision.formats import (
     snr_db,
     times_blocks,
 )
-from finetune.precision.gemm import Codes, scaled_mm
-from finetune.precision.scaling import cast_current
+from finetune.precision.numbers.gemm import Codes, scaled_mm
+from finetune.precision.numbers.scaling import cast_current
 
 ONE = torch.tensor(1.0)
 ML = {
@@ -291,7 +291,7 @@ def test_scaled_mm_against_float64(pair, shape) -> None:
 @pytest.mark.parametrize("k", [16, 256, 4096])
 def test_a_product_in_bf16_is_one_ulp_away_at_most(k, monkeypatch) -> None:
     """Its sum is rounded before the scale and after it; under powers of two that is once."""
-    monkeypatch.setattr("finetune.precision.gemm.has_bf16_units", lambda: True)
+    monkeypatch.setattr("finetune.precision.numbers.gemm.has_bf16_units", lambda: True)
     a, b = some_codes(64, k, E4M3, 0, in_bf16=True), some_codes(48, k, E4M3, 1, in_bf16=True).t()
     exact = a.values.double() @ b.values.double()
     for scale in (0.0123, 0.77, 3.3e-5):

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from finetune import PrecisionConfig, disabled, get_receipt, register_parameter_matmuls, revert
 from finetune.errors import ConversionError, PlanError, ProofError
 from finetune.precision import convert
-from finetune.precision.contractions import group_sizes
-from finetune.precision.parameters import ParameterMixin
+from finetune.precision.cases.contractions import group_sizes
+from finetune.precision.cases.parameters import ParameterMixin
 from finetune.precision.planner import plan
 from tests.conftest import batch
 

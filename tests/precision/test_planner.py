@@ -11,8 +11,9 @@ from torch import nn
 from finetune import load_recipe
 from finetune.config.paths import list_recipes
 from finetune.errors import PlanError
-from finetune.precision.layers import matches
-from finetune.precision.planner import PrecisionPlan, plan
+from finetune.precision.model.layers import matches
+from finetune.precision.model.plan import PrecisionPlan
+from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.model import sketch
 from tests.conftest import emulated, slow_but

@@ -13,7 +13,7 @@ from finetune import (
 )
 from finetune.errors import OrderError, PrecisionError, ProofError
 from finetune.precision import convert, planner
-from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.engines.base import Fp8Mixin
 from finetune.precision.proof import movement
 from finetune.precision.proof.row import changed_numbers
 from finetune.precision.proof.witness import ATTENTION, Witness
@@ -169,7 +169,7 @@ def test_layer_switched_back_to_high_precision(make_llama, setup_backend) -> Non
 
 def test_operands_that_were_not_rounded_are_not_fp8(make_llama, setup_backend, monkeypatch) -> None:
     """An emulated GEMM multiplies in float32: only its operands show in which precision."""
-    from finetune.precision import scaling
+    from finetune.precision.numbers import scaling
 
     accelerator, model, optimizer = prepared(make_llama(), setup_backend)
     monkeypatch.setattr(scaling, "to_codes", lambda x, *_, **__: x)

@@ -33,8 +33,8 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
 from finetune.precision import constants, convert, planner
-from finetune.precision.backends import emulated
-from finetune.precision.formats import (
+from finetune.precision.engines import emulated
+from finetune.precision.numbers.formats import (
     E2M1,
     E4M3,
     E5M2,
@@ -42,8 +42,8 @@ from finetune.precision.formats import (
     snr_db,
     transform,
 )
-from finetune.precision.gemm import Codes
-from finetune.precision.scaling import make_rule
+from finetune.precision.numbers.gemm import Codes
+from finetune.precision.numbers.scaling import make_rule
 from finetune.precision.settings import PrecisionConfig
 
 ML = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, E2M1: ml_dtypes.float4_e2m1fn}

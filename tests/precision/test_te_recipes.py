@@ -18,7 +18,7 @@ import finetune.training.helper.session
 from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.hardware.device import Device
 from finetune.precision import constants, convert, planner
-from finetune.precision.formats import snr_db
+from finetune.precision.numbers.formats import snr_db
 from finetune.precision.settings import PrecisionConfig
 from tests.conftest import B200, H100, batch, slow_but
 from tests.traced import traced

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from finetune import get_receipt, revert
 from finetune.config.paths import TINY_LLAMA
-from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.engines.base import Fp8Mixin
 from tests.conftest import batch, slow_but, train
 
 BACKENDS = [

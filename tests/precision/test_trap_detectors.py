@@ -17,11 +17,11 @@ from torch import nn
 from finetune import get_receipt
 from finetune.errors import ProofError
 from finetune.precision import convert
-from finetune.precision.backends.base import Fp8Mixin, in_backward
-from finetune.precision.backends.emulated import EmulatedMixin
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import linear_records
-from finetune.precision.swap import unswap
+from finetune.precision.engines.base import Fp8Mixin, in_backward
+from finetune.precision.engines.emulated import EmulatedMixin
+from finetune.precision.model.layers import linear_records
+from finetune.precision.model.swap import unswap
 from tests.conftest import train
 
 Damage = Callable[[Conversion], Any]

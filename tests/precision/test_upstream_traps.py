@@ -23,7 +23,7 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.config.paths import TINY_LLAMA
 from finetune.errors import ConfigError, PlanError, PrecisionError
 from finetune.precision import convert, planner
-from finetune.precision.backends.base import Fp8Mixin
+from finetune.precision.engines.base import Fp8Mixin
 from finetune.precision.settings import PrecisionConfig
 from tests.conftest import batch
 

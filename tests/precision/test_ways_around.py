@@ -21,11 +21,11 @@ from finetune import (
 )
 from finetune.errors import OrderError, PlanError, ProofError, UnknownArgumentError
 from finetune.precision import convert
-from finetune.precision.backends.base import Fp8Mixin
 from finetune.precision.convert import conversion_of
+from finetune.precision.engines.base import Fp8Mixin
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import StoredMixin
+from finetune.precision.stored.linear import StoredMixin
 from tests.conftest import batch, prepared, slow_but, step, train
 
 

@@ -23,7 +23,7 @@ from finetune.errors import FinetuneError, PlanError, StorageNotComputeError
 from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import StoredMixin, iter_stored, release, store
+from finetune.precision.stored.linear import StoredMixin, iter_stored, release, store
 from finetune.training.model import load_model, sketch
 from finetune.training.run.preflight import check_settings
 from tests.conftest import batch, slow_but

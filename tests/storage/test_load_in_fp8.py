@@ -34,11 +34,11 @@ from finetune.errors import (
     StorageNotComputeError,
 )
 from finetune.hardware.versions import concerns, installed
-from finetune.precision.codes import Fp8Bits
-from finetune.precision.layers import linear_records
+from finetune.precision.model.layers import linear_records
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import iter_stored, storable, store
+from finetune.precision.stored.codes import Fp8Bits
+from finetune.precision.stored.linear import iter_stored, storable, store
 from finetune.storage.loading import build_stored, load_stored
 from finetune.storage.quantizer import Fp8StorageConfig
 from finetune.training.health.memory_meter import LiveTensors

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from finetune.errors import ModelNotFoundError, StorageNotComputeError
-from finetune.precision.backends.frozen import FrozenMixin
-from finetune.precision.formats import E4M3
-from finetune.precision.stored import iter_stored, requantize, store
-from finetune.precision.weights import tile_of
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.weights import tile_of
+from finetune.precision.stored.frozen import FrozenMixin
+from finetune.precision.stored.linear import iter_stored, requantize, store
 from finetune.storage.checkpoint_formats import layout_of, tile_of_scale
 from finetune.storage.loading import load_in_fp8, load_stored
 from tests.published import FINE_GRAINED, compressed, publish

@@ -25,7 +25,7 @@ from finetune.errors import (
 )
 from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
-from finetune.precision.stored import stored_as, stored_weights
+from finetune.precision.stored.linear import stored_as, stored_weights
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
 from finetune.training.model import load_model, sketch

@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from finetune.errors import StorageNotComputeError
-from finetune.precision import weights
-from finetune.precision.formats import E4M3, decode_bits
-from finetune.precision.stored import StoredMixin, iter_stored, put, requantize, store
-from finetune.precision.weights import dequantize_weight, quantize_weight, tile_of
+from finetune.precision.numbers import weights
+from finetune.precision.numbers.formats import E4M3, decode_bits
+from finetune.precision.numbers.weights import dequantize_weight, quantize_weight, tile_of
+from finetune.precision.stored.linear import StoredMixin, iter_stored, put, requantize, store
 
 GRANULARITIES = ("row", "tensor", "block")
 

@@ -36,9 +36,9 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.precision import formats
-from finetune.precision.formats import E2M1, E4M3, E5M2
-from finetune.precision.scaling import e8m0_scales, nvfp4_scales
+from finetune.precision.numbers import formats
+from finetune.precision.numbers.formats import E2M1, E4M3, E5M2
+from finetune.precision.numbers.scaling import e8m0_scales, nvfp4_scales
 
 NAME = "transformer_engine_torch"
 E8M0_BIAS = 127

@@ -13,7 +13,8 @@ that our backend relies on, and is strict about it:
 * `te.Linear(in_features, out_features, bias=, params_dtype=, device=)`, as Accelerate builds it:
   FP8 only inside `te.autocast(enabled, recipe=)`; no wgrad for a frozen weight.
 
-Rounding is that of `finetune.precision.formats`; block recipes are cast with one scale a tensor.
+Rounding is that of `finetune.precision.numbers.formats`; block recipes are cast with one scale a
+tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.precision.formats import E4M3, E5M2, amax, cast, scale_from_amax
+from finetune.precision.numbers.formats import E4M3, E5M2, amax, cast, scale_from_amax
 
 
 class Format(enum.Enum):

@@ -9,7 +9,7 @@ from transformers import T5Config
 
 from finetune import load_recipe
 from finetune.errors import ConfigError
-from finetune.precision.layers import plain_name
+from finetune.precision.model.layers import plain_name
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import auto_class, beside_text
 from finetune.training.model import sketch

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from finetune import HealthMonitor
 from finetune.precision import convert
-from finetune.precision.formats import snr_db
+from finetune.precision.numbers.formats import snr_db
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.health.moments import (

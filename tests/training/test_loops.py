@@ -21,9 +21,9 @@ from finetune import (
 from finetune.errors import OrderError, ProofError
 from finetune.hardware.device import this_device
 from finetune.hardware.requirements import resolve
-from finetune.precision.backends.frozen import FrozenMixin
 from finetune.precision.proof import proof
 from finetune.precision.proof.proof import Proof
+from finetune.precision.stored.frozen import FrozenMixin
 from finetune.training.helper import session
 from tests.conftest import batch
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from finetune.errors import PrecisionError
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import store
+from finetune.precision.stored.linear import store
 from finetune.training.helper import session
 from finetune.training.helper.checkpoint_weights import refuse_sharded_codes
 from finetune.training.helper.patches import (

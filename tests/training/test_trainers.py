@@ -11,11 +11,11 @@ import torch
 
 from finetune import get_receipt
 from finetune.precision import convert
-from finetune.precision.backends.base import Fp8Mixin
-from finetune.precision.backends.frozen import FrozenMixin
+from finetune.precision.engines.base import Fp8Mixin
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import store
+from finetune.precision.stored.frozen import FrozenMixin
+from finetune.precision.stored.linear import store
 from finetune.training.helper.references import References
 from tests.benchmarks import stock_trainers, trainers
 from tests.benchmarks.stock_trainers import METHODS, TRAINERS, Workshop

@@ -26,10 +26,10 @@ from torch.utils.benchmark import Timer
 
 from finetune.analysis.diagnose.timeline import Slice, Timeline
 from finetune.estimator.speed.step_parts import StepPart
-from finetune.precision.planner import GEMMS
+from finetune.precision.model.plan import GEMMS
+from finetune.precision.numbers.scaling import OPERANDS
 from finetune.precision.proof import witness
 from finetune.precision.proof.row import LayerReceipt
-from finetune.precision.scaling import OPERANDS
 from finetune.runs.receipt import layer_groups, layer_kind
 from finetune.training.health.operands import GroupSums, merge_sums
 

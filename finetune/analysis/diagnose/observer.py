@@ -34,11 +34,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState
 
 from finetune.hardware.device import synchronize
-from finetune.precision.backends.base import ObservedMixin, in_backward
-from finetune.precision.compiling import OURS
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import decoder_layers
-from finetune.precision.planner import PrecisionPlan
+from finetune.precision.engines.base import ObservedMixin, in_backward
+from finetune.precision.model.compiling import OURS
+from finetune.precision.model.layers import decoder_layers
+from finetune.precision.model.plan import PrecisionPlan
 from finetune.training.health.operands import GroupSums, OperandWatch
 from finetune.training.helper.session import Session
 

@@ -19,7 +19,7 @@ from finetune.analysis.diagnose.groups import ObservedGroup
 from finetune.estimator.changes import as_typed
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.logging import plain_table
-from finetune.precision.planner import GEMMS
+from finetune.precision.model.plan import GEMMS
 from finetune.runs.folder import write_whole
 from finetune.runs.receipt import Receipt
 from finetune.units import short_time, shortened

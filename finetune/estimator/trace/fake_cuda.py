@@ -49,7 +49,7 @@ from finetune.estimator.memory.overheads import (
 )
 from finetune.hardware.device import varlen_kernel
 from finetune.hardware.versions import torch_of_gpus
-from finetune.precision import gemm, weights
+from finetune.precision.numbers import gemm, weights
 
 LIBRARY = torch.library.Library("finetune_estimator", "DEF")
 """Operators without values: results of the right shapes, for a trace to see."""

@@ -4,8 +4,9 @@ On a GPU TRL (1.16) selects the positions that count, and folds tiles of logits 
 in place; on a CPU it keeps all positions, and folds in torch, with temporaries that a GPU has not.
 Both losses are public functions of autograd. They are replaced whole:
 
-    log-probabilities   the package's own (`precision.head`), also of models that are not converted
-    divergence          of a student from a teacher: two buffers of [tokens, words] float32, one
+    log-probabilities   the package's own (`precision.cases.head`), also of models that are not
+    converted divergence          of a student from a teacher: two buffers of [tokens, words]
+    float32, one
                         pass over both heads for statistics, another for a mixture, one in backward
 
 Positions without a label are those whose target is 0, which no row of a rehearsal has; an answer
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.precision.backends.base import Owner
-from finetune.precision.head import Head
+from finetune.precision.cases.head import Head
+from finetune.precision.engines.base import Owner
 
 OPS = torch.ops.finetune_estimator
 

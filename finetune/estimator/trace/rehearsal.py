@@ -80,7 +80,7 @@ from finetune.estimator.trace.writing import PROMPT, nothing, settle, writing, w
 from finetune.hardware.device import Device, generators, starts_triton
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
-from finetune.precision.planner import PrecisionPlan
+from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan as make_plan
 from finetune.storage.pretrained import load_shape
 from finetune.training.helper import session

@@ -1,7 +1,7 @@
 """Stand-ins for what cannot run on tensors without values: engines, 4-bit bases, optimizers.
 
 *Transformer Engine* runs on GPUs only. `EngineBackend` allocates what its casts and products do
-(`precision.backends.te_products`; TransformerEngine 2.20), operators that no compiler fuses:
+(`precision.engines.te_products`; TransformerEngine 2.20), operators that no compiler fuses:
 
 * forward casts x and w. FP8 tensor cores of compute capability 8.9 and 9.0 contract along the last
   dimension of both operands only, so each cast is written twice, plain and transposed, if a later
@@ -49,14 +49,15 @@ from torch.optim import Optimizer
 from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Recorder, plain_tensors
-from finetune.precision import kernels, weights, whole
-from finetune.precision.backends.base import Backend, Fp8Mixin
-from finetune.precision.formats import E4M3
-from finetune.precision.gemm import as_output, as_rows
-from finetune.precision.scaling import Operand, cast_current
+from finetune.precision.engines import whole
+from finetune.precision.engines.base import Backend, Fp8Mixin
+from finetune.precision.model.swap import Swapped, swap
+from finetune.precision.numbers import kernels, weights
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.gemm import as_output, as_rows
+from finetune.precision.numbers.scaling import Operand, cast_current
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import storable, store
-from finetune.precision.swap import Swapped, swap
+from finetune.precision.stored.linear import storable, store
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
 

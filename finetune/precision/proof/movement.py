@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from finetune.errors import some
-from finetune.precision.backends.base import in_backward
+from finetune.precision.engines.base import in_backward
 from finetune.precision.proof.row import still_line
 
 EFFECTIVE_STEPS = 2

@@ -34,10 +34,15 @@ from torch.optim.optimizer import (
 )
 
 from finetune.errors import OrderError, ProofError
-from finetune.precision.backends.base import in_backward
-from finetune.precision.compiling import is_inside, never_compiled, recomputed, refuse_compiled
 from finetune.precision.convert import Conversion
-from finetune.precision.planner import GEMMS
+from finetune.precision.engines.base import in_backward
+from finetune.precision.model.compiling import (
+    is_inside,
+    never_compiled,
+    recomputed,
+    refuse_compiled,
+)
+from finetune.precision.model.plan import GEMMS
 from finetune.precision.proof.movement import Movement, changes_nothing
 from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.row import LayerReceipt

@@ -33,13 +33,13 @@ import torch
 from torch import nn
 
 from finetune.errors import some
-from finetune.precision.backends.base import Fp8Mixin, Tally
-from finetune.precision.compiling import compiled_later, refuse_compiled
+from finetune.precision.cases.experts import ConvertedExpertsMixin
+from finetune.precision.cases.parameters import ParameterMixin
 from finetune.precision.convert import Conversion
-from finetune.precision.experts import ConvertedExpertsMixin
-from finetune.precision.layers import is_low_rank, linear_records
-from finetune.precision.parameters import ParameterMixin
-from finetune.precision.planner import LayerPlan
+from finetune.precision.engines.base import Fp8Mixin, Tally
+from finetune.precision.model.compiling import compiled_later, refuse_compiled
+from finetune.precision.model.layers import is_low_rank, linear_records
+from finetune.precision.model.plan import LayerPlan
 from finetune.precision.proof.remedy import remedy
 
 Flops = dict[tuple[str, str], int]

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from finetune.precision.backends.base import Hook, ObservedMixin, in_backward
+from finetune.precision.cases.parameters import tensors_of
+from finetune.precision.engines.base import Hook, ObservedMixin, in_backward
 from finetune.precision.facts import Gemm
-from finetune.precision.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
-from finetune.precision.gemm import EMULATED
-from finetune.precision.parameters import tensors_of
-from finetune.precision.planner import LayerPlan, PrecisionPlan
+from finetune.precision.model.plan import LayerPlan, PrecisionPlan
+from finetune.precision.numbers.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
+from finetune.precision.numbers.gemm import EMULATED
 
 aten = torch.ops.aten
 ATTENTION = "(attention)"

@@ -163,7 +163,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 
 
 def _load(run: TrainedRun) -> Any:
-    from finetune.precision.experts import split_adapters
+    from finetune.precision.cases.experts import split_adapters
     from finetune.precision.planner import plan
     from finetune.training.checkpoints.resume import refuse_other_base
     from finetune.training.model import load_model, sketch

@@ -41,7 +41,7 @@ from finetune.data.preparing import Accounted
 from finetune.errors import ConfigError, DataError
 from finetune.hardware.unpromised import READS_PROMPTS, stands
 from finetune.logging import counting_rows, output
-from finetune.precision.layers import without_adapters
+from finetune.precision.model.layers import without_adapters
 from finetune.training.health.isolation import in_high_precision
 from finetune.training.helper import session
 from finetune.training.helper.replacing import replaced

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from finetune.errors import ConfigError, FinetuneError, first_line
 from finetune.precision.convert import conversion_of
-from finetune.precision.layers import without_adapters
+from finetune.precision.model.layers import without_adapters
 from finetune.training.helper.undisturbed import undisturbed
 
 TOKENS = 8

@@ -16,9 +16,9 @@ gradient g [M, N]. Hooks read them in high precision, as every backend receives 
 of their own take theirs (`block`). Over the layers of a group and the processes of a run: amax by
 the maximum, shares over all elements, the ratio by its mean and its worst layer.
 
-Of a declared parameter (`finetune.precision.parameters`) the first `PRODUCTS` GEMMs are judged,
-each weight being the matrix of one GEMM, e.g. one expert's. Adapters fused with their base layer
-show their weights only.
+Of a declared parameter (`finetune.precision.cases.parameters`) the first `PRODUCTS` GEMMs are
+judged, each weight being the matrix of one GEMM, e.g. one expert's. Adapters fused with their base
+layer show their weights only.
 
 Observing changes nothing: stochastic rounding draws from its own generator, recomputed activations
 count once, hooks exist only inside `watching()`. Exception: hooks cannot look into layers under
@@ -39,18 +39,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from finetune.precision.backends.base import in_backward
-from finetune.precision.compiling import recomputed
+from finetune.precision.cases.parameters import ParameterMixin
 from finetune.precision.convert import Conversion
+from finetune.precision.engines.base import in_backward
 from finetune.precision.facts import Gemm
-from finetune.precision.formats import amax, scale_from_amax, snr_db
-from finetune.precision.gemm import Codes, compute_dtype
-from finetune.precision.layers import HEADS, Role, declared_matmuls, is_conv1d, is_low_rank
-from finetune.precision.overrides import part_of
-from finetune.precision.parameters import ParameterMixin
-from finetune.precision.planner import LayerPlan, PrecisionPlan
-from finetune.precision.proof.movement import local_part
-from finetune.precision.scaling import (
+from finetune.precision.model.choices import part_of
+from finetune.precision.model.compiling import recomputed
+from finetune.precision.model.layers import HEADS, Role, declared_matmuls, is_conv1d, is_low_rank
+from finetune.precision.model.plan import LayerPlan, PrecisionPlan
+from finetune.precision.numbers.formats import amax, scale_from_amax, snr_db
+from finetune.precision.numbers.gemm import Codes, compute_dtype
+from finetune.precision.numbers.scaling import (
     Operand,
     formats_of,
     make_rule,
@@ -58,8 +57,9 @@ from finetune.precision.scaling import (
     scaled,
     to_codes,
 )
+from finetune.precision.proof.movement import local_part
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import StoredMixin
+from finetune.precision.stored.linear import StoredMixin
 from finetune.runs.receipt import name_parts
 
 SAMPLE_ROWS = 256

@@ -29,8 +29,8 @@ from torch import nn
 
 from finetune.errors import CheckpointError, PrecisionError, some
 from finetune.hardware.unpromised import stands
-from finetune.precision.planner import PrecisionPlan
-from finetune.precision.stored import CodesMixin, iter_scales
+from finetune.precision.model.plan import PrecisionPlan
+from finetune.precision.stored.linear import CodesMixin, iter_scales
 from finetune.runs.folder import json_of
 
 if TYPE_CHECKING:

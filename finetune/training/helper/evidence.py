@@ -17,16 +17,16 @@ from finetune.hardware.requirements import Resolution, emulates
 from finetune.hardware.unpromised import switched_off
 from finetune.hardware.versions import installed, installed_torch, standings
 from finetune.logging import HIDDEN_WARNINGS
-from finetune.precision.backends.base import Backend
+from finetune.precision.cases.lora import fused_adapters
 from finetune.precision.convert import Conversion
-from finetune.precision.formats import E4M3
-from finetune.precision.layers import without_adapters
-from finetune.precision.lora import fused_adapters
-from finetune.precision.planner import GEMMS
+from finetune.precision.engines.base import Backend
+from finetune.precision.model.layers import without_adapters
+from finetune.precision.model.plan import GEMMS
+from finetune.precision.numbers.formats import E4M3
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.proof.row import changed_numbers
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import stored_weights
+from finetune.precision.stored.linear import stored_weights
 from finetune.runs.card import recipe_name
 from finetune.runs.receipt import Receipt
 from finetune.training.helper import compute_types

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.precision.layers import without_adapters
+from finetune.precision.model.layers import without_adapters
 from finetune.training.helper.replacing import replaced
 
 

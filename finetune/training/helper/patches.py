@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from finetune.errors import OrderError, PrecisionError
 from finetune.hardware.device import processes
 from finetune.hardware.requirements import Resolution
-from finetune.precision.compiling import never_compiled
-from finetune.precision.layers import multiplies
+from finetune.precision.model.compiling import never_compiled
+from finetune.precision.model.layers import multiplies
 from finetune.precision.settings import Compute, PrecisionConfig
-from finetune.precision.stored import before_sharding, share_scales
+from finetune.precision.stored.linear import before_sharding, share_scales
 from finetune.training.helper import compute_types
 from finetune.training.helper.checkpoint_weights import refuse_sharded_codes
 from finetune.training.helper.replacing import replaced

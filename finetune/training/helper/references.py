@@ -24,7 +24,7 @@ from torch import nn
 
 from finetune.hardware.unpromised import ITS_KEY, PRECOMPUTES, stands
 from finetune.precision.convert import Conversion
-from finetune.precision.planner import PrecisionPlan
+from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.helper.replacing import Patches, replaced
 

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from finetune.hardware.unpromised import stands
-from finetune.precision.backends.base import Backend
 from finetune.precision.convert import conversion_of
+from finetune.precision.engines.base import Backend
 from finetune.runs.checkpoints import scaling_file
 
 if TYPE_CHECKING:

@@ -35,9 +35,9 @@ from finetune.hardware.requirements import Resolution, pays_to_compile, resolve
 from finetune.hardware.unpromised import stands
 from finetune.hardware.versions import table, version
 from finetune.precision import convert
-from finetune.precision.compiling import recomputed, refuse_compiled
 from finetune.precision.convert import Conversion
-from finetune.precision.layers import multiplies, records, without_adapters
+from finetune.precision.model.compiling import recomputed, refuse_compiled
+from finetune.precision.model.layers import multiplies, records, without_adapters
 from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.proof import Proof, named_trainable
 from finetune.precision.settings import PrecisionConfig

@@ -27,8 +27,9 @@ from finetune.config.train_section import (
 from finetune.errors import ConfigError, FinetuneError, PlanError, PrecisionError, did_you_mean
 from finetune.hardware.device import Device, processes, refuse_lone_process
 from finetune.hardware.requirements import Resolution, check_here, check_launcher, resolve
-from finetune.precision.layers import plain_name
-from finetune.precision.planner import PrecisionPlan, plan, refuse_half_weights
+from finetune.precision.model.layers import plain_name
+from finetune.precision.model.plan import PrecisionPlan
+from finetune.precision.planner import plan, refuse_half_weights
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.helper.patches import WHY_NOT_FSDP1, engine_refused
 from finetune.training.model import Attention, resolve_attention, sketch
@@ -261,7 +262,7 @@ def _check_head(made: PrecisionPlan) -> None:
     """Reject a head that `SFTTrainer`, whose loss multiplies by its weight itself, cannot have.
 
     One that is frozen, and stored as the codes that it multiplies, is served inside that loss
-    (`finetune.precision.head`).
+    (`finetune.precision.cases.head`).
     """
     for layer in made.layers:
         adapted = layer.name.endswith(".base_layer")

@@ -25,7 +25,7 @@ from finetune.data.counting import ledgers_of
 from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import rank, this_device
 from finetune.logging import busy, counting_rows, keeps_going, output
-from finetune.precision.layers import without_adapters
+from finetune.precision.model.layers import without_adapters
 from finetune.runs.last_model import saved_whole
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage.ends import stop_at

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from finetune.errors import StorageNotComputeError
-from finetune.precision.stored import StoredMixin
+from finetune.precision.stored.linear import StoredMixin
 
 BEGINNINGS = (True, False, "gaussian", "eva")
 """Values of LoRA's `init_lora_weights` that do not start from the weight."""

@@ -17,7 +17,8 @@ Implementations: CUDA launches kernels of our own (`triton_kernels`, imported at
 Triton comes with CUDA builds of torch); any other device runs the reference, from which casts and
 transposes differ in no bit, and sums over the vocabulary in their order; fake and meta tensors get
 shapes. The setting `precision.kernels` chooses (`finetune.hardware.requirements`), and
-`finetune.precision.weights` calls. Logits have no other way (`finetune.precision.head`).
+`finetune.precision.numbers.weights` calls. Logits have no other way
+(`finetune.precision.cases.head`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.precision.formats import E4M3, E5M2, Format, amax, scale_from_amax
-from finetune.precision.scaling import cast_current, scaled
+from finetune.precision.numbers.formats import E4M3, E5M2, Format, amax, scale_from_amax
+from finetune.precision.numbers.scaling import cast_current, scaled
 
 _library = torch.library.Library("finetune", "FRAGMENT")
 _library.define("cast_rows(Tensor x, Tensor? fold, bool pow2) -> (Tensor, Tensor)")
@@ -408,7 +409,7 @@ can_launch = True
 def _launch(name: str, reference: Any, *args: Any) -> Any:
     if not can_launch:
         return reference(*args)
-    from finetune.precision import triton_kernels
+    from finetune.precision.numbers import triton_kernels
 
     return getattr(triton_kernels, name)(*args)
 

@@ -24,19 +24,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import Fp8Mixin
-from finetune.precision.formats import SMALLEST_INVERSE, Format
-from finetune.precision.gemm import as_output, as_rows, compute_dtype
-from finetune.precision.kernels import (
+from finetune.precision.engines.base import Fp8Mixin
+from finetune.precision.model.swap import Swapped, weight_matrix
+from finetune.precision.numbers.formats import SMALLEST_INVERSE, Format
+from finetune.precision.numbers.gemm import as_output, as_rows, compute_dtype
+from finetune.precision.numbers.kernels import (
     Whole,
     cast_whole,
     swiglu_backward_cast,
     swiglu_cast,
     transpose_codes,
 )
-from finetune.precision.scaling import OPERANDS, Operand
-from finetune.precision.swap import Swapped, weight_matrix
-from finetune.precision.weights import of_type
+from finetune.precision.numbers.scaling import OPERANDS, Operand
+from finetune.precision.numbers.weights import of_type
 
 INNER_MULTIPLE = 16
 """`torch._scaled_mm` takes an inner dimension that is a multiple of this."""
@@ -51,8 +51,8 @@ class Tensorwise(NamedTuple):
     Attributes:
         formats: of x, w and g.
         pow2: True if scales are powers of two.
-        own: True if operators of `finetune.precision.kernels` cast what is not compiled, and what
-            a compiler cannot join to its producer.
+        own: True if operators of `finetune.precision.numbers.kernels` cast what is not compiled,
+            and what a compiler cannot join to its producer.
     """
 
     formats: dict[Operand, Format]

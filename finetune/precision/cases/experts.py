@@ -2,8 +2,9 @@
 
 A mixture of experts keeps each of its two stacks of matrices, [experts, N, K], in one parameter
 ([experts, K, N] in gpt-oss). Frozen, it is stored like the weight of a linear layer
-(`finetune.precision.weights`): uint8 codes in the parameter's shape, with one scale per expert and
-output channel. Tokens come sorted by expert, x [S, K], and both GEMMs start from the codes:
+(`finetune.precision.numbers.weights`): uint8 codes in the parameter's shape, with one scale per
+expert and output channel. Tokens come sorted by expert, x [S, K], and both GEMMs start from the
+codes:
 
     fprop   y  = x̂_e · q_eᵀ       for each expert e with tokens
     dgrad   dx = ĝ_e · q_e
@@ -34,17 +35,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from finetune.precision.backends.base import ObservedMixin, Observer, Owner, Tally, multiplying
-from finetune.precision.backends.frozen import FrozenBackend
-from finetune.precision.codes import Fp8Bits, refuse_merge
-from finetune.precision.contractions import group_sizes
-from finetune.precision.formats import E4M3
-from finetune.precision.gemm import compute_dtype
-from finetune.precision.layers import are_served_experts, declared_matmuls
-from finetune.precision.lora import Adapter
-from finetune.precision.stored import CodesMixin, scale_of
-from finetune.precision.swap import Swapped, swap
-from finetune.precision.weights import (
+from finetune.precision.cases.contractions import group_sizes
+from finetune.precision.cases.lora import Adapter
+from finetune.precision.engines.base import ObservedMixin, Observer, Owner, Tally, multiplying
+from finetune.precision.model.layers import are_served_experts, declared_matmuls
+from finetune.precision.model.swap import Swapped, swap
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.gemm import compute_dtype
+from finetune.precision.numbers.weights import (
     Arithmetic,
     Granularity,
     Tile,
@@ -56,6 +54,9 @@ from finetune.precision.weights import (
     quantize_weight,
     tile_of,
 )
+from finetune.precision.stored.codes import Fp8Bits, refuse_merge
+from finetune.precision.stored.frozen import FrozenBackend
+from finetune.precision.stored.linear import CodesMixin, scale_of
 
 
 class Routing(NamedTuple):

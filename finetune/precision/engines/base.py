@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
-from finetune.precision.planner import LayerPlan
-from finetune.precision.scaling import Operand
+from finetune.precision.model.plan import LayerPlan
+from finetune.precision.model.swap import Swapped, weight_matrix
+from finetune.precision.numbers.scaling import Operand
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.swap import Swapped, weight_matrix
 
 
 def in_backward() -> bool:

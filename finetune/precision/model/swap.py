@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from finetune.precision.layers import is_conv1d
+from finetune.precision.model.layers import is_conv1d
 
 if TYPE_CHECKING:
     Module = nn.Module

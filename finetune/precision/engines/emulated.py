@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
 from finetune.precision import constants
-from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
+from finetune.precision.engines.base import Backend, Fp8Mixin, in_backward, restore
 from finetune.precision.facts import Gemm
-from finetune.precision.gemm import Codes, as_output, as_rows, compute_dtype, scaled_mm
-from finetune.precision.planner import LayerPlan
-from finetune.precision.scaling import (
+from finetune.precision.model.plan import LayerPlan
+from finetune.precision.numbers.gemm import Codes, as_output, as_rows, compute_dtype, scaled_mm
+from finetune.precision.numbers.scaling import (
     DelayedRule,
     DelayedState,
     Operand,

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from finetune.errors import PrecisionError
 from finetune.precision import constants
-from finetune.precision.backends.base import Backend, Fp8Mixin, in_backward, restore
-from finetune.precision.backends.te_products import RULES, SLOTS, TeRule, te_linear
-from finetune.precision.layers import alignment
-from finetune.precision.planner import LayerPlan
-from finetune.precision.scaling import OPERANDS, Operand, formats_of
+from finetune.precision.engines.base import Backend, Fp8Mixin, in_backward, restore
+from finetune.precision.engines.te_products import RULES, SLOTS, TeRule, te_linear
+from finetune.precision.engines.whole import Tensorwise
+from finetune.precision.model.layers import alignment
+from finetune.precision.model.plan import LayerPlan
+from finetune.precision.numbers.scaling import OPERANDS, Operand, formats_of
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.whole import Tensorwise
 
 
 def te_recipe(precision: PrecisionConfig) -> Any:

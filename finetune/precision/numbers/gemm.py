@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.precision.formats import E2M1, Format, times_blocks
+from finetune.precision.numbers.formats import E2M1, Format, times_blocks
 
 
 class Codes(NamedTuple):

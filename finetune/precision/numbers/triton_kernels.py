@@ -1,4 +1,5 @@
-"""Triton kernels of `finetune.precision.kernels`, and their launches. Importing this needs Triton.
+"""Triton kernels of `finetune.precision.numbers.kernels`, and their launches. Importing this needs
+Triton.
 
 All are bound by memory: each number is read from it, and written to it, once.
 
@@ -18,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from finetune.precision import kernels
-from finetune.precision.formats import E4M3, SMALLEST_INVERSE, Format
+from finetune.precision.numbers import kernels
+from finetune.precision.numbers.formats import E4M3, SMALLEST_INVERSE, Format
 
 WHOLE = 16384
 """Longest row that stays in registers. Longer ones are read twice, the second time from the L2

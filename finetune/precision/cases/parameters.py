@@ -1,10 +1,11 @@
 """FP8 for matmuls whose weight is a plain `nn.Parameter` and not a linear layer.
 
 There is no module to swap, so the *call* is intercepted. The module that owns declared parameters
-(`finetune.precision.layers`) changes class, and its forward runs inside a `TorchFunctionMode`.
-Where exactly one operand of a product (`finetune.precision.contractions`) is a planned parameter or
-a view of its memory, the engine's linear function multiplies, in 2-D products. Everything else
-passes through, and gradients reach the parameter through the model's own views.
+(`finetune.precision.model.layers`) changes class, and its forward runs inside a
+`TorchFunctionMode`. Where exactly one operand of a product
+(`finetune.precision.cases.contractions`) is a planned parameter or a view of its memory, the
+engine's linear function multiplies, in 2-D products. Everything else passes through, and gradients
+reach the parameter through the model's own views.
 
 A product that cannot be served in FP8 (K or N not aligned, `out=`, an einsum of three) raises; one
 that is not recognized (of a cast or a copy, inside a third-party kernel) fails the proof: the
@@ -33,8 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.backends.base import Backend, ObservedMixin, Owner, Tally, multiplying
-from finetune.precision.contractions import (
+from finetune.precision.cases.contractions import (
     Linear,
     contract,
     gathered,
@@ -43,9 +43,10 @@ from finetune.precision.contractions import (
     products,
     read,
 )
-from finetune.precision.gemm import compute_dtype
-from finetune.precision.layers import alignment
-from finetune.precision.planner import LayerPlan
+from finetune.precision.engines.base import Backend, ObservedMixin, Owner, Tally, multiplying
+from finetune.precision.model.layers import alignment
+from finetune.precision.model.plan import LayerPlan
+from finetune.precision.numbers.gemm import compute_dtype
 
 PLAIN = (nn.Parameter, FakeTensor)
 """Parameter types that have memory of their own, or pretend to (fake tensors of rehearsals)."""

@@ -48,10 +48,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.precision import gemm
-from finetune.precision.backends.base import Fp8Mixin, Owner, in_backward, multiplying
-from finetune.precision.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
-from finetune.precision.weights import (
+from finetune.precision.engines.base import Fp8Mixin, Owner, in_backward, multiplying
+from finetune.precision.numbers import gemm
+from finetune.precision.numbers.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
+from finetune.precision.numbers.weights import (
     Arithmetic,
     cast,
     dequantize_weight,

@@ -35,16 +35,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.backends.base import Fp8Mixin, ObservedMixin, Owner, multiplying
-from finetune.precision.backends.frozen import FrozenMixin
-from finetune.precision.codes import refuse_merge
-from finetune.precision.formats import decode_bits
-from finetune.precision.gemm import as_output, as_rows, compute_dtype, mm
-from finetune.precision.layers import is_conv1d, linear_shape
-from finetune.precision.overrides import OverrideMixin
-from finetune.precision.stored import StoredMixin
-from finetune.precision.swap import Swapped, weight_matrix
-from finetune.precision.weights import Arithmetic, dequantizing, dgrad, fprop
+from finetune.precision.cases.override import OverrideMixin
+from finetune.precision.engines.base import Fp8Mixin, ObservedMixin, Owner, multiplying
+from finetune.precision.model.layers import is_conv1d, linear_shape
+from finetune.precision.model.swap import Swapped, weight_matrix
+from finetune.precision.numbers.formats import decode_bits
+from finetune.precision.numbers.gemm import as_output, as_rows, compute_dtype, mm
+from finetune.precision.numbers.weights import Arithmetic, dequantizing, dgrad, fprop
+from finetune.precision.stored.codes import refuse_merge
+from finetune.precision.stored.frozen import FrozenMixin
+from finetune.precision.stored.linear import StoredMixin
 
 
 class Adapter(NamedTuple):

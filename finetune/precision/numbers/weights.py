@@ -4,9 +4,9 @@
     tensor  (N, K)       one scale, [1, 1]
     block   (128, 128)   as DeepSeek-V3 and Qwen publish, [ceil(N/128), ceil(K/128)]
 
-Codes are E4M3 bit patterns in uint8 (the reason is in `finetune.precision.stored`). A weight that
-does not train needs `y = x Wᵀ` and the input gradient `dx = g W`, and neither a weight gradient nor
-a cast per step, so both GEMMs start from the same codes q, w ≈ diag(s) · q:
+Codes are E4M3 bit patterns in uint8 (the reason is in `finetune.precision.stored.linear`). A weight
+that does not train needs `y = x Wᵀ` and the input gradient `dx = g W`, and neither a weight
+gradient nor a cast per step, so both GEMMs start from the same codes q, w ≈ diag(s) · q:
 
     fprop   y  = (x̂ · qᵀ) scaled by s_x[m] · s[n]         x cast per token
     dgrad   dx = (ĝ · q)  scaled by s_g[m]                 g · diag(s) cast per token
@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
 from finetune.precision.facts import Gemm
-from finetune.precision.formats import (
+from finetune.precision.numbers.formats import (
     E4M3,
     amax,
     block_amax,
@@ -45,9 +45,9 @@ from finetune.precision.formats import (
     times_blocks,
     widen,
 )
-from finetune.precision.gemm import Codes, scaled_mm
-from finetune.precision.kernels import cast_rows, transpose_codes
-from finetune.precision.scaling import cast_current, scaled
+from finetune.precision.numbers.gemm import Codes, scaled_mm
+from finetune.precision.numbers.kernels import cast_rows, transpose_codes
+from finetune.precision.numbers.scaling import cast_current, scaled
 
 Granularity = Literal["row", "tensor", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("row", "tensor", "block")
@@ -140,7 +140,7 @@ class Arithmetic(NamedTuple):
         in_bf16: True if the emulated GEMM may be a BF16 one (see `gemm.scaled_mm`).
         high: GEMMs that stay in high precision, from the dequantized weight.
         fast_accum: True if `torch._scaled_mm` may accumulate with fewer digits.
-        own: True if operators of `finetune.precision.kernels` transpose codes for
+        own: True if operators of `finetune.precision.numbers.kernels` transpose codes for
             `torch._scaled_mm`, and cast its operands by row where nothing is compiled.
         own_cast: True if they cast in compiled layers, too, where Inductor joins casts to others.
     """

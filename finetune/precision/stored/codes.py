@@ -1,7 +1,7 @@
 """Codes of a weight in the hands of others: a parameter of FP8 bit patterns that is no number.
 
-`finetune.precision.weights` multiplies by it. What reads it as numbers, writes other ones there, or
-wants it to train, gets an error that says what to do instead.
+`finetune.precision.numbers.weights` multiplies by it. What reads it as numbers, writes other ones
+there, or wants it to train, gets an error that says what to do instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Backend `frozen`: a linear layer that does not train, multiplied in FP8 as it is stored.
 
-One copy of the weight, two GEMMs (`finetune.precision.weights`), no master. Siblings that are fed
-the same tensor (q, k, v; gate, up) share its cast.
+One copy of the weight, two GEMMs (`finetune.precision.numbers.weights`), no master. Siblings that
+are fed the same tensor (q, k, v; gate, up) share its cast.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from finetune.precision import constants
-from finetune.precision.backends.base import Backend, Fp8Mixin
-from finetune.precision.formats import E4M3
-from finetune.precision.gemm import as_output, as_rows, compute_dtype
-from finetune.precision.planner import LayerPlan
-from finetune.precision.scaling import Operand
+from finetune.precision.engines.base import Backend, Fp8Mixin
+from finetune.precision.model.plan import LayerPlan
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.gemm import as_output, as_rows, compute_dtype
+from finetune.precision.numbers.scaling import Operand
+from finetune.precision.numbers.weights import Arithmetic, FrozenLinear, cast
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored import StoredMixin
-from finetune.precision.weights import Arithmetic, FrozenLinear, cast
+from finetune.precision.stored.linear import StoredMixin
 
 Cast = tuple[Tensor, Tensor]
 """Codes of an activation [M, K], and their inverse scale."""

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.precision import whole
-from finetune.precision.gemm import compute_dtype
-from finetune.precision.scaling import Operand
+from finetune.precision.engines import whole
+from finetune.precision.numbers.gemm import compute_dtype
+from finetune.precision.numbers.scaling import Operand
 
 LAYOUTS: dict[str, tuple[Operand, Operand]] = {
     "TN": ("w", "x"),  # fprop: y = x Wᵀ

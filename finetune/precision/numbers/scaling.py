@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from finetune.precision import constants
-from finetune.precision.formats import (
+from finetune.precision.numbers.formats import (
     E2M1,
     E4M3,
     E5M2,
@@ -54,7 +54,7 @@ from finetune.precision.formats import (
     transform,
     widen,
 )
-from finetune.precision.gemm import Codes
+from finetune.precision.numbers.gemm import Codes
 from finetune.precision.settings import PrecisionConfig
 
 Operand = Literal["x", "w", "g"]

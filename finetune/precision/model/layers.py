@@ -420,7 +420,7 @@ def _is_decorated(cls: type[nn.Module]) -> bool:
 
 
 def are_served_experts(module: nn.Module) -> bool:
-    """True for decorated experts on this process, which `finetune.precision.experts` multiplies."""
+    """True for decorated experts on this process, as `precision.cases.experts` multiplies."""
     spread = getattr(module, "_is_expert_parallel", False)
     return _is_decorated(type(module)) and not spread
 

@@ -1,7 +1,7 @@
 """Backend `torchao`: the GEMMs and casts of `torchao.float8.Float8Linear`.
 
 Their configuration is derived from torchao's recipes. On FP8 GPUs layers with one scale per tensor
-give its bits by casts of ours (`finetune.precision.whole`).
+give its bits by casts of ours (`finetune.precision.engines.whole`).
 Differences from `convert_to_float8_training`:
 
 * A frozen weight costs two GEMMs, not three: torchao computes its weight gradient and drops it
@@ -27,14 +27,14 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-from finetune.precision.backends.base import Backend
+from finetune.precision.engines.base import Backend
+from finetune.precision.engines.whole import INNER_MULTIPLE, Tensorwise, WholeMixin, whole_linear
 from finetune.precision.facts import Gemm
-from finetune.precision.formats import E4M3, E5M2
-from finetune.precision.gemm import as_output, as_rows
-from finetune.precision.planner import LayerPlan
-from finetune.precision.scaling import OPERANDS, formats_of
+from finetune.precision.model.plan import LayerPlan
+from finetune.precision.numbers.formats import E4M3, E5M2
+from finetune.precision.numbers.gemm import as_output, as_rows
+from finetune.precision.numbers.scaling import OPERANDS, formats_of
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.whole import INNER_MULTIPLE, Tensorwise, WholeMixin, whole_linear
 
 
 def ao_config(precision: PrecisionConfig, *, emulate: bool) -> Float8LinearConfig:

@@ -2,7 +2,7 @@
 
 A weight that does not train needs no master copy. E4M3 codes take half the memory of BF16, and are
 dequantized before a 16-bit matmul (this module) or multiplied directly
-(`finetune.precision.backends.frozen`). Granularities are in `finetune.precision.weights`;
+(`finetune.precision.stored.frozen`). Granularities are in `finetune.precision.numbers.weights`;
 `weight ≈ codes · weight_scale`, the name in published files (elsewhere here an *inverse* scale).
 
 The codes are **uint8**, not `torch.float8_e4m3fn`: FSDP2's mixed precision, PEFT's casts of
@@ -25,10 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from finetune.errors import PlanError, did_you_mean, some
-from finetune.precision.codes import Fp8Bits, moving
-from finetune.precision.formats import E4M3
-from finetune.precision.gemm import as_output, as_rows
-from finetune.precision.layers import (
+from finetune.precision.model.layers import (
     are_served_experts,
     is_conv1d,
     linear_records,
@@ -36,8 +33,10 @@ from finetune.precision.layers import (
     records,
     why_own_forward,
 )
-from finetune.precision.swap import Swapped, swap, unswap, weight_matrix
-from finetune.precision.weights import (
+from finetune.precision.model.swap import Swapped, swap, unswap, weight_matrix
+from finetune.precision.numbers.formats import E4M3
+from finetune.precision.numbers.gemm import as_output, as_rows
+from finetune.precision.numbers.weights import (
     GRANULARITIES,
     FrozenLinear,
     Granularity,
@@ -47,6 +46,7 @@ from finetune.precision.weights import (
     quantize_weight,
     tile_of,
 )
+from finetune.precision.stored.codes import Fp8Bits, moving
 
 
 def scale_of(name: str) -> str:

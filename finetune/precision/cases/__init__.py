@@ -1,0 +1,1 @@
+"""Each kind of module that a conversion changes."""

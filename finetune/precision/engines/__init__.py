@@ -1,0 +1,1 @@
+"""What multiplies: an emulation, torchao, Transformer Engine."""

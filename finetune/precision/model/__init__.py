@@ -1,0 +1,1 @@
+"""What a model is made of: its layers, what a plan says of them, and swaps of classes."""

@@ -1,0 +1,1 @@
+"""Weights that are codes in FP8 and nothing else, and the engine that multiplies them."""
