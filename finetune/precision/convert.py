@@ -18,40 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.precision import constants
-from finetune.precision.cases.experts import (
-    CastExpertsMixin,
-    ConvertedExpertsMixin,
-    ExpertsMixin,
-    SplitMixin,
-    cast_experts,
-    split_adapters,
-    store_experts,
-)
-from finetune.precision.cases.head import Head
-from finetune.precision.cases.lora import AdaptedMixin, FusedMixin, iter_fusable
-from finetune.precision.cases.override import DTYPES, OverrideMixin
-from finetune.precision.cases.parameters import ParameterMixin, planned_parameters
+from finetune.precision.cases import CASES
+from finetune.precision.cases.case import Site
 from finetune.precision.engines.base import (
     Backend,
-    Fp8Mixin,
     ObservedMixin,
-    Observer,
-    Owner,
-    Tally,
     in_backward,
 )
-from finetune.precision.engines.whole import MlpMixin, joinable_mlps
 from finetune.precision.model import compiling
 from finetune.precision.model.layers import decoder_layers, records
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.model.swap import Swapped, swap, unswap
 from finetune.precision.numbers import kernels
-from finetune.precision.numbers.weights import Arithmetic, tile_of
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.frozen import FrozenBackend
-from finetune.precision.stored.linear import store
-from finetune.precision.stored.peft_methods import guard_adapters
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -63,7 +43,6 @@ class Conversion:
         model: root module, whose call begins a step.
         backend: engine of layers that keep their weights, None without such FP8 layers.
         frozen: engine of layers with weights stored in FP8, None without them.
-        fused: PEFT's layers whose adapters are fused with their base.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
         head: output head, as TRL's fused loss multiplies by it, if any.
@@ -81,15 +60,14 @@ class Conversion:
         self.model, self.plan, self.backend, self.frozen = model, plan, backend, frozen
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-        self.fused: list[nn.Module] = []
         self.compiled: list[nn.Module] = []
         # `_before`: Dynamo's counters when layers were compiled, of the whole process.
         self._before, self._has_warned = (0, 0, 0), False
         self._hooked: set[int] = set()  # ids of layers that ran uncompiled, for hooks inside
-        self.head: Head | None = None
+        self.head: Any = None
         self.proof: Any = None
         self.follows: Callable[[], bool] | None = None
-        self._swapped: list[nn.Module] = []
+        self._swapped: list[tuple[nn.Module, type[Swapped]]] = []
         self.is_applied = False
         for engine in self.engines:  # layers outlive the root: PEFT's `merge_and_unload()`
             engine.conversion = self
@@ -102,84 +80,29 @@ class Conversion:
     # ---------------------------------------------------------------------------- apply, revert
 
     def apply(self) -> None:
-        """Change the classes of the planned layers and of the root."""
+        """Let each case change its modules, and put the root's own mixin before its class."""
         modules = dict(self.model.named_modules())
-        held: dict[int, tuple[nn.Parameter, Any]] = {}  # by what was stored, which stays alive here
-        for layer in self.plan.fp8_layers:
-            if layer.kind == "parameter":
-                continue
-            module = modules[layer.name]
-            engine = self.frozen if layer.stored else self.backend
-            assert engine is not None
-            if layer.stored:
-                weight: Any = module.weight
-                _, other = held.setdefault(id(weight), (weight, module))
-                store(module, layer.stored)
-                if other is not module:  # they shared a weight: they share its codes
-                    module.weight, module.weight_scale = other.weight, other.weight_scale
-                    module.stored_tile = other.stored_tile
-            facts = engine.attributes(module, layer)
-            self._swap(module, engine.mixin, fp8_backend=engine, fp8_tally=Tally(), **facts)
-        if self.frozen is not None:
-            guard_adapters(modules.values())
-        self._convert_experts(modules)
-        for owner, layers in self.plan.fp8_parameters.items():
-            assert self.backend is not None
-            facts = planned_parameters(self.backend, modules[owner], layers)
-            self._swap(modules[owner], ParameterMixin, **facts)
-        for module in list(joinable_mlps(self.model)):
-            self._swap(module, MlpMixin)
-        for name, compute in self.plan.overrides.items():
-            self._swap(self.model.get_submodule(name), OverrideMixin, fp8_dtype=DTYPES[compute])
-        fused = iter_fusable(modules) if constants.FUSED_ADAPTERS else ()
-        # All are found before a class changes: the generator looks at classes.
-        for name, module in list(fused):
-            self._swap(module.base_layer, AdaptedMixin)
-            self._swap(module, FusedMixin, fp8_name=name, fp8_observers=[])
-            self.fused.append(module)
+        site = Site(self.model, self.plan, self.backend, self.frozen, modules)
+        for case in CASES:
+            for module, mixin, facts in case(site):
+                self._swap(module, mixin, **facts)
         root = WritingRootMixin if hasattr(self.model, "generate") else RootMixin
-        observers = list[Observer]()
-        if isinstance(self.model, ObservedMixin):  # it multiplies by parameters of its own, too
-            observers = self.model.fp8_observers
-        self._swap(self.model, root, fp8_observers=observers, **{ATTRIBUTE: self})
-        if (layer := next((x for x in self.plan.layers if x.role == "head"), None)) is not None:
-            stored = modules[layer.name] if layer.stored else None
-            self.head = Head(Owner(layer.name, observers), stored)
+        self._swap(self.model, root, fp8_observers=site.observers, **{ATTRIBUTE: self})
+        self.head = site.head
         self.is_applied = True
 
-    def _convert_experts(self, modules: dict[str, nn.Module]) -> None:
-        """Store frozen experts, split the adapters on experts, and let both be observed."""
-        if constants.FUSED_ADAPTERS or self.frozen is not None:
-            split_adapters(modules.values())
-        stored: dict[str, dict[str, Arithmetic]] = {}
-        for layer in self.plan.stored:
-            if layer.kind == "parameter" and layer.stored and self.frozen is not None:
-                experts: Any = modules[layer.owner]
-                store_experts(experts, layer.local, layer.stored)
-                tile = tile_of(layer.stored, experts.codes(layer.local).shape[1:])
-                how = self.frozen.how._replace(tile=tile)
-                stored.setdefault(layer.owner, {})[layer.local] = how
-        if self.plan.precision.compute != "fp32":
-            in_fp8 = {modules[name] for name in self.plan.fp8_parameters}
-            for module in [m for m in cast_experts(modules.values()) if m not in in_fp8]:
-                self._swap(module, CastExpertsMixin)
-        for name, module in modules.items():
-            if isinstance(module, ExpertsMixin):
-                facts: dict[str, Any] = {"fp8_name": name, "fp8_observers": []}
-                facts |= {"fp8_how": (how := stored.get(name, {}))}
-                facts |= {"fp8_tallies": {local: Tally() for local in how}}
-                self._swap(module, ConvertedExpertsMixin, fp8_frozen=self.frozen, **facts)
-            elif isinstance(module, SplitMixin):
-                self._swap(module, ObservedMixin, fp8_name=name, fp8_observers=[])
-
     def _swap(self, module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
-        self._swapped.append(module)
+        self._swapped.append((module, mixin))
         swap(module, mixin, **facts)
+
+    def swapped_by(self, mixin: type[Swapped]) -> list[nn.Module]:
+        """Modules that a mixin was put before."""
+        return [module for module, by in self._swapped if by is mixin]
 
     def shares(self, model: nn.Module) -> bool:
         """True if layers of another model are converted by this one."""
         others = set() if model is self.model else set(map(id, model.modules()))
-        return not others.isdisjoint(map(id, self._swapped))
+        return not others.isdisjoint(id(module) for module, _ in self._swapped)
 
     def is_current(self) -> bool:
         """True if the model is unchanged since conversion: same layers, same trainable set."""
@@ -191,13 +114,12 @@ class Conversion:
 
     def revert(self) -> None:
         """Restore the plain model; repeated calls have no effect."""
-        for module in self._swapped:
+        for module, _ in self._swapped:
             # The first call for a module undoes all of its swaps; another one changes nothing.
             unswap(module)
         for module in self.compiled:
             module._compiled_call_impl = None  # undoes `nn.Module.compile`
         self._swapped, self.compiled, self.head = [], [], None
-        self.fused.clear()
         self.around.clear()
         self.is_applied = False
         if self.proof is not None:
@@ -207,7 +129,7 @@ class Conversion:
     def compilable(self) -> list[nn.Module]:
         """Decoder layers, without those that multiply by parameters of their own (`parameters`)."""
         layers = decoder_layers(self.model)
-        return [module for module in layers if not isinstance(module, ParameterMixin)]
+        return [module for module in layers if getattr(module, "can_compile", True)]
 
     def compile_layers(self) -> int:
         """`torch.compile` each decoder layer that can be, in place; returns their number."""
@@ -367,8 +289,7 @@ def revert(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
-    mixins = Fp8Mixin | ParameterMixin | ConvertedExpertsMixin
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, mixins)]
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "multiplies", False)]
     classes = [type(module) for module in layers]
     try:
         for module, cls in zip(layers, classes, strict=True):

@@ -65,7 +65,7 @@ def test_in_float32_the_fused_function_is_pefts(make_llama):
     model = adapted(make_llama)
     loss, want = gradients(model, autocast=False)
     conversion = convert(model, compute="fp32")
-    assert len(conversion.fused) == 14
+    assert len(conversion.swapped_by(FusedMixin)) == 14
     fused_loss, got = gradients(model, autocast=False)
     assert abs(loss - fused_loss) < 1e-6
     assert apart(got, want) < 1e-5
@@ -77,7 +77,7 @@ def test_in_bf16_it_is_as_near_to_float32_as_peft_is(make_llama, options):
     _, exact = gradients(model, autocast=False)
     _, peft = gradients(model)
     conversion = convert(model, compute="bf16")
-    assert len(conversion.fused) == 14
+    assert len(conversion.swapped_by(FusedMixin)) == 14
     _, fused = gradients(model)
     assert apart(fused, exact) < 1.3 * apart(peft, exact)
 
@@ -283,7 +283,7 @@ def test_adapters_to_be_swapped_run_as_peft_has_them(make_llama):
     loss, _ = gradients(model)
     prepare_model_for_compiled_hotswap(model, target_rank=16)
     conversion = convert(model, compute="bf16")
-    said = fused_adapters(conversion.fused)
+    said = fused_adapters(conversion.swapped_by(FusedMixin))
     assert said.endswith("14 as PEFT has them: scaling in a tensor, to be swapped")
     again, found = gradients(model)
     assert abs(again - loss) < 1e-3

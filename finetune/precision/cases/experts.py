@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from finetune.precision import constants
+from finetune.precision.cases.case import Change, Site
 from finetune.precision.cases.contractions import group_sizes
 from finetune.precision.cases.lora import Adapter
 from finetune.precision.engines.base import ObservedMixin, Observer, Owner, Tally, multiplying
@@ -292,6 +294,7 @@ def _low_rank(x: Tensor, adapter: Adapter, route: Routing) -> Tensor:
 class ConvertedExpertsMixin(ObservedMixin):
     """Mixin of experts in a converted model: named, observed, and in FP8 where stored."""
 
+    multiplies = True
     fp8_frozen: FrozenBackend | None
     fp8_how: dict[str, Arithmetic]
     fp8_tallies: dict[str, Tally]
@@ -365,6 +368,33 @@ def split_adapters(modules: Iterable[nn.Module]) -> None:
             for module, mixin in ((experts, ExpertsMixin), (wrapper, SplitMixin)):
                 if not isinstance(module, mixin):
                     swap(module, mixin)
+
+
+def converted_experts(site: Site) -> Iterator[Change]:
+    """Store frozen experts, multiply the adapters on experts apart, and observe both."""
+    modules = site.modules
+    if constants.FUSED_ADAPTERS or site.frozen is not None:
+        split_adapters(modules.values())
+    stored: dict[str, dict[str, Arithmetic]] = {}
+    for layer in site.plan.stored:
+        if layer.kind == "parameter" and layer.stored and site.frozen is not None:
+            owner: Any = modules[layer.owner]
+            store_experts(owner, layer.local, layer.stored)
+            tile = tile_of(layer.stored, owner.codes(layer.local).shape[1:])
+            stored.setdefault(layer.owner, {})[layer.local] = site.frozen.how._replace(tile=tile)
+    if site.plan.precision.compute != "fp32":
+        in_fp8 = {modules[name] for name in site.plan.fp8_parameters}
+        for module in [m for m in cast_experts(modules.values()) if m not in in_fp8]:
+            yield Change(module, CastExpertsMixin, {})
+    for name, module in modules.items():
+        seen: dict[str, Any] = {"fp8_name": name, "fp8_observers": []}
+        if isinstance(module, ExpertsMixin):
+            how = stored.get(name, {})
+            facts = {"fp8_how": how, "fp8_tallies": {local: Tally() for local in how}}
+            facts |= {"fp8_frozen": site.frozen}
+            yield Change(module, ConvertedExpertsMixin, seen | facts)
+        elif isinstance(module, SplitMixin):
+            yield Change(module, ObservedMixin, seen)
 
 
 # --------------------------------------------------------------------------------------- storage

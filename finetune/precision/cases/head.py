@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from finetune.precision.cases.case import Change, Site
 from finetune.precision.engines.base import Fp8Mixin, Owner, in_backward, multiplying
 from finetune.precision.numbers import gemm
 from finetune.precision.numbers.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
@@ -397,3 +398,13 @@ class _Late(torch.autograd.Function):
         db = None if db is None else db.to(bias.dtype)
         # hidden, weight, bias, then eight without gradients: log_probs to mapped.
         return dx, dw, db, *[None] * 8
+
+
+def fused_head(site: Site) -> Iterator[Change]:
+    """The planned head, in calls of the model: no class changes for TRL's fused loss."""
+    for layer in site.plan.layers:
+        if layer.role == "head":
+            stored = site.modules[layer.name] if layer.stored else None
+            site.head = Head(Owner(layer.name, site.observers), stored)
+            break
+    return iter(())

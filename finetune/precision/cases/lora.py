@@ -35,6 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from finetune.precision import constants
+from finetune.precision.cases.case import Change, Site
 from finetune.precision.cases.override import OverrideMixin
 from finetune.precision.engines.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.model.layers import is_conv1d, linear_shape
@@ -255,6 +257,15 @@ def iter_fusable(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
         # X-LoRA gives PEFT's layers forwards of their own.
         if (ours or frozen) and not {"forward"} & (base.__dict__.keys() | module.__dict__.keys()):
             yield name, module
+
+
+def fused_layers(site: Site) -> Iterator[Change]:
+    """Layers of PEFT's LoRA, and their bases, which one function multiplies."""
+    # All are found before a class changes: `iter_fusable` looks at classes.
+    found = list(iter_fusable(site.modules)) if constants.FUSED_ADAPTERS else []
+    for name, module in found:
+        yield Change(module.base_layer, AdaptedMixin, {})
+        yield Change(module, FusedMixin, {"fp8_name": name, "fp8_observers": []})
 
 
 def _plain_forward(cls: type[nn.Module]) -> bool:

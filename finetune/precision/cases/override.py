@@ -10,11 +10,13 @@ gradients come back in their own type.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from finetune.precision.cases.case import Change, Site
 from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.stored.linear import StoredMixin
 
@@ -53,3 +55,9 @@ class OverrideMixin(Swapped):
                 y = y.to(dtype)
         # Float32 and autocast's own type stay; a third one could not meet them afterwards.
         return y.to(around) if dtype not in (torch.float32, around) else y
+
+
+def overridden(site: Site) -> Iterator[Change]:
+    """Modules for which the user chose a type that autocast would not give them."""
+    for name, compute in site.plan.overrides.items():
+        yield Change(site.modules[name], OverrideMixin, {"fp8_dtype": DTYPES[compute]})

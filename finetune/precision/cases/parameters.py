@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
+from finetune.precision.cases.case import Change, Site
 from finetune.precision.cases.contractions import (
     Linear,
     contract,
@@ -217,6 +218,8 @@ def _refused(name: str, func: Any, why: str) -> ConversionError:
 class ParameterMixin(ObservedMixin):
     """Mixin of a module whose planned parameters multiply in FP8 in training."""
 
+    can_compile = False
+    multiplies = True
     fp8_backend: Backend
     fp8_parameters: list[PlannedParameter]
 
@@ -234,9 +237,11 @@ class ParameterMixin(ObservedMixin):
             return self.plain_class.forward(self, *args, **kwargs)
 
 
-def planned_parameters(
-    backend: Backend, module: nn.Module, layers: list[LayerPlan]
-) -> dict[str, Any]:
-    """Attributes of a converted owner of these planned parameters."""
-    found = [PlannedParameter(layer, backend.linear(module, layer)) for layer in layers]
-    return {"fp8_backend": backend, "fp8_parameters": found, "fp8_observers": []}
+def planned_parameters(site: Site) -> Iterator[Change]:
+    """Modules that hold planned parameters which keep their numbers."""
+    for owner, layers in site.plan.fp8_parameters.items():
+        module, backend = site.modules[owner], site.backend
+        assert backend is not None
+        found = [PlannedParameter(layer, backend.linear(module, layer)) for layer in layers]
+        facts = {"fp8_backend": backend, "fp8_parameters": found, "fp8_observers": []}
+        yield Change(module, ParameterMixin, facts)

@@ -137,6 +137,7 @@ class Fp8Mixin(Swapped):
     Evaluation and generation stay in high precision unless `precision.eval=fp8`.
     """
 
+    multiplies = True
     fp8_backend: Backend
     fp8_tally: Tally
     weight: nn.Parameter

@@ -17,7 +17,7 @@ casts x and w again, transposed, under the scales of forward: kept codes would t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -260,9 +260,9 @@ def _is_joinable(layer: Any) -> bool:
     return guessed and layer.weight.requires_grad and layer.runs_low
 
 
-def joinable_mlps(model: nn.Module) -> Iterator[nn.Module]:
+def joinable_mlps(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """MLPs of a converted model that compute `FORMULA` with SiLU, and nothing else."""
-    for module in model.modules():
+    for module in modules:
         layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
         if all(map(_is_joinable, layers)) and _computes_swiglu(module):
             yield module

@@ -34,6 +34,8 @@ class Swapped(Module):
         plain_class: class without any swap except those that copies keep.
         transposed_weight: True if the weight is [K, N], as in GPT-2's `Conv1D`.
         in_copies: True if copies of a module keep this swap.
+        can_compile: False if `torch.compile` has to leave such a module out.
+        multiplies: True if its forward computes in the precision of the plan.
         keeps_name: True if the class keeps the name of the original, by which FSDP wraps layers and
             which checkpoints record.
     """
@@ -44,6 +46,8 @@ class Swapped(Module):
     plain_class: ClassVar[Any]
     transposed_weight: ClassVar[bool]
     in_copies: ClassVar[bool] = False
+    can_compile: ClassVar[bool] = True
+    multiplies: ClassVar[bool] = False
     keeps_name: ClassVar[bool] = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:

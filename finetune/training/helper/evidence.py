@@ -17,7 +17,7 @@ from finetune.hardware.requirements import Resolution, emulates
 from finetune.hardware.unpromised import switched_off
 from finetune.hardware.versions import installed, installed_torch, standings
 from finetune.logging import HIDDEN_WARNINGS
-from finetune.precision.cases.lora import fused_adapters
+from finetune.precision.cases.lora import FusedMixin, fused_adapters
 from finetune.precision.convert import Conversion
 from finetune.precision.engines.base import Backend
 from finetune.precision.model.layers import without_adapters
@@ -133,7 +133,7 @@ def receipt_of(
             "attention": executed_attention(conversion.model) if conversion else "",
             "evaluation": p.eval if fp8 else "high",
             "references": references if fp8 else [],
-            "adapters": fused_adapters(conversion.fused) if conversion else "",
+            "adapters": _fused(conversion),
         },
         fp8_flop_share=share.get("fp8", 0.0) + share.get("fp4", 0.0),
         flop_share=share,
@@ -155,6 +155,11 @@ def _gemm(p: PrecisionConfig, device: Device) -> str:
         return p.engine.library
     cuda = cuda_of(installed_torch(), torch.version.cuda)
     return gemm_engine(p.scaling, device.capability, cuda)
+
+
+def _fused(conversion: Conversion | None) -> str:
+    """How many adapters are fused with their base; empty without any."""
+    return fused_adapters(conversion.swapped_by(FusedMixin)) if conversion else ""
 
 
 def _kernels(conversion: Conversion | None) -> str:
@@ -260,7 +265,9 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
         "fused kernels": {
             "liger": args.use_liger_kernel and (args.liger_kernel_config or True),
             "loss": getattr(args, "loss_type", None),
-            "adapters": fused_adapters(conversion.fused) if conversion is not None else "",
+            "adapters": fused_adapters(conversion.swapped_by(FusedMixin))
+            if conversion is not None
+            else "",
         },
     }
 

@@ -1,0 +1,26 @@
+"""Linear layers that keep their weights: the engine's mixin comes before their class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finetune.precision.cases.case import Change, Site
+from finetune.precision.engines.base import Tally
+from finetune.precision.engines.whole import MlpMixin, joinable_mlps
+
+
+def linear_layers(site: Site) -> Iterator[Change]:
+    """The planned layers, in the order of the plan: engines keep state in it."""
+    for layer in site.plan.fp8_layers:
+        if layer.kind == "linear" and not layer.stored:
+            assert site.backend is not None
+            module = site.modules[layer.name]
+            facts = site.backend.attributes(module, layer)
+            facts = {"fp8_backend": site.backend, "fp8_tally": Tally(), **facts}
+            yield Change(module, site.backend.mixin, facts)
+
+
+def mlps(site: Site) -> Iterator[Change]:
+    """MLPs all of whose layers one function of the engine can multiply."""
+    for module in list(joinable_mlps(site.modules.values())):
+        yield Change(module, MlpMixin, {})
