@@ -51,7 +51,6 @@ def paragraph(file: Path) -> str:
 
 def rooms() -> Iterator[str]:
     """A row for each folder of the package: what it is for, and where to begin."""
-    told = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", section("Where things live"), re.M))
     yield "| room | what it is for | read first |"
     yield "|---|---|---|"
     for folder in sorted(file.parent for file in (ROOT / "finetune").rglob("__init__.py")):
@@ -61,8 +60,6 @@ def rooms() -> Iterator[str]:
             first = re.search(r"\*\*Read first:\*\* (.*?)(?:\n\n|\n\*|\Z)", text, re.S)
             begin = " ".join(first[1].split()).rstrip(".") if first else ""
             yield f"| `{name}` | {paragraph(about)} | {begin} |"
-        elif name in told:
-            yield f"| `{name}` | {told[name]} | |"
 
 
 def contracts() -> Iterator[str]:
@@ -98,6 +95,7 @@ def agents() -> str:
         "## What may import what", "`lint-imports` checks:", "\n".join(contracts()),
         "## Where something is, and where something new goes",
         "| question | file, in `finetune/` |\n|---|---|\n" + places(),
+        section("How to add").partition("\n\n")[0],
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
