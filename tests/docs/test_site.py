@@ -193,8 +193,10 @@ def test_pages_load_nothing_from_elsewhere() -> None:
 def test_the_folders_and_answers_for_contributors_exist() -> None:
     text = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
     package = ROOT / "finetune"
+    floors = re.search(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     folders = {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"}
-    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == folders
+    assert floors
+    assert folders <= set(re.findall(r"\w+", floors[1]))
     answers = dict(re.findall(r"^\| (.+\?) \| `([\w./]+)`", text, re.MULTILINE))
     assert len(answers) >= 12
     assert [file for file in answers.values() if not (package / file).exists()] == []
