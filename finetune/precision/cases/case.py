@@ -1,6 +1,6 @@
 """What a case is: a function that finds the modules of a kind in a plan, and says what they become.
 
-    for change in case(site): swap(change.module, change.mixin, **change.facts)
+    for module, mixin, facts in case(site): swap(module, mixin, **facts)
 
 A case may change modules besides (a weight becomes codes) before it says so. `CASES` are asked in
 their order, and each sees what the earlier ones have made; `finetune.precision.convert` swaps, and
@@ -21,7 +21,7 @@ from finetune.precision.model.swap import Swapped
 from finetune.precision.stored.frozen import FrozenBackend
 
 
-class Change(NamedTuple):
+class Swap(NamedTuple):
     """A module, the mixin that comes before its class, and facts of the module for it."""
 
     module: nn.Module
@@ -56,4 +56,4 @@ class Site:
         return self._observers
 
 
-Case = Callable[[Site], Iterator[Change]]
+Case = Callable[[Site], Iterator[Swap]]

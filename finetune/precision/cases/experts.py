@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from finetune.precision import constants
-from finetune.precision.cases.case import Change, Site
+from finetune.precision.cases.case import Swap, Site
 from finetune.precision.cases.contractions import group_sizes
 from finetune.precision.cases.lora import Adapter
 from finetune.precision.engines.base import ObservedMixin, Observer, Owner, Tally, multiplying
@@ -370,7 +370,7 @@ def split_adapters(modules: Iterable[nn.Module]) -> None:
                     swap(module, mixin)
 
 
-def converted_experts(site: Site) -> Iterator[Change]:
+def converted_experts(site: Site) -> Iterator[Swap]:
     """Store frozen experts, multiply the adapters on experts apart, and observe both."""
     modules = site.modules
     if constants.FUSED_ADAPTERS or site.frozen is not None:
@@ -385,16 +385,16 @@ def converted_experts(site: Site) -> Iterator[Change]:
     if site.plan.precision.compute != "fp32":
         in_fp8 = {modules[name] for name in site.plan.fp8_parameters}
         for module in [m for m in cast_experts(modules.values()) if m not in in_fp8]:
-            yield Change(module, CastExpertsMixin, {})
+            yield Swap(module, CastExpertsMixin, {})
     for name, module in modules.items():
         seen: dict[str, Any] = {"fp8_name": name, "fp8_observers": []}
         if isinstance(module, ExpertsMixin):
             how = stored.get(name, {})
             facts = {"fp8_how": how, "fp8_tallies": {local: Tally() for local in how}}
             facts |= {"fp8_frozen": site.frozen}
-            yield Change(module, ConvertedExpertsMixin, seen | facts)
+            yield Swap(module, ConvertedExpertsMixin, seen | facts)
         elif isinstance(module, SplitMixin):
-            yield Change(module, ObservedMixin, seen)
+            yield Swap(module, ObservedMixin, seen)
 
 
 # --------------------------------------------------------------------------------------- storage

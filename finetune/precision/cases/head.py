@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.cases.case import Change, Site
+from finetune.precision.cases.case import Swap, Site
 from finetune.precision.engines.base import Fp8Mixin, Owner, in_backward, multiplying
 from finetune.precision.numbers import gemm
 from finetune.precision.numbers.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
@@ -400,7 +400,7 @@ class _Late(torch.autograd.Function):
         return dx, dw, db, *[None] * 8
 
 
-def fused_head(site: Site) -> Iterator[Change]:
+def fused_head(site: Site) -> Iterator[Swap]:
     """The planned head, in calls of the model: no class changes for TRL's fused loss."""
     for layer in site.plan.layers:
         if layer.role == "head":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finetune.precision.cases.case import Change, Site
+from finetune.precision.cases.case import Swap, Site
 from finetune.precision.engines.base import Tally
 from finetune.precision.engines.whole import MlpMixin, joinable_mlps
 
 
-def linear_layers(site: Site) -> Iterator[Change]:
+def linear_layers(site: Site) -> Iterator[Swap]:
     """The planned layers, in the order of the plan: engines keep state in it."""
     for layer in site.plan.fp8_layers:
         if layer.kind == "linear" and not layer.stored:
@@ -17,10 +17,10 @@ def linear_layers(site: Site) -> Iterator[Change]:
             module = site.modules[layer.name]
             facts = site.backend.attributes(module, layer)
             facts = {"fp8_backend": site.backend, "fp8_tally": Tally(), **facts}
-            yield Change(module, site.backend.mixin, facts)
+            yield Swap(module, site.backend.mixin, facts)
 
 
-def mlps(site: Site) -> Iterator[Change]:
+def mlps(site: Site) -> Iterator[Swap]:
     """MLPs all of whose layers one function of the engine can multiply."""
     for module in list(joinable_mlps(site.modules.values())):
-        yield Change(module, MlpMixin, {})
+        yield Swap(module, MlpMixin, {})

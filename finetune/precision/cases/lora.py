@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.precision import constants
-from finetune.precision.cases.case import Change, Site
+from finetune.precision.cases.case import Swap, Site
 from finetune.precision.cases.override import OverrideMixin
 from finetune.precision.engines.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.model.layers import is_conv1d, linear_shape
@@ -259,13 +259,13 @@ def iter_fusable(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def fused_layers(site: Site) -> Iterator[Change]:
+def fused_layers(site: Site) -> Iterator[Swap]:
     """Layers of PEFT's LoRA, and their bases, which one function multiplies."""
     # All are found before a class changes: `iter_fusable` looks at classes.
     found = list(iter_fusable(site.modules)) if constants.FUSED_ADAPTERS else []
     for name, module in found:
-        yield Change(module.base_layer, AdaptedMixin, {})
-        yield Change(module, FusedMixin, {"fp8_name": name, "fp8_observers": []})
+        yield Swap(module.base_layer, AdaptedMixin, {})
+        yield Swap(module, FusedMixin, {"fp8_name": name, "fp8_observers": []})
 
 
 def _plain_forward(cls: type[nn.Module]) -> bool:

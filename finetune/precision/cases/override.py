@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.precision.cases.case import Change, Site
+from finetune.precision.cases.case import Swap, Site
 from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.stored.linear import StoredMixin
 
@@ -57,7 +57,7 @@ class OverrideMixin(Swapped):
         return y.to(around) if dtype not in (torch.float32, around) else y
 
 
-def overridden(site: Site) -> Iterator[Change]:
+def overridden(site: Site) -> Iterator[Swap]:
     """Modules for which the user chose a type that autocast would not give them."""
     for name, compute in site.plan.overrides.items():
-        yield Change(site.modules[name], OverrideMixin, {"fp8_dtype": DTYPES[compute]})
+        yield Swap(site.modules[name], OverrideMixin, {"fp8_dtype": DTYPES[compute]})

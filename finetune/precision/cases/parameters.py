@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.cases.case import Change, Site
+from finetune.precision.cases.case import Swap, Site
 from finetune.precision.cases.contractions import (
     Linear,
     contract,
@@ -237,11 +237,11 @@ class ParameterMixin(ObservedMixin):
             return self.plain_class.forward(self, *args, **kwargs)
 
 
-def planned_parameters(site: Site) -> Iterator[Change]:
+def planned_parameters(site: Site) -> Iterator[Swap]:
     """Modules that hold planned parameters which keep their numbers."""
     for owner, layers in site.plan.fp8_parameters.items():
         module, backend = site.modules[owner], site.backend
         assert backend is not None
         found = [PlannedParameter(layer, backend.linear(module, layer)) for layer in layers]
         facts = {"fp8_backend": backend, "fp8_parameters": found, "fp8_observers": []}
-        yield Change(module, ParameterMixin, facts)
+        yield Swap(module, ParameterMixin, facts)

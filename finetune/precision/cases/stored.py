@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from finetune.precision.cases.case import Change, Site
+from finetune.precision.cases.case import Swap, Site
 from finetune.precision.engines.base import Tally
 from finetune.precision.stored.linear import store
 from finetune.precision.stored.peft_methods import guard_adapters
 
 
-def stored_layers(site: Site) -> Iterator[Change]:
+def stored_layers(site: Site) -> Iterator[Swap]:
     """Store the planned weights; PEFT's layers above them refuse what would read codes."""
     if site.frozen is None:
         return
@@ -29,5 +29,5 @@ def stored_layers(site: Site) -> Iterator[Change]:
             module.stored_tile = other.stored_tile
         facts = site.frozen.attributes(module, layer)
         facts = {"fp8_backend": site.frozen, "fp8_tally": Tally(), **facts}
-        yield Change(module, site.frozen.mixin, facts)
+        yield Swap(module, site.frozen.mixin, facts)
     guard_adapters(site.modules.values())
