@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from finetune.precision import constants
-from finetune.precision.cases.case import Swap, Site
+from finetune.precision.cases.case import Site, Swap
 from finetune.precision.cases.contractions import group_sizes
 from finetune.precision.cases.lora import Adapter
 from finetune.precision.engines.base import ObservedMixin, Observer, Owner, Tally, multiplying

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.cases.case import Swap, Site
+from finetune.precision.cases.case import Site, Swap
 from finetune.precision.engines.base import Fp8Mixin, Owner, in_backward, multiplying
 from finetune.precision.numbers import gemm
 from finetune.precision.numbers.kernels import STATISTICS, LogitMap, grade_logits, observe_logits

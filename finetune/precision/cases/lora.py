@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.precision import constants
-from finetune.precision.cases.case import Swap, Site
+from finetune.precision.cases.case import Site, Swap
 from finetune.precision.cases.override import OverrideMixin
 from finetune.precision.engines.base import Fp8Mixin, ObservedMixin, Owner, multiplying
 from finetune.precision.model.layers import is_conv1d, linear_shape

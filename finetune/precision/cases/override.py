@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.precision.cases.case import Swap, Site
+from finetune.precision.cases.case import Site, Swap
 from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.stored.linear import StoredMixin
 

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
-from finetune.precision.cases.case import Swap, Site
+from finetune.precision.cases.case import Site, Swap
 from finetune.precision.cases.contractions import (
     Linear,
     contract,
