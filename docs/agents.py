@@ -74,12 +74,14 @@ def contracts() -> Iterator[str]:
                 f"`{each}`" for each in one.get("source_modules", one.get("modules", ()))
             )
             targets = ", ".join(f"`{each}`" for each in one.get("forbidden_modules", ()))
-            yield f"* {one['name']}: no import of {targets or 'each other'} in {sources}."
+            but = ", ".join(f"`{each.split()[-1]}`" for each in one.get("ignore_imports", ()))
+            line = f"* {one['name']}: no import of {targets or 'each other'} in {sources}"
+            yield line + (f", but of {but}." if but else ".")
 
 
 def places() -> str:
     """The guide's table of questions: which file has what, and where something new goes."""
-    rows = section("Where things live").partition("| question | file |\n|---|---|\n")[2]
+    rows = section("Where things live").partition("| question | file, in `finetune/` |\n|---|---|\n")[2]
     return rows.partition("\n\n")[0]
 
 
@@ -92,7 +94,7 @@ def agents() -> str:
         "[README.md](README.md).",
         "## Commands", commands(),
         "## Rooms", "\n".join(rooms()),
-        "## What may import what", "`lint-imports` checks:", "\n".join(contracts()),
+        "## What may import what", "`lint-imports` checks (`a > b`: a may import b, `a | b`: neither the other, `a : b`: both):", "\n".join(contracts()),
         "## Where something is, and where something new goes",
         "| question | file, in `finetune/` |\n|---|---|\n" + places(),
         section("How to add").partition("\n\n")[0],

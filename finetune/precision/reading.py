@@ -5,7 +5,7 @@ Each operand is multiplied by a scale that puts its largest magnitude (amax) at 
 of its format, cast, multiplied, and the product divided by both scales. Activations and weights
 take E4M3 (3 bits of mantissa, to 448), gradients E5M2 (2 bits, to 57,344; Micikevicius et al.,
 arXiv 2209.05433). Here on any device: the codes are real FP8, and a GEMM multiplies their values
-in float32, as FP8 tensor cores accumulate.
+and adds them in float32; tensor cores may add with fewer digits (`constants.FAST_ACCUM`).
 
 Nothing of the package imports this. `tests/precision/test_reading.py` trains with it and with the
 package, in full and over a frozen base, and compares their losses to the last bit.
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-Codes = tuple[Tensor, Tensor]  # codes of a matrix, and its inverse scale: one, or one a row
+Codes = tuple[Tensor, Tensor]  # codes and inverse scale, one or one a row: x ≈ codes · inverse
 
 
 def cast(x: Tensor, fmt: torch.dtype, dim: int | None = None) -> Codes:
@@ -59,10 +59,10 @@ class Trained(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # [M, N] -> [M, K], [N, K]
-        x, x_scale, w, w_scale = ctx.saved_tensors
+        x, x_inverse, w, w_inverse = ctx.saved_tensors
         g_codes = cast(g, E5M2)
-        dx = gemm(g_codes, (w, w_scale), g.dtype)
-        dw = gemm(transposed(g_codes), (x, x_scale), g.dtype)
+        dx = gemm(g_codes, (w, w_inverse), g.dtype)
+        dw = gemm(transposed(g_codes), (x, x_inverse), g.dtype)
         return dx.to(ctx.types[0]), dw.to(ctx.types[1])
 
 
@@ -70,20 +70,21 @@ class Frozen(torch.autograd.Function):
     """y = x Wᵀ of a stored weight with a scale a row (rowwise): no wgrad, a byte a number.
 
     dgrad sums over W's rows, so that their scales cannot wait for the end: they are folded into the
-    gradient before it is cast, and W's codes serve both GEMMs.
+    gradient before it is cast, and W's codes serve both GEMMs. With a scale for each token the
+    gradient has range enough in E4M3, and keeps its third bit.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
-        ctx.save_for_backward(w, w_scale)
-        return gemm(cast(x, E4M3, 1), transposed((w, w_scale)), x.dtype)
+    def forward(ctx: Any, x: Tensor, w: Tensor, w_inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(w, w_inverse)
+        return gemm(cast(x, E4M3, 1), transposed((w, w_inverse)), x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        w, w_scale = ctx.saved_tensors
-        folded = cast(g.float() * w_scale.t(), E4M3, 1)
-        return gemm(folded, (w, w_scale.new_ones(())), g.dtype), None, None
+        w, w_inverse = ctx.saved_tensors
+        folded = cast(g.float() * w_inverse.t(), E4M3, 1)
+        return gemm(folded, (w, w_inverse.new_ones(())), g.dtype), None, None
 
 
 class Fp8Linear(nn.Linear):

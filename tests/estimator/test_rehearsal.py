@@ -318,7 +318,7 @@ def test_levels_of_a_bdh_are_cut() -> None:
 
 @pytest.mark.slow
 def test_padded_rows_have_a_mask_under_varlen_too() -> None:
-    """As `training.varlen` runs them: it takes documents, not padding."""
+    """As `training.helper.varlen` runs them: it takes documents, not padding."""
     given = ["train.packing=false", "model.attention=varlen"]
     found = on_h100(load_recipe("llama_1b_lora_bf16", given).config)
     forward = [op for op in found.trace.ops if op.name == "finetune_estimator.attention.default"]
