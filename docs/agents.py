@@ -81,7 +81,9 @@ def contracts() -> Iterator[str]:
 
 def places() -> str:
     """The guide's table of questions: which file has what, and where something new goes."""
-    rows = section("Where things live").partition("| question | file, in `finetune/` |\n|---|---|\n")[2]
+    rows = section("Where things live").partition(
+        "| question | file, in `finetune/` |\n|---|---|\n"
+    )[2]
     return rows.partition("\n\n")[0]
 
 
@@ -94,7 +96,9 @@ def agents() -> str:
         "[README.md](README.md).",
         "## Commands", commands(),
         "## Rooms", "\n".join(rooms()),
-        "## What may import what", "`lint-imports` checks (`a > b`: a may import b, `a | b`: neither the other, `a : b`: both):", "\n".join(contracts()),
+        "## What may import what",
+        "`lint-imports` checks (`a > b`: a may import b, `a | b`: neither the other, `a : b`: both):",
+        "\n".join(contracts()),
         "## Where something is, and where something new goes",
         "| question | file, in `finetune/` |\n|---|---|\n" + places(),
         section("How to add").partition("\n\n")[0],

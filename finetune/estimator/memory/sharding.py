@@ -23,8 +23,9 @@ bytes of weights, G = T = R = 10. Besides the 12 there are
 
 A group with `reshard_after_forward=False` stays from its forward to its backward. With
 `mixed_precision`, trainable parameters, their gradients and states are stored in float32, gathered
-in the lower dtype, and reduced in float32 (`training.helper.patches`); frozen ones stay as they are.
-Whole gradients, summed over several batches, are float32, and those of the last one come on top.
+in the lower dtype, and reduced in float32 (`training.helper.patches`); frozen ones stay as they
+are. Whole gradients, summed over several batches, are float32, and those of the last one come on
+top.
 
 The rest (activations, logits, temporaries) comes moment by moment from a rehearsal of one GPU with
 weights in the gathered dtype. States that its optimizer made in that dtype count in float32.

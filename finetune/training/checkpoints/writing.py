@@ -1,8 +1,8 @@
 """Writing of a run's checkpoints; see `finetune.runs.checkpoints` for their form.
 
 What is in them is written and read as in any trainer under a session: weights by
-`training.helper.checkpoint_weights`, FP8 scaling state by `training.helper.scaling_state`, sharded ones by
-`training.checkpoints.sharded`.
+`training.helper.checkpoint_weights`, FP8 scaling state by `training.helper.scaling_state`, sharded
+ones by `training.checkpoints.sharded`.
 
 A checkpoint is written beside the others under a hidden name, and renamed when every file of every
 process is on the disk: a process that is killed while it saves leaves the earlier ones as they
