@@ -97,7 +97,7 @@ def agents() -> str:
         "## Commands", commands(),
         "## Rooms", "\n".join(rooms()),
         "## What may import what",
-        "`lint-imports` checks (`a > b`: a may import b, `a | b`: neither the other, `a : b`: both):",
+        "`lint-imports` checks (`a > b`: a may import b, `a : b`: each other, `a | b`: neither):",
         "\n".join(contracts()),
         "## Where something is, and where something new goes",
         "| question | file, in `finetune/` |\n|---|---|\n" + places(),
