@@ -388,7 +388,7 @@ def test_a_disk_that_is_full_is_said(library, tmp_path):
 
 @pytest.mark.slow
 def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
-    monkeypatch.setitem(parity.MULTIPLES, "fp8", (0, 0, "nothing may differ"))
+    monkeypatch.setitem(parity.MULTIPLES, "fp8", (0, "nothing may differ"))
     said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
     assert said.code == 2
     assert "does not say what the run's model says" in said.err
