@@ -1,8 +1,8 @@
-"""What is true of each scaling rule and of each engine: a row a name, which nothing else asks for.
+"""What is true of each scaling rule and of each engine: a row a name, which no other file compares.
 
-A new rule is a row here, a cast in `finetune.precision.numbers.scaling`, and a recipe in the
-engines that have it; planner, requirements, estimator, health and doctor read the row. Imports no
-torch.
+A new rule is a row here, a cast in `finetune.precision.numbers.scaling`, which the emulation takes,
+and a recipe in any other engine that has it; planner, requirements, estimator, health and doctor
+read the row. Imports no torch.
 """
 
 from __future__ import annotations

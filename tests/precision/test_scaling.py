@@ -34,6 +34,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor
 
 from finetune.precision import constants, convert, planner
 from finetune.precision.engines import emulated
+from finetune.precision.facts import SCALINGS
 from finetune.precision.numbers.formats import (
     E2M1,
     E4M3,
@@ -219,6 +220,11 @@ RULES = {
 }
 EXACT = {"STOCHASTIC_ROUNDING": False}
 PLAIN = EXACT | {"HADAMARD": False}
+
+
+def test_every_rule_has_a_reference_of_its_own() -> None:
+    """Delayed scaling has its own, in `test_delayed.py`."""
+    assert {name.split(",")[0].split(" ")[0] for name in RULES} == {*SCALINGS} - {"delayed"}
 
 
 @contextmanager
