@@ -1,9 +1,9 @@
 """The `train` section: a mapping for TRL, and a typed view of the keys that are read here.
 
 TRL's configuration takes the section as it is written. What this package reads of it stands in one
-table, with the defaults of Transformers and TRL, to which a test compares them: an argument that has
-another default there is a change in this file. One that is renamed is one more where a trainer's own
-arguments are read, and in texts.
+table, with the defaults of Transformers and TRL, to which a test compares them: an argument that
+has another default there is a change in this file. One that is renamed is one more where a
+trainer's own arguments are read, and in texts.
 
     >>> train = TrainSection(packing=True)
     >>> train.packing, train.max_length, dict(train)
