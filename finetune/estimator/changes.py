@@ -24,6 +24,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free
 from finetune.config.train_section import CHECKPOINTING
 from finetune.hardware.device import Device
+from finetune.precision.facts import SCALINGS, Scaling
 
 Rank = Literal["same", "otherwise", "adapters", "devices"]
 RANKS: tuple[Rank, ...] = get_args(Rank)
@@ -247,10 +248,15 @@ def _engines(config: RunConfig, device: Device) -> Iterator[Change]:
     if not device.has_fp8 or config.precision.compute not in ("bf16", "fp8"):
         return
     cast_each_time = ("precision.frozen=bf16",) if config.lora else ()
-    for backend, scaling in (("torchao", "tensorwise"), ("torchao", "rowwise"), ("te", "delayed")):
+    pairs: tuple[tuple[str, Scaling], ...] = (
+        *(("torchao", "tensorwise"), ("torchao", "rowwise")),
+        ("te", "delayed"),
+    )
+    for backend, scaling in pairs:
+        rule = SCALINGS[scaling]
         overrides = (FP8, f"precision.backend={backend}", f"precision.scaling={scaling}")
-        overrides += cast_each_time if backend == "torchao" else ()
-        overrides += ("precision.power_of_two_scales=null",) if backend == "te" else ()
+        overrides += cast_each_time if rule.frozen else ()
+        overrides += ("precision.power_of_two_scales=null",) if rule.has_history else ()
         yield Change(f"{backend} {scaling}", overrides, f"FP8, {backend} {scaling}", "otherwise",
                      memory=False)  # fmt: skip
 

@@ -403,7 +403,7 @@ def empty_swiglu_backward(
 
 
 can_launch = True
-"""False where Triton has no launcher, as in slim containers; `convert.apply` is told."""
+"""False where Triton has no launcher, as in slim containers; `convert.apply` sets it."""
 
 
 def _launch(name: str, reference: Any, *args: Any) -> Any:
