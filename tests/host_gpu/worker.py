@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from finetune import load_recipe
-from finetune.training import trainer
+from finetune.training.run import run as whole_run
 from tests.host_gpu import device
 from tests.run_folders import trained
 
@@ -54,19 +54,19 @@ def maker(stack: list[str]) -> str:
 def run(words: list[str], out: str) -> dict[str, Any]:
     """What came of a run."""
     seen, name = Waits(), words[0]
-    plain = trainer.make_trainer
+    plain = whole_run.make_trainer
 
     def make(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs | {"callbacks": [seen, *kwargs["callbacks"]]})
 
-    trainer.make_trainer = make
+    whole_run.make_trainer = make
     try:
         with device.watching():
             report = trained(
                 load_recipe(name, [*WORDS, *words[1:]]), out=out, console=Console(quiet=True)
             )
     finally:
-        trainer.make_trainer = plain
+        whole_run.make_trainer = plain
     ours = Counter(
         found
         for step, waits in seen.steps.items()
