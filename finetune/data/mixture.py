@@ -61,6 +61,8 @@ def in_one_format(parts: list[Part], named: Dataset | None) -> tuple[list[Part],
             than any training row is.
     """
     forms = {_form(part.train) for part in parts}
+    # Converting it would be possible, and wrong: an eval loss on prompts, say, beside a training
+    # loss on answers, which nobody would notice in a curve.
     if named is not None and _form(named) not in forms:
         raise DataError(
             "the eval rows are in another format than the training rows",
@@ -72,10 +74,13 @@ def in_one_format(parts: list[Part], named: Dataset | None) -> tuple[list[Part],
         )
     columns = [_columns(part.train) for part in parts]
     others = [] if named is None else [_columns(named)]
+    # Of rows of token ids those for evaluation may have labels and the others none, or vice versa.
     if all(one == columns[0] for one in columns) and all(
         one ^ columns[0] <= {"labels"} for one in others
     ):
         return parts, named
+    # Ids cannot be turned back into turns without a guess at the template; a preference is two
+    # answers, where other rows have one.
     if alone := sorted({"token ids", "preferences"} & forms):
         raise DataError(
             f"rows of {alone[-1]} and other rows cannot be in one run",
@@ -83,10 +88,14 @@ def in_one_format(parts: list[Part], named: Dataset | None) -> tuple[list[Part],
             why="all rows have the same columns: labels or none, token ids or text",
             fix="bring them into one format, or name one source",
         )
+    # The form that loses nothing: turns cannot be written as a prompt and a completion before the
+    # template is known, a text can be a turn.
     convert = _as_messages if "turns" in forms else _as_pair
 
     def whole(rows: Any) -> Any:
         known = rows.column_names  # those of a stream, too: its first rows were looked at
+        # With features given: types that are inferred from the first rows of each source may
+        # differ, which `concatenate_datasets` refuses.
         return rows.map(convert, remove_columns=known, features=_features(convert, known))
 
     done = [
@@ -110,6 +119,7 @@ def _form(rows: Dataset) -> str:
         return "text"
     if {"chosen", "label"} & names:
         return "preferences"
+    # TRL has prompt and completion as texts or as lists of turns under the same two names.
     pair = "completion" in names and getattr(rows.features["completion"], "dtype", "") == "string"
     return "prompt and completion" if pair else "turns"
 
@@ -124,6 +134,8 @@ def _as_messages(row: dict[str, Any]) -> dict[str, Any]:
         return {"messages": [{"role": WHOLE, "content": row["text"]}], TRAINED_TURNS: []}
     asked = row.get("prompt") or []
     turns = row.get("messages") or [*asked, *row["completion"]]
+    # Without values of its own: what TRL trains on with `completion_only_loss`, the answers behind
+    # the prompt. Examples in the prompt are answers, too, and are not trained on.
     given = row.get(TRAINED_TURNS) or [
         place >= len(asked) for place, turn in enumerate(turns) if turn["role"] == "assistant"
     ]
@@ -156,12 +168,15 @@ def joined(parts: list[Part], data: DataConfig, seed: int) -> tuple[Dataset | It
     weights = [part.weight for part in parts if part.weight is not None]
     total, kind = sum(weights), " + ".join(dict.fromkeys(part.kind for part in parts))
     if parts[0].stream is not None:
+        # If one is a stream all are: sources of a recipe are streamed together or not at all.
         streams: list[Any] = [part.stream for part in parts]
         names = ", ".join(_share(part, total) for part in parts)
         description = f"{kind}, streamed from {names}"
         if not weights:
             whole: Any = concatenate_datasets(streams)
             return undivided(_unending(whole, data, seed)), description
+        # Each for itself: a short source begins again while a long one still has rows, so that
+        # shares hold over the whole run.
         streams = [_unending(one, data, seed) for one in streams]
         shares = [weight / total for weight in weights]
         return undivided(interleave_datasets(streams, shares, seed)), description
@@ -170,6 +185,8 @@ def joined(parts: list[Part], data: DataConfig, seed: int) -> tuple[Dataset | It
         of = f" of {len(parts)} sources" if len(parts) > 1 else ""
         return train, f"{kind}, {len(train):,} training rows{of}"
     shares = [weight / total for weight in weights]
+    # `all_exhausted` draws until each source was read whole: short ones come several times, which
+    # is what the user is told below. The default would stop at the end of the shortest.
     train: Any = interleave_datasets(
         [part.train for part in parts], shares, seed, stopping_strategy="all_exhausted"
     )

@@ -52,6 +52,7 @@ class Checkpoint:
     def step(self) -> int:
         """The step of its name."""
         found = _NAME.fullmatch(self.folder.name)
+        # A copied or renamed folder still knows its step.
         return int(found[1]) if found else int(finite(self.state.get("global_step")) or 0)
 
     @property
@@ -101,6 +102,8 @@ class Checkpoint:
         """Lower is better: the eval loss of its own step, or minus the reward; infinite of none."""
         measure = self.method.evaluated
         key, sign = measure.columns[0], -1 if measure.rises else 1
+        # Only an evaluation of these very weights: an older one would rank a checkpoint by its
+        # ancestor.
         own = (finite(row.get(key)) for row in self.log if row.get("step") == self.step)
         return next((sign * value for value in own if value is not None), math.inf)
 
@@ -135,6 +138,7 @@ class Checkpoint:
             file = self.folder / name
             if not file.is_file():
                 return f"{name} is missing"
+            # Sizes first, since hashing a large model takes minutes and a cut copy shows at once.
             if (found := file.stat().st_size) != facts["bytes"]:
                 return f"{name} has {found:,} bytes, not {facts['bytes']:,}"
         if contents:
@@ -190,6 +194,7 @@ def history(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     run = checkpoint.folder.absolute().parents[1]
     rows = RunFolder(run).rows if is_run(run) else checkpoint.log
     last = checkpoint.step
+    # `train_runtime` is Transformers' summary at the end of training, no step of it.
     return [row for row in rows if row.get("step", 0) <= last and "train_runtime" not in row]
 
 
@@ -209,8 +214,10 @@ def launcher_of(processes: int) -> str:
     """
     if processes == 1:
         return "python"
+    # `LOCAL_WORLD_SIZE` and `WORLD_SIZE` are set by torchrun, for each process it starts.
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or processes)
     if here < processes and os.environ.get("WORLD_SIZE") == str(processes):
+        # Rounded up.
         nodes = -(-processes // here)
         rendezvous = "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
         return f"torchrun --nnodes={nodes} --nproc_per_node={here} {rendezvous}"
@@ -243,7 +250,10 @@ def superfluous(
     saved = [one for one in saved if not one.is_kept]
     evaluated = [one for one in saved if math.isfinite(one.rank)]
     kept = best_of(evaluated)[:keep_best]
+    # The newest is never deleted, so it need not count as the best as well.
     kept += [one for one in saved[:-1] if named and one.folder.name == Path(named).name]
+    # Transformers counts its best checkpoint among `save_total_limit`; at least one newest stays,
+    # or a run could not resume.
     newest = saved[-max(1, keep_last - bool(named and kept)) :]
     return [one for one in saved if one not in newest and one not in kept]
 
@@ -264,6 +274,7 @@ def find_checkpoint(name: str, out: Path | str = "runs") -> tuple[Checkpoint, di
         ConfigError: there is none that is whole.
     """
     where, folder, which = "train.resume_from_checkpoint", user_path(name), LAST
+    # A folder that is really called `last` or `best` is meant as it is.
     if not folder.exists() and folder.name in (*LATEST, BEST):
         which, folder = folder.name, folder.parent
         if len(Path(name).parts) == 1:

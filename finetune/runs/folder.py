@@ -96,6 +96,7 @@ def command_line() -> list[str]:
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file so that a reader never sees half of it."""
+    # In the same folder, since a rename is atomic within one file system only (POSIX `rename`).
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)
@@ -115,6 +116,8 @@ def new_folder(inside: Path, out: Path | str) -> Path:
     Raises:
         ConfigError: it cannot be made there.
     """
+    # Local time sorts as people look for runs; the four digits part runs started in one second, as
+    # the jobs of a comparison are.
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     return make_folder(inside / stamp, out)
 
@@ -186,6 +189,8 @@ class RunFolder:
     @cached_property
     def state(self) -> str:
         """`finished`, `stopped`, `running` or `killed`."""
+        # In this order: a receipt's own word comes first, since a process number may live on as
+        # another's.
         ended = self.receipt.get("run", {})
         if ended.get("interrupted") or ended.get("stopped"):
             return "stopped"
@@ -218,6 +223,7 @@ class RunFolder:
         )
 
     def _lives(self) -> bool:
+        # Such as a run on a cluster's node whose folder lies on a shared disk.
         if not self._is_of_this_machine:
             changed = max(file.lstat().st_mtime for file in self.folder.iterdir())
             return time.time() - changed < QUIET
@@ -259,6 +265,7 @@ class RunFolder:
 
     def learned(self, key: str, reported: Any = None) -> Any:
         """A loss as reported, else the last logged; None where the method's says nothing."""
+        # GRPO and its like log a loss, too, which starts at zero and says nothing about learning.
         return reported or self.logged(key) if key in self.method.columns else None
 
     @property
@@ -313,7 +320,9 @@ class RunFolder:
             return int(steps)
         if self.state == "finished":
             return self.last_step
+        # Step over epoch is the number of steps of an epoch, which only the trainer knows.
         row = next((r for r in reversed(self.tail) if finite(r.get("epoch"))), None)
+        # 3 is the default of Transformers' `TrainingArguments`.
         epochs = finite(train.num_train_epochs) or 3
         return round(row["step"] / row["epoch"] * epochs) if row else None
 
@@ -351,6 +360,7 @@ class RunFolder:
 
 def finite(value: Any) -> float | None:
     """A number that can be shown; None for what is missing, NaN or infinite."""
+    # Booleans are numbers of Python, and would be drawn as 0 and 1.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
@@ -364,6 +374,7 @@ def _read(file: Path, last: int | None = None) -> str:
         with file.open("rb") as opened:
             if last is not None:
                 opened.seek(max(0, opened.seek(0, os.SEEK_END) - last))
+            # A read from within the file may begin in the middle of a character.
             return opened.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
@@ -382,6 +393,7 @@ def _whole(data: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     """Replace parts of another form by empty ones: one bad file spoils no table and no page."""
     for key, form in parts.items():
         if key in data and (data[key] is None or not _fits(data[key], form)):
+            # A type with alternatives (`_ANY`) may be None; what has to be a text is an empty one.
             nothing = None if isinstance(form, UnionType) else ""
             data = data | {key: type(form)() if isinstance(form, dict | list) else nothing}
     return data

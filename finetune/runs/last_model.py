@@ -41,6 +41,7 @@ def saved_whole(folder: Path, *, writes: bool = True) -> Iterator[Path]:
     Args:
         writes: of several processes the first one renames it.
     """
+    # A leading dot: what is half written looks like no model to whoever lists the folder.
     place = folder / ".model"
     if writes:
         shutil.rmtree(place, ignore_errors=True)
@@ -69,11 +70,15 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
     """
     config, newest = RunFolder(folder).config, newest_checkpoint(folder / CHECKPOINTS)
     state = Checkpoint(newest).state if newest is not None else {}
+    # With steps left the run is to be resumed: its last checkpoint is not its result.
     if newest is None or state.get("global_step", 0) < state.get("max_steps", math.inf):
         return None
     train = TrainSection(config.get("train", {}))
     if train.load_best_model_at_end:
+        # By its name alone: the trainer stored the path that the run had then, and it may have been
+        # moved.
         newest = folder / CHECKPOINTS / Path(str(state.get("best_model_checkpoint"))).name
+    # A damaged checkpoint is left to `resume`, which goes back to an earlier one and says so.
     if not (folder / MODEL).exists() and Checkpoint(newest).problem(contents=True):
         return None
     if not writes:
@@ -87,10 +92,13 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
         with saved_whole(folder) as place:
             others = shutil.ignore_patterns(*OF_TRAINING, STATE, MANIFEST)
             shutil.copytree(newest, place, ignore=others)
+        # Evaluation in FP8 multiplies by the scales that training ended with; without the file a
+        # reloaded model would begin with others.
         if config.get("precision", {}).get("eval") == "fp8" and scales.is_file():
             shutil.copy(scales, folder)
         if receipt := json_of(folder / "receipt.json"):
             receipt["run"] = {**receipt.get("run", {}), "interrupted": False, "stopped": ""}
+            # It was of the process that was stopped, and the run counts as finished from here on.
             receipt["run"].pop("exit_code", None)
             write_whole(folder / "receipt.json", json.dumps(receipt, indent=1) + "\n")
             report = json_of(folder / "report.json") | {"folder": str(folder), "interrupted": False}

@@ -66,9 +66,12 @@ def _folders(out: Path) -> Iterator[Path]:
 
 
 def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    # Nothing below a run is one: checkpoints also hold configurations, and a comparison's runs are
+    # its own.
     if is_run(folder) or (folder / COMPARISON).is_file():
         yield folder
         return
+    # Runs of a comparison that has not ended lie deeper, below its sides.
     if folder.name == COMPARED[0]:
         depth = COMPARED[1]
     if depth:
@@ -91,6 +94,7 @@ def read_run(folder: Path | str) -> RunFolder:
     # Not the whole disk, or the folder that the command was started in.
     inside = Path("runs") if inside in (Path(), inside.parent) else inside
     known = [str(run.folder) for run in (find_runs(inside) if inside.is_dir() else [])]
+    # From the most certain to the least: the run around it, a name that is close, the newest one.
     fix = "give the folder that the run printed, runs/<recipe>/<time>-<id>"
     if folder.exists() and around is not None:
         fix = f"the run is {around} (--checkpoint N takes one of its checkpoints)"
@@ -127,6 +131,7 @@ def find_run(name: str, out: Path | str = "runs", holding: str = "") -> Path:
         ConfigError: there is none; names the nearest, or the newest ones.
     """
     folder, out = user_path(name), user_path(out)
+    # A folder comes before a recipe of the same name, as a shell's path would.
     if (folder / "config.yaml").is_file():
         return folder
     runs = newest_runs(out, None if name == LAST else name)
@@ -134,6 +139,8 @@ def find_run(name: str, out: Path | str = "runs", holding: str = "") -> Path:
         return read_run(folder).folder
     if runs:
         has = (run for run in runs if name == LAST or (run / holding).is_dir())
+        # The newest run may still train; taking an older one in silence would answer from other
+        # weights.
         if (found := next(has, runs[0])) != runs[0]:
             newest = f"{runs[0]}, which is newer, has no {holding}/: {RunFolder(runs[0]).progress}"
             output(stderr=True).print(whole(f"! {newest}; {found} is taken", "yellow"), crop=False)

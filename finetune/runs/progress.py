@@ -37,6 +37,7 @@ def log_line(
     if "loss" not in row:
         return ""
     norm, pace = row.get("grad_norm", float("nan")), finite(row.get("step_seconds"))
+    # A part's number is how soon it leaves a narrow terminal: the highest goes first, 0 never.
     parts = [(0, step), (8, f"epoch {row.get('epoch', 0.0):.2f}")]
     parts += [(3 if number else 1, text) for number, text in enumerate(shown_of(row, method))]
     parts += [(6, f"grad_norm {norm:.3f}"), (7, f"lr {row.get('learning_rate', 0.0):.2e}")]
@@ -67,6 +68,7 @@ def shown_of(row: dict[str, Any], method: Method, prefix: str = "") -> list[str]
 
 def figures(rows: Sequence[dict[str, Any]], method: Method) -> dict[str, tuple[float, float]]:
     """Where each metric besides a loss begins and ends; first what the method is judged by."""
+    # Losses have fields of their own in the report, `first_loss` and `final_loss`.
     every = {key: ends(key, rows) for key in (*method.columns, *SHOWN) if key[-4:] != "loss"}
     return {key: (fmean(first), fmean(last)) for key, (first, last) in every.items() if last}
 
@@ -92,6 +94,8 @@ def named(key: str) -> tuple[str, str]:
 
 def _way(first: float | None, last: float, form: str) -> str:
     began, ended = format(last if first is None else first, form), format(last, form)
+    # What is alike in the digits shown is said once: an arrow between equal figures reads as a
+    # fault.
     return ended if began == ended else f"{began} -> {ended}"
 
 

@@ -60,6 +60,7 @@ def layer_groups(
     groups: dict[tuple[object, ...], list[LayerReceipt]] = {}
     for row in layers:
         kind = (layer_kind(row.name), tuple(row.shape)) if by_kind else ()
+        # In a terminal's table shapes do not count: layers that ran alike are one line.
         key = (row.role, *kind, row.fprop, row.dgrad, row.wgrad, row.reason)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
@@ -170,11 +171,14 @@ class Receipt(JupyterMixin):
     @classmethod
     def read(cls, data: dict[str, Any]) -> Receipt:
         """A receipt from its JSON, of any version: without keys and layers not known as such."""
+        # A receipt may be older or newer than this code; unknown keys are dropped, missing ones are
+        # empty, so that old runs stay readable in tables and reports.
         known = {f.name for f in fields(cls)} - {"layers"}
         receipt = cls(**{"status": "", "precision": {}} | {k: data[k] for k in known & data.keys()})
         kinds: dict[str, Any] = dict.fromkeys((f.name for f in fields(LayerReceipt)), str)
         kinds |= {"shape": list | tuple, "calls": dict, "flops": int | float}
         for layer in data.get("layers") or []:
+            # A damaged layer is left out: what a table shows has all its fields.
             if isinstance(layer, dict) and all(
                 isinstance(layer.get(name), kind) for name, kind in kinds.items()
             ):
@@ -243,6 +247,7 @@ class Receipt(JupyterMixin):
 
     def verdict(self) -> Iterator[Text]:
         """Headline, and the warnings among the facts, which are yellow."""
+        # Green is for what was asked for: a fallback that is proven is still not what was asked.
         verified = self.status == "proven" and not self.precision.get("fallback")
         yield Text(self.headline, style="bold green" if verified else "bold yellow")
         if self.precision.get("fallback"):
@@ -286,6 +291,8 @@ class Receipt(JupyterMixin):
             changed, numbers = changed_numbers(self.movement)
             told = f"{changed:,} of {numbers:,} trainable parameters changed" if numbers else ""
             yield Text(f"{told or f'{owned:,} trainable parameters'}{each}")
+            # Preparation must neither lose a parameter nor add one, and the optimizer has to have
+            # all of them.
             if not t["before"] == t["after"] == owned:
                 yield Text(
                     f"! trainable parameters: {t['before']:,} before and {t['after']:,} after "
@@ -316,6 +323,7 @@ def memory_line(memory: dict[str, Any]) -> str:
         if predicted is not None:
             parts.append(f"{kind}predicted {size_of_gib(predicted)}")
         if measured is not None:
+            # 0 and None alike give no percentage.
             over = predicted and percent(measured / predicted - 1, sign=True, space=True)
             parts.append(f"{kind}measured {size_of_gib(measured)}" + (f" ({over})" if over else ""))
     return f"tensors: {', '.join(parts)}" if parts else ""
@@ -325,6 +333,7 @@ def energy_line(energy: dict[str, Any]) -> str:
     """`energy: 0.123 kWh, 410 W, 31.9 tokens per joule`; empty where it was not measured."""
     if not energy.get("joules"):
         return ""
+    # 3.6e6 J are one kWh.
     parts = f"{energy['joules'] / 3.6e6:.3g} kWh", f"{energy['mean_watts']:,.0f} W"
     return f"energy: {', '.join(parts)}, {energy['tokens_per_joule']:.3g} tokens per joule"
 
@@ -405,6 +414,7 @@ class RunReport(JupyterMixin):
         if self.interrupted:
             yield whole(f"Interrupted. {self._after_interrupt}", "yellow")
             return
+        # Not an error: too short a run (a smoke test of one step) is a result, but no evidence.
         if self.receipt.status != "proven":
             yield Text(
                 "! this run is not verified: the proof needs two optimizer steps with a learning "
@@ -416,6 +426,8 @@ class RunReport(JupyterMixin):
         writes = method_of(self.receipt.run).head == "causal"
         if writes:
             yield whole(f'next: python -m finetune generate {name} "..."')
+        # `generate` needs a model that writes; of a classifier or a reward model the report is
+        # next.
         if whole_receipt or not writes:
             yield whole(f"      python -m finetune report {name}")
 

@@ -63,22 +63,33 @@ def make_trainer(
     method, beside = method_of(config.train), dict[str, Any]()
     if method.rewarded:
         beside["reward_funcs"] = rewards_of(reward_names(config.train), tokenizer)
+    # A teacher's probabilities are compared token by token, so its ids have to mean the same words.
+    # It stays as its checkpoint has it: none of the run's layers is stored or adapted in it.
     if TEACHER in arguments(method):
         refuse_other_words(tokenizer, teacher_of(config), f"train.{TEACHER}")
         beside["teacher_model"] = load_model(teacher_of(config), ())
     named = config.model.model_copy(update={"attention": attention.implementation})
     model: Any = load_model(named, stored) if given is None else take_model(given, named, stored)
+    # Before TRL's trainer is made, which reads the names of the backbone.
     fit_trl(without_adapters(model))
     if method.writes and (end := answer_end(tokenizer)) is not None:
         stop_at(without_adapters(model), [end])  # what is written ends there, and is counted so
+    # Before adapters are attached: the patterns of `model.freeze` name modules of the plain model.
     scope.freeze(without_adapters(model), config)
+    # A script's model has its adapters already; a second configuration would wrap them again.
     adapters = scope.lora_config(model, config) if given is None else None
     if adapters is not None and stored_weights(model):  # the trainer would cast new adapters
         model, adapters = scope.attach(model, config), None
     optimizer = chosen(config.train)
+    # bitsandbytes keeps overrides of single weights for as long as the process lives, by `id`,
+    # which a weight of a later run (in a notebook, of a comparison) may have again.
     if optimizer.library == "bitsandbytes":
         low_bit.forget_overrides()
+    # Set on the trainer below, since only some of TRL's (1.16) take it as an argument; None lets
+    # Transformers (5.23) read `optim`.
     own = low_bit.class_and_kwargs if optimizer.by_torchao else lambda *_: None
+    # With adapters the reference is the base without them; with log probabilities computed before
+    # training the model is its own reference, as long as it has not moved.
     if method.reference and config.lora is None and not args.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)  # TRL would read another revision from the hub
     try:
@@ -98,10 +109,14 @@ def make_trainer(
         if given is None and "ref" in getattr(model, "peft_config", ()):
             model.delete_adapter("ref")  # TRL's copy of new adapters, which add nothing as well
     except Exception as error:
+        # Only what libraries raise over settings becomes an error of the recipe: a bug keeps its
+        # traceback.
         refusal = isinstance(error, sft.REFUSALS) or sft.is_of_the_hub(error)
         if isinstance(error, FinetuneError) or not refusal:
             raise
         raise sft.refused(method.trainer, error, config.train) from error
+    # Varlen kernels take the boundaries of documents as a tensor, whose every new length would be
+    # another shape to plan and compile for.
     if attention.implementation == VARLEN:
         fix_documents(trainer)
     return trainer

@@ -27,6 +27,7 @@ from finetune.storage.pretrained import TEMPLATE_ERRORS
 def trainer_of(method: Method) -> type[Any]:
     """TRL's trainer of a method, with ledgers, as a run trains by it."""
     kind = preparing(method)
+    # RunTrainer first: its methods are around those of the ledger, and these around TRL's.
     return type(kind.__name__, (RunTrainer, kind), {})
 
 
@@ -41,6 +42,8 @@ class RunTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """TRL's; settings of workers that torch refuses are a `ConfigError`."""
+        # Such as `persistent_workers` without workers, which torch refuses here, not Transformers
+        # before.
         fix = "take back the settings train.dataloader_... that it names"
         with refused_by("torch's DataLoader", fix=fix):
             return super().get_train_dataloader()
@@ -48,6 +51,7 @@ class RunTrainer(Trainer):
     def ordered(self, sampler: Any) -> Any:
         """Transformers' order of rows; by length one that a resumed run makes again."""
         above: Any = super()
+        # Asked first, though lengths replace its answer: it is where a method spreads its own rows.
         found, by_length = above.ordered(sampler), isinstance(sampler, LengthGroupedSampler)
         return ByLength(sampler, order_seed(self.args)) if by_length else found
 
@@ -55,6 +59,7 @@ class RunTrainer(Trainer):
         """TRL's, embeddings in groups of their own; what it refuses is a `ConfigError`."""
         with refused_by("the optimizer", fix="~train.optim_args, or ~train.optim"):
             made = super().create_optimizer(*args, **kwargs)
+        # Behind Transformers, whose groups go by weight decay alone.
         if self.embedding_learning_rate is not None:
             give_rate(made, embeddings_of(self.model), self.embedding_learning_rate)
         return made
@@ -68,6 +73,8 @@ class RunTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """TRL's; beside an adapter, too, stands where its answers end."""
         model: Any = self.accelerator.unwrap_model(self.model)
+        # PEFT saves adapters without `generation_config.json`; without the ends in it, whoever
+        # loads the adapter would get answers that run on past the token that training taught.
         if self.args.should_save and hasattr(model, "peft_config"):
             folder = Path(output_dir or str(self.args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +86,8 @@ class RunTrainer(Trainer):
         try:
             return super().get_batch_samples(*args, **kwargs)
         except (TemplateError, *TEMPLATE_ERRORS, RuntimeError, OSError, EOFError) as error:
+            # Accelerate concatenates what process 0 read for all of them; batches are padded to
+            # their own longest row, so their shapes differ.
             if "dispatch_batches" in str(error):
                 raise ConfigError(
                     "one process was to read batches for all, and theirs differ in length",
@@ -86,6 +95,7 @@ class RunTrainer(Trainer):
                     why=first_line(error),
                     fix="~train.accelerator_config",
                 ) from error
+            # Rows of a data set were looked at before training; only a stream brings new ones here.
             if isinstance(error, FinetuneError) or isinstance(self.train_dataset, Dataset):
                 raise
             raise not_formatted("train", error, step=self.state.global_step) from error
@@ -113,6 +123,7 @@ class ByLength(LengthGroupedSampler):
 
 def embeddings_of(model: Any) -> list[torch.nn.Parameter]:
     """Parameters of embeddings and output head that train."""
+    # The head, too: where it is tied, it is the same parameter, and two rates could not both hold.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [p for end in ends if end is not None for p in end.parameters() if p.requires_grad]
 
@@ -130,11 +141,15 @@ def give_rate(optimizer: Any, parameters: list[Any], rate: float) -> None:
             why="adapters leave them as they are",
             fix="lora.modules_to_save=[embed_tokens, lm_head], or ~train.embedding_learning_rate",
         )
+    # By identity: comparing tensors with `in` compares their numbers.
     own = {id(p) for p in parameters}
+    # A copy of the list, since groups are added to it meanwhile.
     for group in list(optimizer.param_groups):
         inside = [p for p in group["params"] if id(p) in own]
         if len(inside) == len(group["params"]):
             group["lr"] = rate if inside else group["lr"]
         elif inside:
             group["params"] = [p for p in group["params"] if id(p) not in own]
+            # With the group's other settings, weight decay above all. The schedule, which is made
+            # later, takes each group's rate as its first one.
             optimizer.add_param_group({**group, "params": inside, "lr": rate})

@@ -45,6 +45,7 @@ Scores = list[tuple[float, float | None]]
 def judge(found: Comparison, pairs: Pairs) -> Comparison:
     """Add differences, figures, verdict and reasons."""
     a, b = zip(*pairs, strict=True)
+    # Recipes may agree and runs may not: a library that falls back shows in the receipts alone.
     differences = [*found.differences, *_executed(pairs, found.differences)]
     refused = [
         f"a run is not proven ({o.name}: {o.receipt['status']})"
@@ -52,6 +53,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         for o in pair
         if o.receipt["status"] != "proven"
     ]
+    # Differences that the user accepted are shown, and refuse nothing.
     if not found.allowed:
         refused += [f"{d.condition}: {d.why}" for d in differences]
     judging, ends = a[0].method.judged, dict[str, list[list[float]]]()
@@ -59,6 +61,8 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         every = [[MEASURES[name].end(o.rows) for o in side] for side in (a, b)]
         ends[name] = [[end for end in side if end is not None] for side in every]
         logged = sum(map(len, ends[name]))
+        # Where some logged and others did not, a mean over the rest would be of other seeds on each
+        # side. Where none did (a run without eval rows), the verdict rests on what is left.
         if 0 < logged < 2 * len(pairs):
             gone = f"{2 * len(pairs) - logged} of {2 * len(pairs)} runs"
             refused.append(f"{gone} logged no {MEASURES[name].name}")
@@ -66,6 +70,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
             del ends[name]
     if not ends:
         refused.append(f"the runs logged no {' and no '.join(MEASURES[n].name for n in judging)}")
+    # A gap of losses is relative, so a loss of zero or below has none; rewards may be negative.
     broken_a, broken_b = (  # have no ratio
         [
             f"{MEASURES[name].name}: {label}, seed {seed}, ends at {end:g}"
@@ -75,6 +80,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
         ]
         for i, label in enumerate((found.a.label, found.b.label))
     )
+    # B is what A is judged by: a B that broke says nothing about A, an A that broke fails.
     refused += broken_b
     found = found.model_copy(update={"differences": differences, "notes": list(found.notes)})
     if refused or broken_a:
@@ -90,6 +96,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     ]
     if len(pairs) > 1 and all(len(set(side)) == 1 for sides in ends.values() for side in sides):
         # A trainer that does not shuffle (TRL's KTO): equal runs have no spread to judge by.
+        # Several equal runs would give an interval of no width, and a verdict that looks certain.
         ends = {name: [side[:1] for side in sides] for name, sides in ends.items()}
         found.notes.append(
             "the seeds changed nothing: runs of a side are equal, so one pair counts"
@@ -105,11 +112,13 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     scores = {(k, s.metric): s for k, v in (found.tasks or {}).items() for s in v if s.verdict}
     judged: dict[tuple[str, str], Gap] = {(k, MEASURES[k].name): g for k, g in gaps.items()}
     judged |= {(task, f"{task} {metric}"): score for (task, metric), score in scores.items()}
+    # A margin that the user set and no score can be judged by must not pass in silence.
     missing = found.margins.keys() - {TASKS, *MEASURES} - {task for task, _ in scores}
     verdicts = [gap.verdict for gap in judged.values()] + ["undecided"] * bool(missing)
     found.verdict = next(v for v in WORSE if v in verdicts)
     found.reasons = [_reason(found, *names, gap) for names, gap in judged.items()]
     found.reasons += [f"{task}: no score between 0 and 1 of all runs" for task in sorted(missing)]
+    # Whatever the verdict: above the guides' limit a gap has a cause that can be found.
     if any(abs(gap.gap) > ADVISED for gap in found.losses.values()):
         found.notes.append(
             f"a gap above {LossGap.shown(ADVISED, None)} has a cause: python -m finetune diagnose "
@@ -122,6 +131,7 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
 def _gap(found: Comparison, name: str, a: Sequence[float], b: Sequence[float]) -> EndGap:
     kind, margin = LossGap if name in LOSSES else EndGap, found.margin_of(name) or 0.0
     gap = statistics.loss_gap(a, b, margin=margin, confidence=found.confidence, kind=kind)
+    # A margin above `FAILED` was asked for on purpose, so it moves the limit.
     failed = kind is LossGap and abs(gap.gap) > max(FAILED, margin)
     return gap.model_copy(update={"verdict": "not equivalent"}) if failed else gap
 
@@ -131,6 +141,8 @@ def _executed(pairs: Pairs, known: Sequence[Difference]) -> list[Difference]:
     seen = {d.condition for d in known}
     found: list[Difference] = []
     for a, b in pairs:
+        # Where a model writes what it trains on, the number of tokens in a step follows from its
+        # weights, which are what is compared.
         steps = [a.steps, b.steps] if not a.method.writes else []  # of answers of its own
         new = executed_differences(a.receipt, b.receipt, *steps)
         found += [difference for difference in new if difference.condition not in seen]
@@ -142,6 +154,7 @@ def _reason(found: Comparison, name: str, what: str, gap: Gap) -> str:
     allowed, signed, label = found.margin_of(name) or 0.0, gap.shown, found.a.label
     margin, way = gap.shown(allowed, None), "higher" if gap.gap > 0 else "lower"
     inner = gap.equivalence_interval
+    # The sentence names whichever rule decided: the interval, or the convention of `FAILED`.
     decided = inner is not None and statistics.verdict_of(inner, allowed) == gap.verdict
     if gap.verdict == "not equivalent" and not decided:
         most = gap.shown(FAILED, None)
@@ -152,6 +165,8 @@ def _reason(found: Comparison, name: str, what: str, gap: Gap) -> str:
             "give an interval, three or more a useful one"
         )
     low, high = inner
+    # Two one-sided tests (Schuirmann 1987): equivalent if the interval of confidence 1 - 2 alpha
+    # lies within the margin.
     at = f"{signed(low)} to {signed(high)} (two one-sided tests at {1 - found.confidence:.2g})"
     if gap.verdict == "equivalent":
         return f"{what}: the gap of {signed(gap.gap)}, {at}, lies within {margin}"
@@ -172,6 +187,8 @@ def _reason(found: Comparison, name: str, what: str, gap: Gap) -> str:
 def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
     warm_up = warm_up_steps(len(pairs[0][0].steps))
     ratios = [step_ratios(a.steps, b.steps, warm_up) for a, b in pairs]
+    # Steps of one run correlate (a clock drifts), so a single pair's interval comes from sections
+    # of them, each of which needs a step.
     if min(len(steps) for steps in ratios) < SECTIONS:
         found.notes.append(
             f"no speed: after {warm_up} steps of warm-up fewer than {SECTIONS} are left"
@@ -201,6 +218,8 @@ def _speed(found: Comparison, pairs: Pairs) -> SpeedRatio | None:
 def _speeds(runs: Sequence[RunFolder], warm_up: int) -> tuple[float, float]:
     """Tokens and steps per second: geometric means over runs of medians over steps."""
     timed = [[s for s in r.steps[warm_up:] if min(s["tokens"], s["seconds"]) > 0] for r in runs]
+    # Medians, since a checkpoint or another process makes single steps long; geometric means, since
+    # speeds are compared by their ratio, which is then the same whichever side is divided.
     tokens = geometric_mean(median(s["tokens"] / s["seconds"] for s in steps) for steps in timed)
     return tokens, geometric_mean(median(1 / s["seconds"] for s in steps) for steps in timed)
 
@@ -213,12 +232,14 @@ def _memory(
     if missing:
         found.notes.append(f"no ratio of peak memory: {missing[0].get('measured')}")
         return None
+    # The largest of all seeds: memory has to suffice for the worst of them.
     most_a, most_b = (max(memory["measured_gib"] for memory in side) for side in sides)
     return MemoryRatio(ratio=most_a / most_b, a_gib=most_a, b_gib=most_b)
 
 
 def _energy(*sides: Sequence[RunFolder]) -> EnergyRatio | None:
     each = [[o.receipt.get("energy", {}).get("tokens_per_joule") for o in side] for side in sides]
+    # Without a meter on one machine (None), or with one that read nothing, there is no fair ratio.
     if not all(map(all, each)):
         return None
     a, b = map(geometric_mean, each)
@@ -232,6 +253,7 @@ def _tasks(found: Comparison, sides: Sequence[Sequence[RunFolder]]) -> dict[str,
         if not all(task in run.tasks for side in sides for run in side):
             continue
         rows = {run.tasks[task].get("n") for side in sides for run in side}
+        # Scores on other numbers of rows have other spreads, and other rows.
         if len(rows) > 1:
             counts = " and ".join(map(str, sorted(rows, key=str)))
             found.notes.append(f"no scores of {task}: the runs were scored on {counts} rows")
@@ -255,6 +277,7 @@ def _score(found: Comparison, task: str, metric: str, a: Scores, b: Scores) -> T
         differences=pairs,
     )
     margin = found.margin_of(task)
+    # Margins of tasks are points of a share; a perplexity or a count of tokens has another unit.
     if margin is None or not 0 <= min(*of_a, *of_b) <= max(*of_a, *of_b) <= 1:
         return score
     kept = {"margin": margin, "confidence": found.confidence}

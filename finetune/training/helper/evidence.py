@@ -43,7 +43,10 @@ def refuse_disagreement(receipt: Receipt) -> None:
     from accelerate.utils import gather_object
 
     own = {"status": receipt.status, "precision": receipt.precision["ran"]}
+    # Engines are chosen on each process by its own libraries and GPU: one machine of several that
+    # lacks a kernel would train its shards in BF16, and only its own receipt would say so.
     own |= {f"{one.name}.{gemm}": getattr(one, gemm) for one in receipt.layers for gemm in GEMMS}
+    # All processes come here, and raise together: one alone would leave the others waiting.
     everyone = gather_object([own])
     first = everyone[0]
     for rank, other in enumerate(everyone):
@@ -66,6 +69,7 @@ def standstill(receipt: Receipt, known: str = "") -> ProofError | None:
     """
     from accelerate.utils import gather_object
 
+    # Under sharding each process counts numbers of its own, all of which may have stood still.
     everyone = gather_object([changed_numbers(receipt.movement)])
     numbers = everyone[0][1]
     if not numbers or any(changed for changed, _ in everyone):
@@ -108,10 +112,12 @@ def receipt_of(
     conversion = proof.conversion if proof is not None else None
     share = dict(proof.flop_share) if proof else {}
     engines = conversion.engines if conversion else []
+    # A run of which one layer ran in FP8 counts as FP8: its share says how much.
     low = next((k for k in ("fp8", "fp4") if share.get(k)), "")
     ran = low or max(share, key=lambda k: share[k], default="nothing")
     fp8 = p.compute == "fp8"
     status = proof.status if proof else "not proven: nothing was trained"
+    # What ran in FP8 may still have ended in NaN, by an update that no later step has checked.
     if status == "proven" and conversion and (broken := not_finite(conversion.model)):
         status = f"not proven: weights are not finite ({some(broken, 3)})"
     return Receipt(
@@ -151,6 +157,7 @@ def _gemm(p: PrecisionConfig, device: Device) -> str:
         return ""
     if device.capability is None or emulates(p, device):
         return "emulated"
+    # A frozen base in FP8 is multiplied through torch, whichever engine is named beside it.
     if p.engine.library and p.frozen != "fp8":
         return p.engine.library
     cuda = cuda_of(installed_torch(), torch.version.cuda)
@@ -168,6 +175,7 @@ def _kernels(conversion: Conversion | None) -> str:
         return ""
     how = conversion.frozen.how
     casts = "inductor" if conversion.compiled else "triton" if how.own else "eager"
+    # An operator of our own is opaque to the compiler, which would else make the cast itself.
     if how.own_cast:
         casts = "triton"
     return f"{casts}; transposes: triton" if how.own and casts == "inductor" else casts
@@ -181,6 +189,7 @@ def _effective(
     for engine in engines:
         own = engine.effective()
         found |= {"frozen": own} if engine.name == "frozen" else own
+    # TF32 is a setting of the process that no tensor's type shows, so it is looked up.
     if not found and p.compute == "fp32":
         return {"fp32_precision": compute_types.in_force()}
     if not found and p.compute == "fp16":
@@ -195,6 +204,7 @@ def environment(d: Device) -> dict[str, Any]:
         "versions": versions,
         "standing": standings(versions),
         "switched_off": switched_off(),
+        # What was not shown on the terminal is counted here, so that nothing is hidden for good.
         "hidden_warnings": dict(HIDDEN_WARNINGS),
         "device": {
             "kind": d.kind,
@@ -204,6 +214,7 @@ def environment(d: Device) -> dict[str, Any]:
         },
         "allocator": expand_segments().reason if d.kind == "cuda" else None,
         "processes": dist.get_world_size() if dist.is_initialized() else 1,
+        # Of the generator, not of the recipe: a script may have seeded by other means.
         "seed": torch.initial_seed(),
     }
 
@@ -230,6 +241,7 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
     if trainer.optimizer is None:
         return {}
     args = trainer.args
+    # A compiled model has `_orig_mod` in every name, and its pair may run uncompiled.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     named = named_trainable(model)
     lines = "\n".join(sorted(f"{name} {tuple(p.shape)}" for name, p in named.items()))
@@ -237,6 +249,7 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
     return {
         "trainable parameters": {
             "count": sum(p.numel() for p in named.values()),
+            # Thousands of names as one number, which is compared but never read.
             "names": hashlib.sha256(lines.encode()).hexdigest()[:16],
         },
         "model": _model(model),
@@ -253,6 +266,7 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
         },
         "length of the run": {"steps": trainer.state.max_steps},
         "data and its order": {
+            # Transformers knows no length of a stream either; its order is compared by its seed.
             "rows": len(rows) if hasattr(rows, "__len__") else "a stream",
             "held out": None if held_out is None else len(held_out),
             "seed": args.seed,
@@ -261,8 +275,10 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
         },
         "checkpointing": _checkpointing(args, model),
         "attention": executed_attention(model),
+        # Behind the colon is a reason in words, which differs between precisions by nature.
         "compile": compiled.partition(":")[0],
         "fused kernels": {
+            # True stands for Liger's own choice of kernels.
             "liger": args.use_liger_kernel and (args.liger_kernel_config or True),
             "loss": getattr(args, "loss_type", None),
             "adapters": fused_adapters(conversion.swapped_by(FusedMixin))
@@ -281,6 +297,8 @@ def _model(model: Any) -> dict[str, Any]:
         "layers": getattr(config, "num_hidden_layers", None),
         "hidden": getattr(config, "hidden_size", None),
         "vocabulary": getattr(config, "vocab_size", None),
+        # Embeddings are lookups, which no precision converts: their type is that of the loaded
+        # base.
         "embeddings": str(base.get_input_embeddings().weight.dtype).removeprefix("torch."),
     }
 
@@ -301,6 +319,7 @@ def _adapters(model: nn.Module) -> dict[str, Any] | None:
     if not isinstance(model, PeftModel):
         return None
     config: Any = model.peft_config[model.active_adapters[0]]
+    # From what is there: a pattern in a configuration may name more than it finds.
     adapted = [n.rpartition(".lora_A")[0] for n, _ in model.named_parameters() if ".lora_A." in n]
     return {
         "r": config.r,
@@ -322,6 +341,7 @@ def _optimizer(trainer: Any) -> dict[str, Any]:
     settings: dict[str, list[Any]] = {}
     for group in inner.param_groups:
         for key, value in group.items():
+            # `lr` has been moved by the schedule; tensors and functions in a group are states.
             if key not in ("params", "lr") and isinstance(value, int | float | str | tuple | None):
                 values = settings.setdefault(key, [])
                 value = list(value) if isinstance(value, tuple) else value
