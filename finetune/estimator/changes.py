@@ -74,6 +74,8 @@ def typed(changes: Iterable[Change]) -> tuple[str, ...]:
     """Changes for the command line: `--gpus N`, overrides; the later of two wins."""
     made = list(changes)
     gpus = [f"--gpus {change.gpus}" for change in made if change.gpus is not None]
+    # By key, so that a recipe never gets two values for one setting, of which the first would be
+    # typed in vain.
     values = {item.partition("=")[0]: item for change in made for item in change.overrides}
     return (*gpus[-1:], *values.values())
 
@@ -114,8 +116,11 @@ def rows_in_groups(config: RunConfig) -> int:
     Eight answers to a prompt and two micro-batches a generation: 4.
     """
     train, (_, times) = config.train, rows_of(config)
+    # TRL's own default, which stands where the recipe says nothing.
     usual = getattr(method_of(train).config_class, "num_generations", 1)
     answers, times = int(train.num_generations or usual), int(train.steps_per_generation or times)
+    # A generation of `times` micro-batches has rows x times answers, which must be whole groups of
+    # `answers`: rows is a multiple of answers / gcd(answers, times).
     return answers // math.gcd(answers, times)
 
 
@@ -163,6 +168,7 @@ def freeing(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, .
 
 def attends_by_mask(config: RunConfig, device: Device) -> bool:
     """True if packed rows are configured to need an L x L mask, which `auto` would avoid."""
+    # Below it `auto` itself has nothing better than a mask.
     able = device.kind == "cuda" and (device.capability or (0, 0)) >= FLASH_CAPABILITY
     return able and padding_free(config.train) and config.model.attention in ("sdpa", "eager")
 
@@ -179,6 +185,7 @@ def free_of_charge(config: RunConfig, device: Device) -> Iterator[Change]:
 
 def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
     precision, storage = config.precision, config.model.storage
+    # A base whose weights train has to stay in 16 bits or more: codes have no gradient.
     if config.lora is None or storage == "nf4":
         return
     if precision.compute == "bf16" and storage is None:
@@ -190,9 +197,11 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
             why = "in FP8, one byte a weight, and turned back before each product"
         yield Change("base", overrides, f"the frozen base is stored {why}", "otherwise")
     plain = precision.compute == "fp8" and precision.frozen != "fp8"
+    # A stored base multiplies E4M3 operands alone: another format was asked for on purpose.
     if plain and precision.rule.frozen and precision.format in (None, "e4m3"):
         why = "the frozen base is stored in FP8 alone, without a copy in 16 bits"
         yield Change("base", ("precision.frozen=fp8",), why, "otherwise")
+    # bitsandbytes casts a layer's bias to BF16 in place, where its small updates are lost.
     if precision.compute in ("bf16", "fp8") and config.lora.bias == "none":
         why = "QLoRA: the frozen base in four bits, turned back to BF16 before each product"
         yield Change("base", IN_FOUR_BITS, f"{why}; needs the extra bnb", "otherwise")
@@ -206,10 +215,13 @@ def _other_batches(config: RunConfig) -> Iterator[Change]:
     given, micro_batches = rows_of(config)
     rows, times = given, micro_batches
     while rows > 1:
+        # An odd number is not halved: 7 rows go to 1 x 7, which keeps the tokens of a step exactly.
         factor = 2 if rows % 2 == 0 else rows
         rows, times = rows // factor, times * factor
         why = "fewer activations at a time; a step keeps its tokens, in more micro-batches"
         yield Change("micro-batch", with_rows(rows, times), why)
+    # Twice the rows, and all of a step at once: what lies between is between them in memory and in
+    # speed, too.
     for factor in sorted({2, micro_batches}):
         if micro_batches > 1 and micro_batches % factor == 0:
             why = "larger micro-batches, fewer of them: a step keeps its tokens"
@@ -228,6 +240,7 @@ def _recomputed(config: RunConfig) -> Iterator[Change]:
 
 
 def _compiled(device: Device, compiled: bool | None) -> Iterator[Change]:
+    # On a CPU compiling is never predicted to pay, so nothing is offered.
     if device.kind != "cuda" or compiled is None:
         return
     why = "torch.compile joins chains of small kernels; the first step takes minutes"
@@ -247,6 +260,7 @@ def _engines(config: RunConfig, device: Device) -> Iterator[Change]:
     """FP8 of other scalings and engines; a base that is stored in FP8 has rows alone."""
     if not device.has_fp8 or config.precision.compute not in ("bf16", "fp8"):
         return
+    # An engine's own speed is what is asked about; over a stored base ours would multiply instead.
     cast_each_time = ("precision.frozen=bf16",) if config.lora else ()
     pairs: tuple[tuple[str, Scaling], ...] = (
         *(("torchao", "tensorwise"), ("torchao", "rowwise")),
@@ -256,6 +270,7 @@ def _engines(config: RunConfig, device: Device) -> Iterator[Change]:
         rule = SCALINGS[scaling]
         overrides = (FP8, f"precision.backend={backend}", f"precision.scaling={scaling}")
         overrides += cast_each_time if rule.frozen else ()
+        # A rule with a history has no powers of two; a recipe's setting for them would be refused.
         overrides += ("precision.power_of_two_scales=null",) if rule.has_history else ()
         yield Change(f"{backend} {scaling}", overrides, f"FP8, {backend} {scaling}", "otherwise",
                      memory=False)  # fmt: skip
@@ -267,6 +282,7 @@ def _narrower(config: RunConfig) -> Iterator[Change]:
         why += "train.optim=adamw_torch_8bit rounds by chance"
         yield Change("weights", ("model.dtype=bfloat16",), why, "otherwise")
     moments = chosen(config.train).moments
+    # AdamW and its kin, with moments in the type of the weights: those in 8 bits are small already.
     if moments is not None and moments.count == 2 and not moments.blockwise:
         why = "both moments of AdamW in 8 bits, BF16 weights rounded by chance"
         yield Change("optimizer", ("train.optim=adamw_torch_8bit",), why, "otherwise")
@@ -274,6 +290,7 @@ def _narrower(config: RunConfig) -> Iterator[Change]:
 
 def _shorter(config: RunConfig) -> Iterator[Change]:
     (key, length), (_, times) = longest(config), rows_of(config)
+    # Rows below 256 tokens save little, and cut off most of what is to be learned.
     if length is None or length // 2 < SHORTEST:
         return
     what, overrides = "what is longer is cut off", (f"train.{key}={length // 2}",)
@@ -290,6 +307,7 @@ def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
         return
     rate = config.train.learning_rate or 0.0
     overrides = LORA + ((f"train.learning_rate={LORA_RATE:g}",) if rate < LORA_RATE else ())
+    # Float32 masters are for weights that train; PEFT has adapters in float32 by itself.
     overrides += ("model.dtype=bfloat16",) if config.model.dtype == "float32" else ()
     what = "adapters train instead of all weights, which stand still"
     yield Change("method", overrides, f"LoRA: {what}", "adapters")
@@ -302,6 +320,7 @@ def _adapters(config: RunConfig, device: Device) -> Iterator[Change]:
 
 
 def _more_devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Change]:
+    # bitsandbytes' four-bit weights are not sharded here (`presets` leaves them out likewise).
     if device.kind != "cuda" or config.model.storage == "nf4":
         return
     overrides = () if config.train.fsdp else SHARDED

@@ -83,12 +83,14 @@ class Days:
         titles.insert(len(CHANGES), "FP8 saves")
         heading = f"{count(self.tokens)} tokens"
         table = plain_table(heading, *titles, right=titles, whole=[heading], gap=1)
+        # The same iterator three times: `zip` takes three in turn, the precisions of one machine.
         for row in zip(*[iter(self.spent)] * len(CHANGES), strict=True):
             cells = [_cell(getattr(one, unit.lower()), one) for unit in shown for one in row]
             bf16, fp8 = row[1].days, row[2].days
             saved = None if bf16 is None or fp8 is None else bf16 - fp8
             table.add_row(row[0].place, *cells[:3], _cell(saved), *cells[3:])
         yield table
+        # One line for the table, so the widest spread of its figures.
         _, low, high = spread(1.0, max(one.scatter for one in self.spent))
         yield Text(
             f"predicted: days within {low:.2f} to {high:.2f} of the figure (90%); kWh: power of "
@@ -123,11 +125,13 @@ def _spent(
     def changed() -> Prediction:
         return predict(with_overrides(config, _changes(config, place, compute)), place)
 
+    # A precision that cannot run there is a row with the reason, not the end of the table.
     (found, why), gpu = tried(changed), place.gpu
     alone = Spent(str(place), place.count, compute, why=why)
     if found is None or found.pace is None or gpu is None:
         return alone
     hours = tokens / found.pace.tokens_per_s / 3600  # of all GPUs together
+    # Hours are those of all GPUs, so that kWh and cost need no factor for their number.
     kwh, price = gpu.watts and hours * gpu.watts / 1e3, price or gpu.price_usd_per_hour
     spent = {"days": hours / place.count / 24, "kwh": kwh, "cost": price and hours * price}
     return replace(alone, **spent, fit=found.fit, scatter=found.pace.scatter)
@@ -135,12 +139,14 @@ def _spent(
 
 def _changes(config: RunConfig, place: Place, compute: str) -> tuple[str, ...]:
     """Overrides for a precision; where the FP8 of the run is compiled, so are the others."""
+    # As it is, with whatever scaling and storage it has: the question is about this recipe.
     if config.precision.compute == compute:
         return ()
     compiled = False
     if config.precision.compute == "fp8":
         with contextlib.suppress(FinetuneError):  # no FP8 there
             compiled = compiles(resolve_there(config.precision, place).precision, place.device)
+    # By row over a frozen base, as the LoRA recipes are shipped.
     into = IN_FP8 if compute == "fp8" and config.lora else CHANGES[compute]
     return (*into, *((COMPILED,) if compiled else ()))
 
@@ -148,5 +154,6 @@ def _changes(config: RunConfig, place: Place, compute: str) -> tuple[str, ...]:
 def _cell(value: float | None, of: Spent | None = None) -> str:
     if value is None:
         return "-"
+    # No more digits than a prediction has: two or three.
     text = f"{value:.2g}" if abs(value) < 1 else f"{value:,.{0 if abs(value) >= 100 else 1}f}"
     return f"({text})" if of is not None and of.fit == "does not fit" else text

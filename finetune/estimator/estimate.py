@@ -71,6 +71,8 @@ class Estimate(JupyterMixin):
     @cached_property
     def changes(self) -> Changes | None:
         """What changes free and cost, and whether it then fits; takes seconds."""
+        # Seconds for each change: whoever asks for figures alone (a script over many recipes) skips
+        # them.
         if self.every is False:
             return None
         return changes_of(self.prediction, self.pair, every=bool(self.every))
@@ -134,6 +136,8 @@ class Estimate(JupyterMixin):
             self.prediction.footprint,
             self.place.memory_bytes,
         )
+        # What `nvidia-smi` shows is what a user can check; where it does not fit, the least that
+        # must fit counts, which leaves no way out.
         need = f"{_size(held.shown)} of {_size(memory)}"
         if self.fit == "does not fit":
             need = f"needs {_size(held.allocated + held.outside)} of {_size(memory)}"
@@ -170,9 +174,11 @@ class Estimate(JupyterMixin):
         for phase in held.phases:
             style = "bold" if phase == held.highest else "dim"
             table.add_column(phase, justify="right", style=style)
+        # One unit for the whole table, so that its columns add up by eye.
         unit, name = (MIB, "MiB") if held.tensors < GIB else (GIB, "GiB")
         for kind, label in NAMES.items():
             row = [held.phases[phase].get(kind, 0) / unit for phase in held.phases]
+            # Nothing is shown that two decimals would round to zero.
             if max(row) >= 0.005:
                 table.add_row(label, *(f"{value:.2f}" if value >= 0.005 else "" for value in row))
         totals = [sum(kinds.values()) / unit for kinds in held.phases.values()]
@@ -181,6 +187,7 @@ class Estimate(JupyterMixin):
 
     def _allocator(self) -> Iterator[Text]:
         held = self.prediction.footprint
+        # Below a twentieth no single module is worth a change of its own.
         if held.owned > 0.05 * held.tensors:
             owner = held.owner or "output head and loss"
             yield Text(f"largest temporary at the peak: {owner}, {_size(held.owned)}")
@@ -194,6 +201,8 @@ class Estimate(JupyterMixin):
     def _time(self, pace: Pace) -> Iterator[Text]:
         _, low, high = pace.interval
         speed = pace.tokens_per_s * self.place.count
+        # Two digits, as many as the model is good for; through `float`, so that no exponent is
+        # printed.
         steps = float(f"{1 / pace.seconds:.2g}")
         yield Text.assemble(
             f"step of {count(pace.tokens * self.place.count)} tokens: ",
@@ -202,6 +211,7 @@ class Estimate(JupyterMixin):
             f" ({_rough(speed * pace.seconds / high)} to {_rough(speed * pace.seconds / low)}), "
             f"{steps:,g} steps/s",
         )  # fmt: skip
+        # The GPU is idle then: faster kernels change nothing, larger batches or a compiler do.
         waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
         parts = [
             f"{name} {percent(pace.share(name), 0)}{waits.get(name, '')}"
@@ -232,6 +242,7 @@ class Estimate(JupyterMixin):
             if self.measured is not None:
                 how = f"measured on commit {self.measured['commit']} ({value:.2f}x predicted)"
                 value, within = self.measured["over_bf16"], ""
+            # Below 2 % no user would see a gain, and the spread is larger.
             says = "FP8 runs at" if value > 1.02 else "FP8 does not pay here:"
             said = f"{says} {value:.2f}x{within} the speed of BF16, {how}; {pair.alike}"
             yield Text(said, "bold")
@@ -327,6 +338,7 @@ def estimate(
                 where=f"--{what} {value:g}",
                 fix=f"--{what} with a number above 0, or leave it out",
             )
+    # Before anything is predicted: all of what follows is about rows of this length.
     if length is not None:
         config = with_length(config, length)
     check_sizes(config)
@@ -336,6 +348,7 @@ def estimate(
     steps, tokens = int(config.train.max_steps), tokens or config.data.max_tokens
     if tokens is None and steps > 0 and prediction.pace is not None:
         tokens = steps * prediction.pace.tokens * place.count
+    # What was measured was measured at the recipe's own length.
     recipe = run if isinstance(run, Recipe) and length is None else None
     return Estimate(
         name,

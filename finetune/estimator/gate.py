@@ -72,10 +72,12 @@ class MemoryForecast:
         """
         if why_too_small(bound_of(run.config, run.sketch, run.plan), run.device):
             return True  # the check refuses it, unless it is overridden: no seconds for a rehearsal
+        # The question is whether a step fits that keeps everything.
         config, device = with_checkpointing(run.config, False), run.device
         free = place_here(device, run.processes).memory_bytes
         if run.processes == 1:
             free = int(available_gib(device) * GIB)
+        # Most small models are decided here, in milliseconds and without a rehearsal.
         if most_bytes(config, run.sketch, bound_of(config, run.sketch, run.plan)) <= free:
             return False
         try:
@@ -95,6 +97,7 @@ class MemoryForecast:
         short = why_too_small(need, device)
         if short:
             raise _does_not_fit(config, device, need.parameters, why=short)
+        # Free memory, not all of it: another process may be on the same GPU.
         free = available_gib(device)
         if most_bytes(config, run.sketch, need) <= free * GIB:
             return
@@ -103,6 +106,8 @@ class MemoryForecast:
         except RehearsalError:  # of which nothing is known is not refused
             return
         held = expected.footprint
+        # A tight run is let through: its margin is for errors of the estimate, which may be in its
+        # favor.
         if held.fit(int(free * GIB)) == "does not fit":
             raise _does_not_fit(
                 config,
@@ -117,8 +122,10 @@ class MemoryForecast:
     def how_to_shrink(self, run: Planned) -> str:
         """Changes for a run that memory was too small for: first those that train the same."""
         same = (c for c in freeing(run.config, run.device) if c.rank == "same")
+        # Reversed, so that of one kind the first stays, which costs least.
         first = {change.kind: as_typed(change.typed) for change in reversed([*same])}
         nvidia = run.device.kind == "cuda" and not run.device.is_rocm
+        # Fragments first: `expandable_segments` costs nothing. ROCm has none (`hardware.device`).
         before = [EXPANDABLE] if nvidia and not expand_segments() else []
         return "; ".join(
             [*before, *reversed(first.values()), changes_to_fit(run.config, run.device)]
@@ -135,15 +142,21 @@ class MemoryForecast:
             return {}
         rows, length, padded, prompt = batch
         train = run.config.train
+        # A batch of pairs has two texts a row, and the recipe counts rows.
         rows //= method_of(train).texts
         if train.packing and rows == 1:  # of all, but with `packing_strategy: wrapped`
             rows, _ = rows_of(run.config)
+            # Packed without padding, all rows of a micro-batch come as one long one.
             length //= rows
         shape = [f"train.per_device_train_batch_size={rows}"]
+        # Where the model writes, rows are a prompt and an answer, of which the answer's length is a
+        # setting.
         if prompt:  # answers may end before they have to
             shape.append(f"train.max_completion_length={max(1, length - prompt)}")
         config = with_overrides(run.config, shape)
         try:
+            # The measured batch, not the largest possible: a comparison of both would show how
+            # short the rows were, not how good the prediction is.
             found = _rehearsed(run, with_length(config, length), padded).footprint
         except FinetuneError as error:
             return {"predicted": f"not predicted: {error.what}"}
@@ -173,6 +186,7 @@ def _does_not_fit(
 def changes_to_fit(config: RunConfig, device: Device) -> str:
     """Changes for a run that does not fit, without their effect."""
     hints = {"method": " (adapters: the recipe's _lora_ sibling)"}
+    # The bound has no activations, so smaller batches or checkpointing could not help.
     offered = (c for c in freeing(config, device) if c.kind in KINDS_IN_BOUND)
     steps = [as_typed(change.typed) + hints.get(change.kind, "") for change in offered]
     steps += ["shard over several GPUs (train.fsdp)", "a smaller model (`python -m finetune ls`)"]
@@ -208,6 +222,7 @@ class StaticMemory:
 
 def fp8_bytes(n: int, k: int, scales: int) -> int:
     """Bytes of a weight [N, K] in FP8: codes and float32 scales."""
+    # One byte a code, four a scale.
     return n * k + 4 * scales
 
 
@@ -243,11 +258,13 @@ def bound(
     for row in plan.stored:
         owner: Any = model.get_submodule(row.owner)
         weight = owner.weight if row.kind == "linear" else getattr(owner, row.local)
+        # Experts lie in one parameter: as many matrices as it has numbers over those of one.
         matrix = fp8_bytes(*row.shape, row.shape[0] if row.stored == "row" else 1)
         stored[id(weight)] = weight.numel() // math.prod(row.shape) * matrix
     every = list(model.parameters())
     training = [p for p in every if p.requires_grad]
     return StaticMemory(
+        # By identity: a tied head and embedding are one tensor, and counted once by `parameters()`.
         weights=sum(stored.get(id(p), p.nbytes) for p in every) / shards,
         gradients=sum(p.nbytes for p in training) / shards,
         optimizer=0.0 if chosen(train).paged else bytes_of_states(model, train) / shards,
@@ -259,6 +276,7 @@ def bound(
 def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> StaticMemory:
     """Lower bound of one process of a run, from the sketch of its model and the sketch's plan."""
     storage = config.model.storage
+    # Such a checkpoint is read into FP8 layers as it is, without a setting of the recipe.
     if storage is None and is_published_fp8(model.config):
         storage = "fp8"
     shards = processes() if config.train.fsdp else 1
@@ -291,9 +309,13 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     layers = int(shape.num_hidden_layers)
     lists = [len(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     times = max(1, layers // max(lists, default=1))  # layers that share their weights
+    # Of any matrix, embeddings and experts that no token meets included: it is an upper bound.
     widths = times * sum(sum(p.shape[-2:]) for p in model.parameters() if p.dim() > 1)
     scores = layers * getattr(shape, "num_attention_heads", 1)
+    # Packed rows are one row for attention without a kernel for documents.
     scores *= tokens if padding_free(config.train) else int(length)
+    # Twice what lasts, for what optimizer and casts make of it in passing; half a GiB for what no
+    # tensor shows.
     return 2 * need.total + GIB / 2 + tokens * (ACTIVATION_BYTES * widths + SCORE_BYTES * scores)
 
 

@@ -168,10 +168,12 @@ def _too_short(of: Prediction) -> str:
     config, pace, gpu = of.config, of.pace, of.place.gpu
     steps = int(config.train.max_steps)
     auto = of.compiled and config.precision.compile_requested == "auto"
+    # Epochs have no number of steps before the rows are counted.
     if steps < 1 or pace is None or gpu is None or not auto:
         return ""
     each = int(config.train.gradient_accumulation_steps)
     layers = load_shape(config.model).get_text_config(decoder=True).num_hidden_layers
+    # MFU times peak times seconds are the FLOPs of a step; a micro-step has its share of them.
     flops = pace.mfu * pace.seconds * gpu.half_peak / each
     pays = pays_to_compile(config.precision, gpu.half_peak, flops, layers, steps * each)
     return "" if pays else pays.reason
@@ -189,4 +191,5 @@ def _room_of_unequal(of: Prediction) -> float:
         return 0
     tokens = config.train.per_device_train_batch_size * (length_of(config) or 0)
     # Gradients of queries in float32, of keys and values in 16 bits for every head of queries.
+    # 4 bytes of dq, 2 of dk and 2 of dv.
     return (ROOM - 1) * tokens * heads * width * 8

@@ -36,10 +36,12 @@ def measured_pair(recipe: Recipe, predicted: Prediction) -> dict[str, Any] | Non
     from finetune.config.recipe import read_recipe
 
     place, saving = predicted.place, predicted.config.train.gradient_checkpointing
+    # Shipped figures are of one GPU without checkpointing, and say nothing of other runs.
     if place.gpu is None or place.count > 1 or saving:
         return None
     pair = recipe.name.removesuffix("_bf16").removesuffix("_fp8")
     found = measured(place.gpu.name).get(f"{pair}_fp8")
+    # By content, not by name: a copied recipe keeps its name with other settings.
     if found is None or _step_of(recipe) != _step_of(read_recipe(recipe.name)):
         return None
     return found
@@ -49,4 +51,5 @@ def _step_of(recipe: Recipe) -> dict[str, Any]:
     """Settings that a micro-batch depends on."""
     given = recipe.config.model_dump(exclude={"data": True, "eval": True})
     given["train"] = {k: v for k, v in recipe.config.train.items() if k not in OTHERWISE}
+    # Both were measured compiled, whatever the recipe says.
     return given | {"precision": given["precision"] | {"compile": None}}

@@ -92,6 +92,7 @@ def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Prediction | N
     """The same, and its prediction if that decided."""
     if not decides_checkpointing(config):
         return config, None
+    # Off first: computing layers twice costs a third of the step, and nothing else is gained by it.
     found = predict_fast(with_checkpointing(config, False), place)
     if found.fit == "fits":
         return found.config, found
@@ -132,6 +133,7 @@ def predict_fast(config: RunConfig, place: Place) -> Prediction:
     """
     shape, resolution = load_shape(config.model), resolve_there(config.precision, place)
     layers = int(shape.get_text_config(decoder=True).num_hidden_layers)
+    # Two points make a line, which is exact where each further layer adds the same.
     if layers > FEW[1] and are_alike(shape) and are_treated_alike(config):
         # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
         with contextlib.suppress(PlanError):
@@ -176,6 +178,7 @@ def _rehearsed(
     Compiled and uncompiled layers are rehearsed alike, but for casts to FP8.
     """
     device, sharded = place.device, shares_model(config, place)
+    # Runs that differ in these alone share a rehearsal, such as the seeds of a comparison.
     train = {key: value for key, value in config.train.items() if key not in _SAME_STEP}
     given = config.model_copy(update={"train": train})
     precision = resolution.precision
@@ -184,6 +187,9 @@ def _rehearsed(
         *(sharded, layers, padded, precision.compute == "fp8" and compiles(precision, device)),
         precision.model_dump_json(exclude={"compile"}),
         given.model_dump_json(exclude={"data": True, "eval": True, "precision": {"compile"}}),
+        # A key of text: configurations are not hashable, and equal ones of two calls shall be one
+        # rehearsal. Whatever a rehearsal reads has to be in it, or a search would answer for
+        # another run.
         load_shape(config.model).to_json_string(),  # a folder may have changed since
     )
     make = functools.partial(
@@ -203,6 +209,7 @@ def _step(
     """What is read off one rehearsal, with its first micro-step still apart."""
     compiled, first = rehearsal.compiles and compiles(resolution.precision, place.device), None
     if compiled:
+        # Without checkpointing the first step is never the higher one (`Prediction.first`).
         if any(op.phase == "recompute" for op in rehearsal.trace.ops):
             eager = replace(rehearsal, trace=in_eager_kernels(rehearsal.trace))
             first = device_footprint(eager, config, place)
@@ -247,9 +254,11 @@ def _at_its_highest(found: Prediction) -> Prediction:
 def are_alike(shape: PretrainedConfig) -> bool:
     """True if all decoder layers cost the same, as far as the architecture's config shows."""
     text = shape.get_text_config(decoder=True)
+    # Such as `layer_types`: a list as long as the model has layers says what each of them is.
     lists = [v for v in vars(text).values() if isinstance(v, (list, tuple))]
     mixed = any(len(v) == text.num_hidden_layers and len(set(map(str, v))) > 1 for v in lists)
     uneven = any(getattr(text, name, None) for name in _UNEVEN)
+    # A period of 1 means that all layers are of the kind.
     turns = any(int(getattr(text, name, None) or 1) > 1 for name in _IN_TURN)
     return not (mixed or uneven or turns)
 
@@ -272,11 +281,13 @@ def are_treated_alike(config: RunConfig) -> bool:
     patterns, names = [*precision.keep, *precision.map, *config.model.freeze], []
     if lora is not None:
         targets = lora.target_modules
+        # PEFT takes a text as a pattern, and a list as ends of names.
         (patterns if isinstance(targets, str) else names).extend(
             [targets] if isinstance(targets, str) else targets
         )
         patterns += lora.exclude_modules
         names += (*lora.modules_to_save, *lora.target_parameters)
+        # Numbers of layers, of which a model of two or three has fewer.
         if lora.layers_to_transform:
             return False
     matched = any(re.search(r"[0-9]|\\d", pattern) for pattern in patterns)

@@ -35,6 +35,7 @@ ANY_PRECISION = ("compute", "map", "compile", "health_every")
 
 def _fastest(config: RunConfig) -> Iterator[Change]:
     precision, train = config.precision, config.train
+    # `kernels=eager` and `compile=on` contradict each other, and are refused.
     if precision.kernels != "eager":
         yield Change(
             "compile", (COMPILED,), "joins chains of small kernels; the first step takes minutes"
@@ -48,6 +49,7 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
         yield Change("checkpointing", (f"train.{CHECKPOINTING}=auto",), why)
     if not train.packing and method_of(train).is_text:
         yield Change("packing", ("train.packing=true",), "full rows: a step has more tokens")
+    # As it will be with the change above: what is free of charge depends on packing.
     packed = config.model_copy(update={"train": train | {"packing": True}})
     yield from free_of_charge(packed, FP8_GPU)
 
@@ -55,6 +57,7 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
 def _least_memory(config: RunConfig) -> Iterator[Change]:
     """All at once that `estimate` predicts one by one; of one kind the furthest."""
     if decides_checkpointing(config):
+        # So that checkpointing is among the changes, rather than left to what one GPU has free.
         config = with_checkpointing(config, False)
     sharded, compute = config.train.fsdp, f"precision.compute={config.precision.compute}"
     found: dict[str, Change] = {}
@@ -63,6 +66,7 @@ def _least_memory(config: RunConfig) -> Iterator[Change]:
         in_four_bits = "model.storage=nf4" in change.overrides  # which nothing shards
         cuts = change.kind == "length" or change.rank not in ("same", "otherwise")
         if not (cuts or other or (in_four_bits and sharded)):
+            # Changes of a kind come from the mildest to the furthest, of which the last stays.
             found[change.kind] = change
     yield from found.values()
 
@@ -71,6 +75,7 @@ def _in(compute: str, config: RunConfig, why: str) -> Iterator[Change]:
     """The run in another precision, without what only FP8 has."""
     if config.precision.compute != compute:
         given = [k for k in PrecisionConfig.model_fields if k in config.precision.model_fields_set]
+        # Settings of FP8 are refused beside another precision, so they leave with it.
         rest = (f"~precision.{key}" for key in given if key not in ANY_PRECISION)
         yield Change("precision", (f"precision.compute={compute}", *rest), why)
 
@@ -156,6 +161,7 @@ def with_preset(recipe: str, text: str, preset: str) -> tuple[str, list[str]]:
         preset: a key of `PRESETS`.
     """
     written: dict[str, Any] = parse_yaml(text, recipe)[0]
+    # Checks of `train` load torch and TRL; copying a text should take no seconds.
     config = checked(written, ".".join, check_train=False)
     config = config.model_copy(update={"train": plain_data({"": config.train})[""]})
     made, lines = [], []
@@ -165,6 +171,7 @@ def with_preset(recipe: str, text: str, preset: str) -> tuple[str, list[str]]:
             lines.append(f"{' '.join(new)}: {change.why}")
     data = apply_overrides(written, made)
     named = {item.lstrip("~").partition("=")[0] for item in made}
+    # What `apply_overrides` took back because the new settings exclude it has to be said, too.
     gone = [
         f"{section}.{key}"
         for section, values in written.items()

@@ -124,6 +124,7 @@ def largest_rows(config: RunConfig, place: Place) -> Found:
     """Find the largest micro-batch that fits at the run's `max_length`."""
     check_sizes(config)
     (rows, _), step = rows_of(config), rows_in_groups(config)
+    # A recipe above the limit of the search is still looked at as it is.
     most = max(rows, MOST_TOKENS // int(length_of(config)))
     return _largest("train.per_device_train_batch_size", config, place, rows, step, most)
 
@@ -137,12 +138,14 @@ def largest_length(config: RunConfig, place: Place) -> Found:
     check_sizes(config)
     (key, asked), most = longest(config), MOST_TOKENS // rows_of(config)[0]
     most = min(most, positions(load_shape(config.model)) or most)
+    # A row length is rounded so that a short context still has candidates.
     step = LENGTHS if most >= 16 * LENGTHS else 16
     return _largest(f"train.{key}", config, place, asked, min(step, most), max(asked, most))
 
 
 def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, most: int) -> Found:
     """Search the multiples of `step` up to `most`, starting at the configured value."""
+    # With `auto` each point could decide otherwise, and memory would not grow with n.
     config = _saving(config)
     value, too_large, seen = search(
         lambda n: predict_fast(with_overrides(config, (f"{name}={n * step}",)), place),
@@ -178,16 +181,19 @@ def search(
         if high - low <= 1:
             return low, high if high <= most else None, seen
         needs = {n: found.footprint.needed for n, found in seen.items()}
+        # Strictly between, so that each point narrows the interval and the search ends.
         n = min(max(_guess(needs, memory, low, high), low + 1), high - 1)
 
 
 def _guess(needs: dict[int, int], memory: int, low: int, high: int) -> int:
     """The n at which a line through the two needs nearest to the memory reaches it."""
+    # Nothing was too large yet: doubling reaches any size in few steps.
     halfway = (low + high) // 2 if high in needs else 2 * low
     if not 1 < len(needs) <= BISECT_AFTER:
         return halfway
     a, b = sorted(needs, key=lambda n: (abs(needs[n] - memory), n))[:2]
     slope = (needs[b] - needs[a]) / (b - a)
+    # A slope of zero or less comes from rounding between near points, or from a change of kernels.
     n = math.floor(a + (memory - needs[a]) / slope) if slope > 0 else halfway
     return n if low <= n <= high else halfway
 
@@ -318,10 +324,12 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> GpuChoices:
     def sharded(place: Place) -> Prediction:
         return predict_fast(with_overrides(config, shared), place)
 
+    # One GPU without `tried`: what fails there (a recipe's error) would fail on any number.
     found = [GpuChoice(alone, place, predict_fast(config, place))]
     while found[-1].fit != "fits" and found[-1].prediction and place.count < MOST_GPUS:
         place = replace(place, count=2 * place.count)
         found.append(GpuChoice((f"--gpus {place.count}", *shared), place, *tried(sharded, place)))
+    # The number that fits first, then the largest that did not.
     found.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
     fits = found[0].fit == "fits"
     order = "the smallest number that fits" if fits else "none of these numbers fits"

@@ -36,6 +36,7 @@ FRAGMENTS = 0.03
 Steps of the 21 recipes above 1 GiB on an H100, replayed by the rules of torch's allocator, reserved
 1 to 5 % more in 19 and 8 and 10 % in two.
 """
+# 3 % is for what grows with the run, 0.8 GB for what does not: a context differs between drivers.
 MARGIN_SHARE, MARGIN_BYTES = 0.03, 800_000_000
 Fit = Literal["fits", "tight", "does not fit"]
 
@@ -101,6 +102,7 @@ class Footprint:
 
     def fit(self, memory: int) -> Fit:
         """Verdict for a device with `memory` bytes."""
+        # Without fragments, which the allocator gives back before it fails.
         if self.allocated + self.outside > memory:
             return "does not fit"
         return "fits" if self.needed <= memory else "tight"
@@ -108,9 +110,11 @@ class Footprint:
 
 def tensor_footprint(trace: Trace) -> Footprint:
     """Peaks of a rehearsed step by phase, from the mark `step` on: tensors alone."""
+    # A step without a generation begins with forward, and has no mark for it.
     marks = {"forward": trace.marks["step"], **trace.marks}
     begins = {phase: marks[phase] for phase in PHASES if phase in marks}
     ends = [*[*begins.values()][1:], len(trace.events)]
+    # Event -1: before the first one only what was there is alive, the weights.
     fullest = {"load": -1}
     for (phase, start), end in zip(begins.items(), ends, strict=True):
         fullest[phase] = trace.peak(start, end)[1]
@@ -149,6 +153,7 @@ def with_first(steps: Footprint, first: Footprint) -> Footprint:
         steps: each of the others.
         first: the first one, counted with optimizer states and update, which come after it.
     """
+    # States come into being in the first update, after the first forward and backward.
     early = {p: first.phases[p] | {"optimizer": 0} for p in ("forward", "backward")}
     alone = replace(first, phases=early)
     pairs = ((steps.phases[phase], early.get(phase, {})) for phase in steps.phases)
@@ -156,6 +161,7 @@ def with_first(steps: Footprint, first: Footprint) -> Footprint:
     peaks = replace(steps, phases=dict(zip(steps.phases, higher, strict=True)))
     if alone.tensors > steps.tensors:
         peaks = replace(peaks, owner=first.owner, owned=first.owned)
+    # Reserved is a high-water mark: a first step's is kept though later ones allocate less.
     fragments = max(steps.reserved, alone.reserved) - peaks.allocated
     return replace(peaks, fragments=max(0, fragments))
 

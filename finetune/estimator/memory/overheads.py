@@ -62,6 +62,7 @@ def cublas_workspace(capability: tuple[int, int], torch_version: tuple[int, ...]
     `:4096:2:16:8`, 8.125 MiB; 32 MiB on Hopper, and on Blackwell from torch 2.12 on.
     `CUBLAS_WORKSPACE_CONFIG`, which overrides it on the training machine, is ignored.
     """
+    # Major compute capabilities: 9 is Hopper, 10 and 12 are Blackwell.
     large = (9,) if torch_version < (2, 12) else (9, 10, 12)
     return 32 * MIB if capability[0] in large else 2 * 4096 * 1024 + 8 * 16 * 1024
 
@@ -102,6 +103,7 @@ def context_bytes(capability: tuple[int, int]) -> int:
     value of the nearest below. Kernels load lazily, the default since CUDA 11.7; before, all of
     torch's took more than 1000 MiB.
     """
+    # A GPU older than the table has the least of it.
     known = [listed for listed in CONTEXT_MIB if listed <= capability]
     return CONTEXT_MIB[max(known, default=min(CONTEXT_MIB))] * MIB
 
@@ -150,7 +152,10 @@ def sdpa_kernel(
         masked: an explicit mask is passed (`is_causal` alone is none).
         itemsize: bytes per element of the queries; 4 rules flash and cuDNN out.
     """
+    # Flash and cuDNN compute in 16 bits only.
     half = itemsize == 2
+    # The largest heads that torch gives to each kernel's backward: `sdp_utils.cpp`,
+    # `flash_api.cpp`.
     cudnn_limit = 256 if capability == (9, 0) else 128
     if half and head_dim <= cudnn_limit and _prefers_cudnn(capability, torch_version):
         return "cudnn"

@@ -150,6 +150,7 @@ class Fsdp2:
                 so every GPU stores whole gradients.
         """
         steps = tuple(moments)
+        # (phase, group) -> its last moment, at which the group is left.
         last = {moment[:2]: where for where, moment in enumerate(steps)}
         shards = self.weight_bytes() + optimizer_bytes // self.gpus
         # Whole gradients; those of the batches before are summed in the dtype of the reduction.
@@ -167,6 +168,7 @@ class Fsdp2:
                 at = order.index(index)  # the one before it in forward is gathered ahead
                 there |= {index, *order[max(at - 1, 0) : at]} - left
                 whole[index] = max(whole[index], summed[index] + gradients)
+            # FSDP has freed all gathers and buffers by then; the update runs on shards.
             elif phase == "optimizer":
                 there, sent, other = set[int](), 0, other // self.gpus
             buffer *= phase == "forward"
@@ -183,9 +185,11 @@ class Fsdp2:
                 sent = group.trainable * self.reduce  # a copy of the gradients
                 whole[index] = summed[index] or whole[index]
                 gathered = sum(map(self.gathered_bytes, there)) + sent
+                # The moment between two: weights of the group are freed, its gradients exist twice.
                 leaving = Peak(shards, gathered, sum(whole), other)
                 peaks[-1] = max(peaks[-1], leaving, key=lambda peak: peak.total)
                 whole[index] = 0
+                # The reduced shard of the gradient, which stays until the update.
                 shards += group.trainable * self.stored // self.gpus
         return peaks
 
@@ -252,10 +256,14 @@ def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> 
 
 
 def sharded_model(rehearsal: Rehearsal, config: RunConfig, gpus: int) -> Fsdp2:
+    # `reshard_after_forward=false`: weights stay gathered from forward to backward.
     kept = not fsdp_settings(config.train).reshard
     groups = tuple(replace(g, reshard=False) if kept else g for g in rehearsal.groups.groups)
     trains = sum(group.trainable for group in groups)
+    # Bytes a number as rehearsed, which is the dtype that FSDP gathers in.
     compute = round(rehearsal.groups.trainable_bytes / trains) if trains else FLOAT32
+    # Under `mixed_precision` Accelerate (1.15) upcasts what trains, and its shards and states with
+    # it.
     stored = FLOAT32 if AUTOCAST[config.precision.compute] is not None else compute
     return Fsdp2(groups, gpus, compute, stored=stored, reduce=stored)
 
@@ -280,9 +288,11 @@ class _ShardedStep:
         self.constant = Counter[str]()
         for storage, nbytes in self.trace.initial.items():
             self.constant[self.trace.storages[storage].kind] += nbytes
+        # What is left are buffers, which no group shards.
         self.constant["weights"] -= sum(map(model.gathered_bytes, range(len(model.groups))))
         for event in self.trace.events[: self.trace.marks["step"]]:
             size, kind = self._size(event.storage), self.trace.storages[event.storage].kind
+            # Before the mark lies an earlier step, in which the optimizer made its states.
             change = size if event.nbytes > 0 else -size
             if kind == "optimizer":
                 self.optimizer_bytes += change
