@@ -108,6 +108,7 @@ def launches(
             continue
         if not fused[index]:
             read, written = traffic(op)
+            # Two operators in the trace, one kernel on the GPU: its input is read once.
             if base_name(op) == "fp8_cast" and before and _same_cast(before, op):
                 read = 0.0  # Transformer Engine writes rowwise and columnwise codes in one pass
             inputs = frozenset(x.storage for x in op.inputs)
@@ -148,9 +149,12 @@ class _Fusion:
             self._makers.append([now.get(x.storage, -1) for x in op.inputs])
             if self._kinds[index] == "none":
                 continue
+            # A layer's forward and its backward with recomputation are two graphs of Inductor, so
+            # nothing fuses across.
             if (here := (inside[index], op.phase == "forward")) != last:
                 region, last = region + 1, here
             regions[index] = region
+            # A set, since `x * x` reads one value twice.
             for maker in set(self._makers[index]) - {-1}:
                 self._readers[maker].append(index)
             for x in _results(op):
@@ -178,6 +182,8 @@ class _Fusion:
         """Kernels of each operator: those that read it, or the first of them if it is stored."""
         stored = self._stored()
         places: list[set[KernelSlot]] = [set() for _ in self._ops]
+        # Backwards: where a value is computed depends on the kernels of its readers, which come
+        # later.
         for index in range(len(self._ops) - 1, -1, -1):
             if not self._fused[index]:
                 continue
@@ -191,6 +197,8 @@ class _Fusion:
             if self._kinds[index] == "reduction" or not wanted:
                 places[index] = {here._replace(columns=pattern_of(self._ops[index]) == "columns")}
             else:
+                # A stored value is written by the first kernel that needs it, but not before its
+                # operands are there; any other one is computed in each of them.
                 places[index] = {max(here, min(wanted))} if stored[index] else wanted
         return places
 
@@ -220,6 +228,7 @@ class _Fusion:
                 for operand, maker in self._operands(index):
                     if self._hands_on(maker, place):
                         joined.union(node, (maker, place))
+                    # A norm's weight is read by many kernels that have nothing else in common.
                     elif operand.storage >= 0 and len(operand.shape) > 1:  # not a shared vector
                         other = readers.setdefault((operand.storage, maker, place), node)
                         joined.union(node, other)
@@ -242,6 +251,8 @@ class _Fusion:
                     for (others, its), theirs in zip(kernels, reads, strict=True)
                     if (its.region, its.columns) == (place.region, place.columns)
                     and its.generation > place.generation
+                    # It must read all that this one reads, or waiting would add bytes instead of
+                    # saving some.
                     and theirs >= own
                 ),
                 None,
@@ -295,8 +306,11 @@ class _Fusion:
             share = traffic(op)[0] / whole if self._kinds[index] == "gather" else 1.0
             for operand, maker in list(self._operands(index))[first:]:
                 if not self._hands_on(maker, place):
+                    # By what made it as well: an in-place operator leaves another value in the same
+                    # storage.
                     key = operand.storage, maker
                     reads[key] = max(reads.get(key, 0.0), share * operand.nbytes)
+            # Several kernels may compute a value; the first alone writes it.
             if place == min(self.places[index]) and self._is_written(index):
                 written += sum(operand.nbytes for operand in _results(op))
         reduces = any(self._kinds[index] == "reduction" for index in members)

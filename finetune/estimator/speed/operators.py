@@ -134,6 +134,8 @@ def dtype_name(operand: Operand) -> str:
 
 def kind_of(op: Op) -> Kind:
     kind = _kind(op.name, op.phase)
+    # `contiguous` and `to` return their argument where there is nothing to do, and the trace sees a
+    # call.
     makes = kind == "copy" and op.outputs and not base_name(op).endswith("_")
     if makes and {x.storage for x in op.outputs} <= {x.storage for x in op.inputs}:
         return "none"  # no-op that returned its argument
@@ -185,12 +187,14 @@ def product_of(op: Op) -> MatrixProduct | None:
     """GEMM of an operator; None for other kinds or unknown operands."""
     matrices = [operand for operand in op.inputs if len(operand.shape) >= 2]
     name = base_name(op)
+    # K from the bytes: operands lie as codes and scales in one buffer, m * k * size bytes.
     if (form := name.removesuffix("_mm")) in ENGINE:  # of flat buffers without a shape
         (m, n), (size, precision) = op.outputs[0].shape, ENGINE[form]
         return MatrixProduct(1, m, n, max(1, round(op.inputs[0].nbytes / (m * size))), precision)
     if kind_of(op) != "gemm" or len(matrices) < 2:
         return None
     output = (op.outputs or op.inputs)[0].shape
+    # `addmm(bias, a, b)`: the matrix that is added comes first.
     if name.startswith(("addmm", "baddbmm")) and len(matrices) >= 3:
         matrices = matrices[1:]
     a, b = matrices[0], matrices[1]
@@ -200,6 +204,8 @@ def product_of(op: Op) -> MatrixProduct | None:
             experts, m, _ = output
             return MatrixProduct(experts, m, n, max(1, k // experts), _precision(op, a))
         # grouped [rows, K] @ [experts, K, N]: each row meets the weight of one expert
+        # How many rows an expert gets is not known in a rehearsal; evenly spread is what routers
+        # are trained for.
         experts = b.shape[0] if len(b.shape) == 3 else 1
         return MatrixProduct(
             experts, max(1, math.prod(output[:-1]) // experts), n, k, _precision(op, a)
@@ -225,11 +231,14 @@ def attention_flops(op: Op) -> tuple[float, bool]:
         return 0.0, False
     (b, h, length, d), keys, dv = quads[first], quads[first + 1][-2], quads[first + 2][-1]
     flops = 2.0 * b * h * length * keys * (3 * d + 2 * dv if backward else d + dv)
+    # A mask is skipped nowhere, and a cache longer than the queries is read whole.
     if len(quads) > usual or keys != length:
         return flops, len(quads) > usual
     window = min(
         [length, *(x.shape[0] for x in op.inputs[usual + backward :] if len(x.shape) == 1)]
     )
+    # The area under a diagonal, as a share of the square: a query at i sees min(i, W) tokens, which
+    # sums to L W - W²/2. For W = L it is the half of causal attention.
     return flops * (window / length - (window / length) ** 2 / 2), False
 
 
@@ -250,7 +259,9 @@ def traffic(op: Op) -> tuple[float, float]:
         return float(op.inputs[0].nbytes), written
     if kind == "gather":
         if name == "embedding_dense_backward":
+            # torch has no sparse gradient here: all rows are written, whichever were read.
             return read, 2 * written  # the whole table's gradient is zeroed, then accumulated
+        # Rows that are picked and their indices, not the table that they are picked from.
         return min(read, 2 * written), written
     if not op.outputs and op.inputs:
         return read, float(op.inputs[0].nbytes)  # in place
@@ -284,6 +295,7 @@ def _updated_in_place(op: Op, name: str) -> float:
     if not name.endswith("_"):
         return read - op.inputs[0].nbytes if op.inputs else 0.0
     if name.startswith("_fused_"):
+        # Parameters and two moments are written, three of the four lists that are read.
         return 0.75 * read
     bare = name.removeprefix("_foreach_").rstrip("_")
     return read / _IN_PLACE_READS.get(bare, 2 if "List" in op.name else 1)
@@ -292,6 +304,7 @@ def _updated_in_place(op: Op, name: str) -> float:
 def _precision(op: Op, a: Operand) -> Precision:
     name, kind, scales = base_name(op), dtype_name(a), op.inputs[2:]
     if name.endswith("scaled_mm") or kind in _FP8 or "scaled_grouped" in name:
+        # E8M0, powers of two in a byte, are the scales of MX blocks.
         if any("e8m0" in dtype_name(scale) for scale in scales):
             return "fp8_blocks"
         if any(math.prod(scale.shape) > 1 and "float32" in dtype_name(scale) for scale in scales):

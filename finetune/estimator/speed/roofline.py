@@ -181,13 +181,17 @@ def efficiency_of(
             why=f"step times are predicted for: {known}",
             fix="--gpu with a GPU of one of these",
         )
+    # Some models of a family are held back by their power limit, and reach less of the same peak.
     own = next((row for row in table.devices if gpu.name in row.names), None)
     if attention is None:
+        # 128 is the head size of nearly all models of the table; others pick their kernel in the
+        # trace.
         picked = sdpa_kernel(gpu.capability, torch_of_gpus(), head_dim=128, masked=False)
         attention = "cudnn" if picked == "cudnn" else "flash"
     flash, slower = family.attention["flash"], table.shared.masked_attention
     cuda = cuda_of(torch or torch_of_gpus(), None)
     common = table.shared
+    # From CUDA 12.9 on cuBLASLt has scales by row itself; before, CUTLASS does, at another speed.
     if gemm_engine("rowwise", gpu.capability, cuda) == "cuBLASLt outer-vector":
         common = common.model_copy(update={"rowwise": family.outer_vector or common.rowwise})
     return Efficiency(
@@ -259,12 +263,16 @@ class Roofline:
             op = ops[launch.ops[0]]
             kernel = self.kernel_time(op, launch)
             issued += self.host.microseconds(op.phase) * 1e-6
+            # The host runs ahead, so the GPU waits only where it is done before the next launch is
+            # issued.
             waited = max(0.0, issued - ends)
             ends = max(ends, issued) + kernel.seconds
             cls = _class(ops, launch, classes)
             by_class[cls] += kernel.seconds
             by_class[StepPart.WAITING] += waited
             by_bound[cls]["launch" if waited > kernel.seconds else kernel.bound] += kernel.seconds
+            # MFU by the usual definition (PaLM, arXiv 2204.02311, appendix B): recomputation is no
+            # useful work.
             useful += 0.0 if op.phase == "recompute" else kernel.flops
         return StepTime(
             seconds=ends,
@@ -276,6 +284,7 @@ class Roofline:
     def kernel_time(self, op: Op, launch: Launch) -> Kernel:
         """Time of one kernel in isolation; `op` is its first operator."""
         memory = (launch.read + launch.written) / self._bandwidth(launch)
+        # These have a launch for all tensors together, which is nothing for each.
         start = 0.0 if op.name in OF_ONE_LAUNCH else self.efficiency.shared.kernel_us * 1e-6
         compute = flops = 0.0
         if launch.kind == "gemm" and (product := product_of(op)):
@@ -291,14 +300,17 @@ class Roofline:
             direction: Direction = "backward" if is_backward_attention(op) else "forward"
             peak = wide_peak(self.gpu) if wide else self.gpu.half_peak
             tokens = op.inputs[0].shape[-2]  # of q, in backward of its output's gradient
+            # A sequence of `short` tokens reaches half: t / (t + short) of the rate of a long one.
             shorter = 1 if reached is shares.masked else 1 + short.get(direction, 0) / tokens
             compute = flops * shorter / (peak * reached[direction])
         elif op.name in OF_ONE_LAUNCH:
             every = self.efficiency.shared.update_instructions
             each = max(every.get(dtype_name(x), 0.0) for x in op.inputs)
+            # Half the peak is instructions a second, as a fused multiply-add counts as two FLOPs.
             starts = self.gpu.tflops.get("fp32", math.inf) * 1e12 / 2
             compute = math.prod(op.inputs[0].shape) * each / starts
         body = max(compute, memory)
+        # Less work than a launch costs: a faster kernel would not be seen.
         if body < start:
             return Kernel(body + start, flops, "launch")
         return Kernel(body + start, flops, "compute" if compute > memory else "memory")
@@ -331,6 +343,7 @@ class Roofline:
         speed = self.gpu.gb_s * 1e9 * shared.bandwidth
         if launch.pattern != "straight":
             speed *= shared.columns if launch.pattern == "columns" else shared.transpose
+        # Half, since what was written before and what is read now share the cache.
         if launch.kind != "gemm" and launch.read + launch.written <= self.gpu.l2_mib * 2**20 / 2:
             speed *= shared.l2
         return speed
@@ -370,6 +383,8 @@ def shape_share(product: MatrixProduct, units: int, pipeline_k: float) -> float:
     best = math.inf  # seconds at 1 FLOP/s
     for rows, columns, relative in _TILES:
         tiles = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns)
+        # Libraries split K where tiles leave multiprocessors idle; with many waves it only adds
+        # traffic.
         for split in _SPLITS if tiles < 2 * units else (1,):
             rounds = math.ceil(tiles * split / units)
             depth = product.k / split + pipeline_k

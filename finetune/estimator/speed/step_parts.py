@@ -130,6 +130,7 @@ def _class(
     if name.startswith("embedding"):
         return StepPart.EMBEDDING
     operands = (*op.outputs, *op.inputs)
+    # By its size: no other dimension of a model is likely to be that of its vocabulary.
     if name in _LOSS or (vocabulary and any(vocabulary in x.shape for x in operands)):
         return StepPart.HEAD
     if kind == "gemm":
@@ -149,11 +150,14 @@ def _casts(ops: Sequence[Op]) -> list[bool]:
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
         name = base_name(op)
+        # `pop`: a storage that is written here had another content before, which others read.
         read = [reader for operand in op.outputs for reader in readers.pop(operand.storage, ())]
         multiplies = name.endswith("scaled_mm") or name.removesuffix("_mm") in ENGINE
         found[index] = name in _CODING  # also where its scales are for something else
         if name in _CASTING and read and all(read):
             out = op.outputs[0]
+            # A product by a scale is part of a cast if it makes scales or codes; one of a large
+            # tensor in 16 bits is a layer's own arithmetic that happens to be read by a cast.
             scales = dtype_name(out) == "float32" or out.nbytes <= _SMALL
             found[index] = scales or name not in _MULTIPLYING
         for operand in op.inputs:
@@ -173,7 +177,11 @@ def _adapters(ops: Sequence[Op]) -> tuple[set[str], set[int]]:
     ranks: set[int] = set()
     for module, sizes in products.items():
         low = {
-            r for n, k in sizes for r, k2 in sizes if k2 == k and r < min(n, k) and (n, r) in sizes
+            # [N, K] beside [r, K] and [N, r]: W, A and B of an adapter of rank r.
+            r
+            for n, k in sizes
+            for r, k2 in sizes
+            if k2 == k and r < min(n, k) and (n, r) in sizes
         }
         if low:
             carriers |= {module, f"{module}.base_layer"}
@@ -193,6 +201,7 @@ def _head(ops: Sequence[Op]) -> tuple[int, set[int]]:
         if base_name(op) == "embedding" and len(op.inputs[0].shape) == 2:
             vocabulary = max(vocabulary, op.inputs[0].shape[0])
         if kind_of(op) == "gemm" and not in_layer(op.module):
+            # What nothing in the step has made is a parameter.
             weights |= {o.storage for o in op.inputs if o.storage not in made}
         made |= {operand.storage for operand in op.outputs}
     return vocabulary, weights

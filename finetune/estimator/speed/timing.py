@@ -108,6 +108,7 @@ def pace_of_one(
     """Speed of one device, None if unknown; raises FinetuneError if the model cannot be sharded."""
     if place.gpu is None:
         return None
+    # Compiled layers launch fewer kernels, each at less cost to the host.
     roofline = roofline_of(place.gpu, "compiled" if compiled else "eager")
     gpu, trace, model = place.gpu if place.count > 1 else None, rehearsal.trace, None
     if gpu is not None and shares_model(config, place):
@@ -127,10 +128,13 @@ def pace_of_one(
     for name, value in (*once.by_class.items(), *beside.items()):
         classes[name] = classes.get(name, 0.0) + value
     shared = roofline.efficiency.shared
+    # Milliseconds: what the host needs for the norm's verdict, and for coming back to the next
+    # forward while the update still runs.
     waits = shared.before_update_ms + max(0.0, shared.after_update_ms - once.seconds * 1e3)
     classes[StepPart.WAITING] = classes.get(StepPart.WAITING, 0.0) + waits * 1e-3
     traffic = None
     if gpu is not None:
+        # Alone, since gathers of forward hide behind forward and those of backward behind backward.
         forward = timed([op for op in micro if op.phase == "forward"]).seconds
         computed, ring = (forward, batch.seconds - forward), ring_of(gpu, place.count)
         if model is not None:
@@ -144,7 +148,9 @@ def pace_of_one(
         seconds=seconds,
         tokens=rehearsal.tokens * batches,
         classes=dict(sorted(classes.items(), key=lambda part: -part[1])),
+        # A micro-batch's own word wins: it runs several times a step, the update once.
         bound=once.bound | batch.bound,
+        # MFU times seconds are FLOPs; the update has none that count.
         mfu=batch.mfu * batch.seconds * batches / seconds,
         scatter=roofline.efficiency.shared.scatter_time,
         traffic=traffic,
@@ -164,6 +170,7 @@ def _written(rehearsal: Rehearsal, scores: Roofline, writes: Roofline) -> dict[s
         return roofline.step_time([op for op in ops if op.phase in phases])
 
     seconds = timed(writes, "prompt").seconds
+    # The first token comes out of the prompt's pass.
     seconds += timed(writes, "token").seconds * (rehearsal.answer - 1)
     scored = timed(scores, "forward", "reference").by_class
     return {n: s * times for n, s in (scored | {StepPart.GENERATION: seconds}).items()}
@@ -185,6 +192,7 @@ def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
     """
 
     def grown(a: float, b: float) -> float:
+        # A line between near points may cross zero where a part is rounding alone.
         return max(0.0, a + times * (b - a))
 
     names = {**few.classes, **more.classes}
@@ -193,6 +201,7 @@ def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
     if traffic is not None:
         classes[StepPart.COMMUNICATION] = traffic.added
     seconds = sum(classes.values())
+    # FLOPs grow along a line, their ratio to time does not.
     done = grown(few.mfu * few.seconds, more.mfu * more.seconds)
     return replace(more, seconds=seconds, classes=classes, mfu=done / seconds, traffic=traffic)
 
@@ -206,6 +215,7 @@ def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:
             return operand
         rows = math.ceil(operand.shape[0] / model.gpus)
         low = operand.dtype in (torch.bfloat16, torch.float16)
+        # Rehearsed in the gathered dtype; shards and states are stored wider under mixed precision.
         dtype = torch.float32 if wider and low else operand.dtype
         shape = (rows, *operand.shape[1:])
         return Operand(operand.storage, shape, dtype, math.prod(shape) * dtype.itemsize)
@@ -298,6 +308,7 @@ class Traffic(NamedTuple):
         backward = self.backward + reduced
         waits = max(0.0, self.forward - self.computed_forward)
         waits += max(0.0, backward - self.computed_backward)
+        # What cannot be hidden is waited for in any case; of the rest a share shows.
         return max(waits, shown * (self.forward + backward))
 
     def extrapolated(self, more: Traffic, times: float) -> Traffic:
@@ -327,6 +338,7 @@ def copied_traffic(
     gradients: int, ring: Ring, computed: tuple[float, float], batches: int = 1
 ) -> Traffic:
     """DDP reduces and scatters all gradients, and gathers the sums, in buckets."""
+    # Twice the gradients: an all-reduce is a reduce-scatter and an all-gather.
     buckets = math.ceil(gradients / BUCKET_BYTES)
     reduced, nbytes = ring.seconds(2 * gradients, buckets), ring.sent(2 * gradients)
     return Traffic(0.0, 0.0, reduced, *computed, batches, nbytes)

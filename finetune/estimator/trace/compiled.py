@@ -79,11 +79,14 @@ def _whole_recomputation(trace: Trace, step: int) -> Trace:
     ops, places, fresh = list[Op](), list[int](), len(trace.storages)
     left: list[Op] = []  # what a recomputation in progress has still to run
     same: dict[int, int] = {}  # storage of forward -> of the recomputation
+    # None at the end completes a recomputation that nothing follows.
     for op in [*trace.ops, None]:
+        # The first operator of a layer computed again: all of its forward is due from here.
         if op is not None and op.phase == "recompute" and not left:
             left, same = list(forward[layer_of(op.module)]), {}
         if op is not None and left and _alike(op, left[0]):
             first = left.pop(0)
+            # Later operators are to read what is computed again, not what forward made and freed.
             same.update(zip(*([x.storage for x in o.outputs] for o in (first, op)), strict=True))
             op = op._replace(phase="recompute", module=first.module)
         elif op is not None and op.phase == "recompute":
@@ -156,6 +159,7 @@ class _Graph:
         made: dict[object, int] = {}  # operator and operands -> first value of its results
         for index in range(first, len(self.ops)):
             op = self.ops[index]
+            # `~n` is negative for every n >= 0, so one number tells a value from a storage outside.
             taken = tuple(self._now.get(x.storage, ~x.storage) for x in op.inputs)
             layer = self._layer(op, taken, recomputed)
             written = op.outputs or op.inputs[:1]
@@ -197,6 +201,7 @@ class _Graph:
             return layer if op.phase == ("recompute" if layer in recomputed else "forward") else ""
         if kind_of(op) not in FUSABLE or any(v < 0 and ~v in self._gradients for v in taken):
             return ""
+        # By its operands: in backward an operator's module says only which one autograd was in.
         layers = {self.values[v].layer for v in taken if v >= 0} or {layer_of(op.module)}
         return layers.pop() if len(layers) == 1 else ""
 
@@ -280,6 +285,8 @@ def _saved(graph: _Graph, layer: str) -> set[int]:
             if not fused or (needed and (as_it_is or graph.shrinks(value))):
                 net.add_edge("source", ("in", number), capacity=inf)
             weight = size * FARTHER ** max(min(distances[number], FARTHEST), 1)
+            # As in torch's partitioner: saving it would write and read what fusion keeps out of
+            # memory.
             weight *= 2 if fused and all(map(graph.is_fusable, value.readers)) else 1
         else:
             weight = inf
@@ -289,6 +296,7 @@ def _saved(graph: _Graph, layer: str) -> set[int]:
             if other not in distances:  # from outside of the layer
                 free = other < 0 and ~other in graph.initial
                 net.add_edge("source", ("in", other), capacity=inf)
+                # A weight or a batch is there anyway, so that keeping it costs nothing.
                 net.add_edge(("in", other), ("out", other), capacity=0 if free else operand.nbytes)
         if any(graph.in_backward(reader) for reader in outside):
             net.add_edge(("out", number), "sink", capacity=inf)
@@ -331,6 +339,7 @@ class _Rewriter:
         self._written: dict[int, list[int]] = {}  # operator -> results in backward, read by a GEMM
         self._copies = ChainMap(self._written)  # the same, and those of one operator alone
         numbers = {x.storage for op in trace.ops for x in (*op.inputs, *op.outputs)}
+        # Copies get numbers that no storage has.
         self._fresh = max(numbers | trace.storages.keys()) + 1
 
     def rewrite(self) -> tuple[Trace, Callable[[int], int]]:

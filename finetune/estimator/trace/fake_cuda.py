@@ -69,6 +69,7 @@ def without_memory() -> Iterator[FakeTensorMode]:
     whole: list[tuple[Any, str, Any]] = [(weights, "SLAB", {}), (weights, "SLAB_ELSEWHERE", 2**62)]
     # Grouped products of fake tensors are BF16 only (torch 2.13); Transformers' own take any type.
     grouped = moe, "_can_use_grouped_mm", lambda _, w, __: w.dtype is torch.bfloat16
+    # Real inputs are allowed for the batch, whose numbers decide control flow (lengths, labels).
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced([*whole, grouped]):
         yield mode
 
@@ -78,6 +79,8 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Replace attributes temporarily: (owner, name, value)."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:
+            # Set back as it was: a class that inherited the name would otherwise keep a copy of its
+            # own.
             if name in vars(owner):
                 stack.callback(setattr, owner, name, getattr(owner, name))
             else:  # inherited
@@ -94,7 +97,9 @@ def to_fake(model: nn.Module) -> None:
     made: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Any:
+        # By identity, so that a tied head stays the embedding.
         if id(tensor) not in made:
+            # With the strides: `view` and `contiguous` take other paths for other layouts.
             data = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
@@ -117,6 +122,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     b, heads, length, _ = q.shape
+    # Kernels write by position, so that the transpose which follows copies nothing.
     out = q.new_empty((b, length, heads, v.shape[3])).transpose(1, 2)
     saved = attention_forward_extra(kernel, b, heads, length)
     return out, q.new_empty(saved // 4, dtype=torch.float32)

@@ -128,8 +128,11 @@ def model_groups(
             names[name] = len(decoder_layers)
         elif module is embedding:
             names[name] = 0
+    # A parameter can be in one group only, so a tied head goes where its embedding is.
     tail = 0 if tied else len(decoder_layers) + 1  # the norm and the head, or all that is tied
     first_layer = next((name for name, index in names.items() if index == 1), "")
+    # `model.layers.0` lies in the list `model.layers` of the decoder `model`, which has the last
+    # norm.
     decoder, head_name = first_layer.rpartition(".")[0].rpartition(".")[0], ""
     for name, module in model.named_modules():
         direct = name.rpartition(".")[0] == decoder
@@ -155,6 +158,8 @@ def model_groups(
             itemsize = (stored or {}).get(name) if parameter.dtype.is_floating_point else None
             frozen_stored[index] += nbytes if itemsize is None else parameter.numel() * itemsize
     groups = tuple(
+        # The last group of forward is the first of backward: freeing it between would gather it
+        # twice.
         Group(frozen[i], trainable[i], reshard=i != tail, stored=frozen_stored[i])
         for i in range(count)
     )
@@ -166,6 +171,7 @@ class VisitRecorder:
 
     def __init__(self, model: nn.Module, groups: ModelGroups, trace: Trace) -> None:
         self.visits: list[GroupVisit] = []
+        # Off until `begin`: the first step makes optimizer states, and is not the one that counts.
         self._trace, self._on, self._headless = trace, False, True
         self._tail = groups.modules.get(groups.head)
         for name, module in model.named_modules():
@@ -198,6 +204,8 @@ class VisitRecorder:
     def _end_forward(self, output: Any) -> None:
         if self.visits and self.visits[-1].phase == "forward":
             self.move("loss")
+            # Without a call of the head nothing tells when its backward begins but the loss's
+            # gradient.
             if self._headless and self._tail is not None:
                 self._watch(output, self._tail)
 

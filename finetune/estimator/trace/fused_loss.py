@@ -65,6 +65,7 @@ class _Divergence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         statistics = [hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(9)]
         pair = _Pair(hidden, weight, bias, of_teacher, its_weight, its_bias)
+        # At 0 and 1 it is a plain KL divergence, which needs no mixture of both (arXiv 2306.13649).
         passes = ("stats", "jsd") if 0 < beta < 1 else ("stats",)
         for tokens in pair.parts(len(hidden), pair.tokens):
             for name in passes:
@@ -83,6 +84,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, _: Any) -> Any:  # type: ignore[override]
         if gradient is None:
+            # One for each argument of forward.
             return (None,) * 12
         gradient = gradient.float().contiguous()
         operands = ctx.saved_tensors[:6]
