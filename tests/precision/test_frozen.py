@@ -92,6 +92,8 @@ def test_scaled_mm_and_emulation_differ_by_accumulation_only(granularity, transp
         how = arithmetic(tile, granularity, emulate=emulate, in_bf16=False)
         xq = cast(x, how)
         results.append((fprop(x, xq, bits, inverse, how), dgrad(g, bits, inverse, how)))
+        with torch.autocast("cpu", torch.bfloat16):  # a CPU's `torch._scaled_mm` is a plain matmul
+            assert torch.equal(fprop(x, xq, bits, inverse, how), results[-1][0])
         assert torch.equal(xq[0].float(), cast(x, arithmetic(tile, granularity))[0].float())
     for a, b in zip(*results, strict=True):
         assert a.dtype is b.dtype is torch.bfloat16

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from finetune.precision.engines.base import Fp8Mixin
 from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.numbers.formats import SMALLEST_INVERSE, Format
-from finetune.precision.numbers.gemm import as_output, as_rows, compute_dtype
+from finetune.precision.numbers.gemm import as_output, as_rows, compute_dtype, torch_scaled_mm
 from finetune.precision.numbers.kernels import (
     Whole,
     cast_whole,
@@ -108,10 +108,7 @@ def multiply(
     missing = -a.shape[1] % INNER_MULTIPLE  # of tokens, which wgrad contracts
     if missing:
         a, b_t = (nn.functional.pad(each, (0, missing)) for each in (a, b_t))
-    with torch.autocast(a.device.type, enabled=False):  # a CPU would multiply in BF16 under it
-        return torch._scaled_mm(  # [R, D] @ [D, C]
-            a, b_t.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast
-        )
+    return torch_scaled_mm(a, b_t.t(), scale_a, scale_b, dtype, fast=fast)  # [R, D] @ [D, C]
 
 
 class WholeLinear(torch.autograd.Function):

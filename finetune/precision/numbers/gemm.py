@@ -91,6 +91,29 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
+def torch_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
+    """Multiply FP8 codes [M, K] @ [K, N] by `torch._scaled_mm`, with inverse scales.
+
+    Autocast is off: a CPU without FP8 units multiplies dequantized numbers by a plain matmul (torch
+    2.13), which autocast would round to BF16 first. A compiled graph runs without autocast.
+
+    Args:
+        fast: sums with fewer digits.
+    """
+    with torch.autocast(a.device.type, enabled=False):
+        return torch._scaled_mm(  # [M, K] @ [K, N]
+            a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast
+        )
+
+
 @functools.cache
 def has_bf16_units() -> bool:
     """True if this CPU multiplies BF16 itself.

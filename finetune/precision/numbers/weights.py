@@ -45,7 +45,7 @@ from finetune.precision.numbers.formats import (
     times_blocks,
     widen,
 )
-from finetune.precision.numbers.gemm import Codes, scaled_mm
+from finetune.precision.numbers.gemm import Codes, scaled_mm, torch_scaled_mm
 from finetune.precision.numbers.kernels import cast_rows, transpose_codes
 from finetune.precision.numbers.scaling import cast_current, scaled
 
@@ -194,13 +194,13 @@ def multiply(
         row_major = transpose_codes(bits, a[0]) if how.own else bits.t().contiguous()
         column_major = row_major.t()
     # The kernel with a scale per row has BF16 results only.
-    y = torch._scaled_mm(  # [M, C] @ [C, D]
+    y = torch_scaled_mm(  # [M, C] @ [C, D]
         a[0],
         column_major.view(E4M3.dtype),
-        scale_a=a[1],
-        scale_b=inverse if how.per_row else inverse.reshape(()),
-        out_dtype=torch.bfloat16 if how.per_row else dtype,
-        use_fast_accum=how.fast_accum,
+        a[1],
+        inverse if how.per_row else inverse.reshape(()),
+        torch.bfloat16 if how.per_row else dtype,
+        fast=how.fast_accum,
     )
     return of_type(y, dtype)
 
