@@ -151,10 +151,12 @@ def variant_of(asked: Prediction, *overrides: str, label: str = "") -> Variant:
 def with_changes(asked: Prediction, made: Sequence[Change]) -> Variant:
     """A run with some changes made, one after the other."""
     label = made[0].kind if made else ""
+    # Several changes train as differently as the one that changes most.
     change, rank = typed(made), RANKS[max((RANKS.index(c.rank) for c in made), default=0)]
 
     def predict() -> Prediction:
         config, place = changed(asked, made)
+        # A rehearsal would step with an optimizer that needs a GPU or an extra which is not there.
         check_optimizer_here(config.train, place.device)
         return predict_fast(config, place)
 
@@ -172,6 +174,8 @@ def changed(asked: Prediction, made: Iterable[Change]) -> tuple[RunConfig, Place
     config, place = asked.config, asked.place
     for one in made:
         config = with_overrides(config, one.overrides)
+        # One after the other: a later change may need what an earlier one set (a backend and its
+        # scaling).
         place = replace(place, count=one.gpus or place.count)
     return config, place
 
@@ -251,12 +255,14 @@ def changes_of(
     offered = changes(asked.config, asked.place.device, asked.place.count, compiled=asked.compiled)
     if fits and not every:
         same = [one for one in offered if one.rank == "same"] if asked.pace else []
+        # Reversed, so that of a kind the first one stays, the mildest.
         offered = tuple({one.kind: one for one in reversed(same)}.values())
     elif not every:
         offered = tuple(one for one in offered if one.memory)
     alone = sorted((with_changes(asked, (one,)) for one in offered), key=_cost)
     if fits or every:
         twins = pair.rows if pair else ()
+        # The twin is among the changes as well, by another name.
         known = {row.change for row in twins}
         rows = [*twins, *(row for row in alone if row.change not in known)]
     else:
@@ -275,6 +281,8 @@ def _together(asked: Prediction, alone: Sequence[Variant]) -> Variant | None:
             return ()
         before = made(kinds[:-1])
         config, place = changed(asked, before)
+        # Asked for again after each step: what applies depends on what was changed before (a base
+        # is stored otherwise once there are adapters).
         offered = freeing(config, place.device, place.count)
         alike = [(*before, one) for one in offered if one.kind == kinds[-1]]
         return next((some for some in reversed(alike) if tried(some).prediction), before)
@@ -284,6 +292,7 @@ def _together(asked: Prediction, alone: Sequence[Variant]) -> Variant | None:
         kinds = tuple(dict.fromkeys(row.label for row in cheaper))
         if tried(made(kinds)).fit != "fits":
             continue
+        # From the dearest on, each that is left out as long as the rest still fits.
         for dear in reversed(kinds):
             without = tuple(kind for kind in kinds if kind != dear)
             kinds = without if tried(made(without)).fit == "fits" else kinds
@@ -327,6 +336,8 @@ class PrecisionPair:
         found = [self.asked.pace, self.twin.pace]
         if self.asked.config.precision.compute == "bf16":
             found = [self.twin.pace, self.compiled.pace if self.compiled else self.asked.pace]
+        # A BF16 run is compared as compiled if its FP8 twin is: else the ratio would show
+        # compiling.
         fp8, bf16 = found
         return None if fp8 is None or bf16 is None else (fp8, bf16)
 
@@ -386,6 +397,7 @@ def pair_of(asked: Prediction) -> PrecisionPair | None:
             return PrecisionPair(asked, twin, fitting=_fitting(asked, twin))
         case "bf16" if config.model.storage is None:
             twin = variant_of(asked, *(IN_FP8 if config.lora else (FP8,)), label="FP8")
+            # As the run is; a BF16 run that is not compiled is shown compiled beside it.
             if twin.prediction is None or twin.prediction.compiled == asked.compiled:
                 return PrecisionPair(asked, twin)
             twin = replace(twin, label="FP8, compiled")
@@ -420,6 +432,7 @@ def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
     """Explain the speed of FP8 relative to BF16, part by part."""
     reasons = []
     before, after = plain.classes.get(StepPart.LINEARS, 0.0), fp8.classes.get(StepPart.LINEARS, 0.0)
+    # Without products of linear layers, as where all are kept high, there is no gain to explain.
     if before and after:
         reasons.append(
             f"products of linear layers are {before / plain.seconds:.0%} of the BF16 step; FP8 "
@@ -427,6 +440,7 @@ def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
         )
     if (casts := fp8.share(StepPart.FP8_CASTS)) > _CASTS:
         gained, cost = before - after, fp8.classes[StepPart.FP8_CASTS]
+        # A gain of zero or below would give a share without a meaning.
         eaten = "more than" if cost > gained else f"{cost / gained:.0%} of what"
         reasons.append(f"casts to FP8 take {casts:.0%} of the step, {eaten} the products gain")
     if (adapters := fp8.share(StepPart.ADAPTERS)) > _ADAPTERS:

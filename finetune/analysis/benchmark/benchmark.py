@@ -83,6 +83,7 @@ def benchmark(
     """
     recipes = [r if isinstance(r, Recipe) else load_recipe(r, overrides) for r in (recipe, *vs)]
     names = [one.name for one in recipes]
+    # A recipe may be measured beside itself, as a check of the method: the second is `name#2`.
     labels = [f"{n}#{k}" if (k := names[: i + 1].count(n)) > 1 else n for i, n in enumerate(names)]
     device = this_device()
     configs, notes = settle([one.config for one in recipes], device)
@@ -93,6 +94,7 @@ def benchmark(
     measuring = Measuring(
         *(variants, points_of(grid, configs[0]), place_here(device), steps),
         strong=scaling == "strong",
+        # A speed alone needs no interval; a ratio without one says nothing.
         rounds=rounds if rounds is not None else ROUNDS if vs else 1,
         force=force,
         all_points=all_points,
@@ -145,6 +147,7 @@ class Measuring:
         for name, value in (("steps", self.steps), ("rounds", self.rounds)):
             if value < 1:
                 raise ConfigError(f"--{name} {value}", where=f"--{name}", fix=f"--{name} 1 or more")
+        # All points are checked before the first one runs, which may take hours.
         for variant in () if self.seeds else self.variants:
             for point in self.points:
                 at_point(variant.recipe.config, point, self.steps, strong=self.strong)
@@ -184,6 +187,7 @@ class Measuring:
                 self._measure_point(point)
         except KeyboardInterrupt:
             result.interrupted = True
+        # After Ctrl-C as well, whatever was measured.
         result.save(folder)
         return result
 
@@ -193,6 +197,8 @@ class Measuring:
         for number, variant in enumerate(self.variants):
             rows_at, config = place / f"rows-{number}", variant.recipe.config
             if not self.trained:
+                # Rows of each variant in a folder of its own: vocabularies differ, and with them
+                # random ids.
                 config = at_point(config, point, self.steps, rows_at, strong=self.strong)
             tokens = 0 if self.trained else tokens_of(config) * point.gpus
             row = rows[variant.label] = Row(label=variant.label, **point._asdict(), tokens=tokens)
@@ -205,6 +211,7 @@ class Measuring:
                 random = random_rows(config.model, count, point.length, 0)
                 random.save_to_disk(str(rows_at))
             tried.append(replace(variant, recipe=replace(variant.recipe, config=config)))
+        # `force`: whether a point is worth trying was decided above, with another limit.
         kept = {"force": True, "measured": not self.trained, "gpus": point.gpus}
         for job in plan_jobs(tried, self.seeds, place, **kept):
             if not rows[job.variant.label].error:
@@ -213,6 +220,7 @@ class Measuring:
     def _unfit(self, row: Row, config: RunConfig) -> str:
         """Predict memory and time of a point; the reason why it is not tried, or nothing."""
         full = [r for r in self.result.rows if r.label == row.label and r.out_of_memory]
+        # A crash for lack of memory takes as long as a measurement, and tells nothing new.
         if not self.all_points and any(_at(row).contains(_at(r)) for r in full):
             return TOO_LARGE
         if row.label in self.unpredicted:
@@ -223,6 +231,7 @@ class Measuring:
             found = predict(config, replace(self.place, count=row.gpus))
         except FinetuneError as error:
             row.prediction = f"not predicted: {error.what}" if self.place.here else ""
+            # Here the run itself shows whether it works; elsewhere the prediction is all there is.
             return "" if self.place.here else reason(error)
         needed, on_gpu = row.predict(found), device.kind == "cuda"
         if not self.place.here:
@@ -245,6 +254,7 @@ class Measuring:
             self.result.environment = outcome.receipt["environment"]
         except RunFailedError as error:
             row.error = reason(error)
+            # The run was another process, of which the error's text is what is left.
             row.out_of_memory = OUT_OF_MEMORY in error.what
         if row not in self.result.rows:
             self.result.rows.append(row)

@@ -108,6 +108,7 @@ def at_point(
         ConfigError: rows of that length would be padded, or accumulation does not divide.
         ModelNotFoundError: the shape of the model is neither packaged nor in a local folder.
     """
+    # Random weights need a shape alone, which is packaged for the models of shipped recipes.
     source = locate(config.model.model_copy(update={"weights": "random"}))
     here = config.model.name.startswith(BUILTIN) or Path(source).is_dir()
     if not here and shipped_shape(source) is None:
@@ -119,6 +120,7 @@ def at_point(
             f"{', '.join(shipped_shapes())}",
         )
     multiple = int(config.train.pad_to_multiple_of or 1)
+    # Rows are of equal length, so that what is computed and what is counted are the same tokens.
     if point.length % multiple:
         up = -(-point.length // multiple) * multiple
         raise ConfigError(

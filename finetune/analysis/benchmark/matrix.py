@@ -84,6 +84,7 @@ class Matrix(Benchmark):
 
     @property
     def _rows(self) -> list[Row]:
+        # From FP32 down, as the table is read, whatever was measured first.
         order = list(MATRIX)
         return sorted(self.rows, key=lambda r: (r.batch * r.length, order.index(r.label)))
 
@@ -120,6 +121,7 @@ class Matrix(Benchmark):
                 ("optimizer", "memory", "speed"), said, here, strict=True
             ):
                 if claimed is not None:
+                    # Speed on a CPU is no claim about GPUs; bytes of tensors are.
                     known = value if what != "speed" or self._times_gpus else None
                     texts = (_share(what, claimed), _share(what, value), _verdict(claimed, known))
                     found.append([row.label, row.at, what, *texts])
@@ -149,6 +151,7 @@ def _memory(row: Row) -> tuple[list[float | None], list[float | None]]:
     expected = [row.predicted_optimizer_gib, row.predicted_weights_gib, row.predicted_gib]
     for parts in (measured, expected):
         optimizer, weights, total = parts
+        # What is neither: activations, logits, gradients and temporaries at the peak.
         parts.insert(2, total - (optimizer or 0) - (weights or 0) if total else None)
     return measured, expected
 
@@ -174,6 +177,7 @@ def _share(what: str, value: float | None) -> str:
 def _verdict(said: float, value: float | None) -> str:
     if value is None:
         return NOT_HERE
+    # Relative to what is said, since it is that figure which is on trial.
     return "confirmed" if abs(value / said - 1) <= NEAR else "refuted"
 
 

@@ -81,6 +81,7 @@ def configs_of(recipe: Recipe, place: Place) -> tuple[dict[str, RunConfig], dict
     emulated = place.here and not place.device.has_fp8
     for label, entry in MATRIX.items():
         more = [f"precision.emulation={'allow' if emulated else 'forbid'}"]
+        # A recipe of MXFP8 or NVFP4 scaling would put its own scales into the rows called FP8.
         if label.startswith("FP8") and recipe.config.precision.rule.own_scales:
             more.append(f"precision.scaling={FASTEST}")
         try:

@@ -176,6 +176,8 @@ class Row(BaseModel):
 
     def add(self, run: RunFolder, *, trained: bool = False) -> None:
         """Add a run, `trained` on real rows: proven is what all are, and a peak the highest."""
+        # A step of other size (padding, a short last batch) is another measurement: it is refused,
+        # rather than divided by the wrong number.
         tokens = {step["tokens"] for step in run.steps} - {self.tokens}
         if trained:
             self.tokens = round(statistics.median(step["tokens"] for step in run.steps))
@@ -191,6 +193,7 @@ class Row(BaseModel):
         self.predicted_gib = memory.get("predicted_gib") or self.predicted_gib
         self.weights_gib = memory.get("weights_gib")
         self.optimizer_gib = receipt.trainable.get("optimizer_state_bytes", 0) / GIB
+        # The first round that is not proven counts, whatever later ones say.
         if self.proven in ("", "proven"):
             self.proven = receipt.status
         self.precision = f"{run.precision}{receipt.emulated}"
@@ -262,6 +265,8 @@ class Benchmark(JupyterMixin, BaseModel):
         for other in self.rows:
             if other.label in self.references and other.at == row.at and other is not row:
                 medians = [[statistics.median(r) for r in one.rounds] for one in (other, row)]
+                # Rounds are paired: both recipes met the same clock in one. One that was
+                # interrupted may lack its partner.
                 logs = [[math.log(a / b)] for a, b in zip(*medians, strict=False)]
                 if logs:
                     predicted = _over(other.predicted_seconds, row.predicted_seconds)
@@ -275,6 +280,7 @@ class Benchmark(JupyterMixin, BaseModel):
         Args:
             seconds: `predicted_seconds` for the efficiency that is predicted.
         """
+        # The same micro-batch on one GPU, which weak and strong scaling both start from.
         at = (row.label, row.batch, row.length, 1)
         one = next((r for r in self.rows if (r.label, r.batch, r.length, r.gpus) == at), None)
         speeds = [r.tokens / s if r and (s := getattr(r, seconds)) else 0.0 for r in (row, one)]

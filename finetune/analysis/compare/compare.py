@@ -103,6 +103,7 @@ def compare(
     """
     device = this_device()
     console = console or output(stderr=True)
+    # Runs are processes of their own; under torchrun each rank would start all of them.
     refuse_processes("compare")
     _check_numbers(margin, confidence)
     at_once, threads = places(device, jobs, cores())
@@ -125,6 +126,7 @@ def compare(
         console.print(whole(f"they are in {folder}; another call starts again"), crop=False)
         raise
     a, b = (side.label for side in (pair.a, pair.b))
+    # Relative, so that a comparison can be moved or packed as a whole.
     where = {(job.variant.label, job.seed): job.run.folder.relative_to(folder) for job in planned}
     found = Comparison(
         a=Side(recipe=names[0], label=a),
@@ -164,8 +166,10 @@ def judge_again(
     margin = found.margin if margin is None else margin
     confidence = found.confidence if confidence is None else confidence
     _check_numbers(margin, confidence)
+    # Notes about the verdict belong to the old one, and are written again.
     notes = [note for note in found.notes if note.startswith(_BEFORE)]
     changed = (margin, by_name) != (found.margin, found.margins)
+    # Choosing a margin after seeing the gap makes any pair equivalent: said once, and for good.
     if changed and not any(note.startswith(_AGAIN) for note in notes):
         notes.append(f"{_AGAIN}; while they trained the margin was {found.within}")
     changes = {
@@ -287,6 +291,7 @@ def make_pair(
 
 def alike_over_seeds(configs: Sequence[RunConfig], seeds: Sequence[int]) -> list[str]:
     """Overrides that log each step and, where rows are drawn for it, evaluate on the same ones."""
+    # Where rows are given, or the recipe has a seed for them, all runs have the same ones already.
     drawn = all(map(_draws_held_out_rows, configs))
     return ["train.logging_strategy=steps", "train.logging_steps=1"] + (
         [f"data.seed={seeds[0]}"] * drawn
@@ -306,8 +311,10 @@ def chosen_seeds(seeds: Sequence[int | str] | int, config: RunConfig) -> tuple[i
         ConfigError: none, one twice, or one that is no seed.
     """
     first = int(config.train.seed)
+    # From the recipe's own seed on, so that the first run is the one that the recipe would be.
     given = range(first, first + seeds) if isinstance(seeds, int) else seeds
     chosen = tuple(int(seed) for seed in given if str(seed).strip().isdecimal())
+    # numpy's generators take 32 bits (`numpy.random.seed`), which Transformers seeds with the same.
     if not 0 < len(given) == len(set(chosen)) or max(chosen) >= 2**32:
         raise ConfigError(
             "a comparison needs one seed or more, each of them once, from 0 to 2**32 - 1",
@@ -347,6 +354,7 @@ def check_pair(
     if differences and not allow:
         raise _unfair(differences)
     for recipe in recipes:
+        # A pair of which FP8 falls back to BF16 would be equivalent for the wrong reason.
         if fallback := resolve(recipe.config.precision, device).fallback:
             raise UnfairPairError(
                 f"{recipe.name} would not run in the precision it is compared for",
@@ -354,6 +362,7 @@ def check_pair(
                 why=fallback,
                 fix="an FP8 GPU; or precision.emulation=allow, which shows what FP8 does to a loss",
             )
+        # Both sides before either: what fails after hours of the first run should fail now.
         preflight(recipe.config, device, forecast=MemoryForecast(), force=force)
         tokenizer, _ = load_tokenizer(recipe.config.model, recipe.config.train.chat_template_path)
         rows_for(recipe.config, tokenizer)

@@ -159,6 +159,8 @@ def rehearse(
     before, reading = None, contextlib.nullcontext
     if config.model.storage == "nf4":
         before, reading = as_four_bit, four_bit_weights
+    # DoRA reads a base's weights when it is attached, which bitsandbytes could not dequantize on
+    # meta.
     with reading():
         model: nn.Module = sketch(config, before, layers=layers)
         teacher = _sketch_teacher(config, layers)
@@ -175,14 +177,18 @@ def rehearse(
         ExitStack() as stack,
     ):
         stack.enter_context(warnings.catch_warnings())
+        # torch 2.13 warns of each pointer of a fake tensor that is read, in passing, by many
+        # libraries.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         for each in filter(None, (model, teacher)):
             to_fake(each)
         if on_cuda:
             stack.enter_context(on_gpu(device.capability or (9, 0)))
         name = attention.implementation
+        # Rows with padding have no boundaries of documents, which varlen kernels take.
         masked = name == VARLEN and not padding_free(config.train)  # as padded rows run
         choose_attention(model, "sdpa" if masked else name, device.capability or (9, 0))
+        # Before the base is stored: packed codes have half as many elements.
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         published = is_published_fp8(cast(Any, model).config)  # left there if codes are held
         store_base(model, "fp8" if published else config.model.storage)
@@ -192,6 +198,7 @@ def rehearse(
             trainer = _trainer(
                 *(model, config, Path(folder), teacher), padded=padded, documents=documents
             )
+        # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
         if not resolution.precision.engine.takes_parameters:
             compiled = compiles(resolution.precision, device)
             engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
@@ -205,6 +212,8 @@ def rehearse(
             asked = References.precision_of(resolution.precision, hardware=bool(device.has_fp8))
             beside.append((teacher, make_plan(teacher, asked)))
         for other, its in beside:
+            # As `training.helper.references` decides it: a model beside that is as the policy is
+            # computes in FP8, too.
             if layers_of(its) == layers_of(plan) or its.precision.eval == "fp8":
                 made = convert.apply(other, its, **hardware)
                 made.follows = lambda: True  # it computes as the policy does, in FP8
@@ -213,12 +222,15 @@ def rehearse(
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.by_torchao:
             stack.enter_context(torchao_updates(kernels=on_cuda))
+            # With a loss scale gradients are unscaled before they are clipped, so the update cannot
+            # do both.
             if on_cuda and config.precision.compute != "fp16":
                 trainer.accelerator.clip_grad_norm_ = clip_in_update
         if config.precision.compute == "fp16":  # which Accelerate leaves out on a CPU
             trainer.accelerator.native_amp, trainer.accelerator.scaler = True, SteadyScale()
         if gathered_as is not None:  # which Accelerate leaves to FSDP2
             trainer.accelerator.native_amp = False
+        # Real ids: their values decide what a collator and a loss do.
         with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
             batch = _tensors(trainer.batches)
             waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
@@ -277,6 +289,7 @@ def isolated_process() -> Iterator[None]:
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    # Accelerate (1.15) has one dictionary for all instances of a class (the Borg pattern).
     shared = [cls._shared_state for cls in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in shared]
     python, numbers = random.getstate(), np.random.get_state()
@@ -286,6 +299,8 @@ def isolated_process() -> Iterator[None]:
     for key in launched:
         del os.environ[key]
     try:
+        # A run that is checked before it trains must draw the numbers that it would have drawn
+        # without.
         with torch.random.fork_rng(generators()), session.aside():
             yield
     finally:
@@ -312,6 +327,7 @@ def _sketch_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
         return None
     model = teacher_of(config)
     shapes = (load_shape(each).get_text_config(decoder=True) for each in (config.model, model))
+    # A line through two depths is right for both only if both models grow by the same layers.
     alike = len({shape.num_hidden_layers for shape in shapes}) == 1
     only = config.model_copy(update={"model": model, "lora": None})
     return sketch(only, layers=layers if alike else None)
@@ -332,6 +348,7 @@ def _trainer(
     from transformers.trainer_callback import PrinterCallback
 
     train = shortened(config.train, 1, _NOT_REHEARSED)
+    # One micro-batch is rehearsed; how many there are is arithmetic (`speed.timing`).
     micro_batches = int(train.pop("gradient_accumulation_steps", 1))
     if config.train.fsdp and fsdp_settings(config.train).checkpointing:
         train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
@@ -366,6 +383,7 @@ def _trainer(
     if chosen(config.train).by_torchao:
         trainer.optimizer_cls_and_kwargs = low_bit.class_and_kwargs(config.train, args)
     trainer.remove_callback(PrinterCallback)
+    # Accelerate would move what it prepares, which fake tensors cannot do.
     trainer.accelerator.device_placement = False
     trainer.place_model_on_device = False  # fake parameters cannot be moved
     trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
@@ -401,12 +419,14 @@ def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
     ones = [1] * args.max_length  # one list for all rows: there may be many
     shorter = ones[:-1] if padded else ones
     for i in range(args.per_device_train_batch_size):
+        # The first row alone has the full length: the longest decides the shape of a padded batch.
         ids = shorter if i else ones
         length, row = len(ids), {**dict.fromkeys(_COLUMNS, ids), "label": i % 2 == 0}
         row |= {"prompt_ids": ids[:0]}
         if getattr(args, "packing", False):
             count = min(documents, length)
             lengths = [length // count] * count
+            # What does not divide goes to the last document, so that the row is full.
             lengths[-1] += length - sum(lengths)
             row["seq_lengths"] = lengths
         rows.append(row)
@@ -450,9 +470,13 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
             with recorder.during("optimizer"):
                 for group in optimizer.param_groups:
                     for p in group["params"]:
+                        # Empty gradients are enough for a step that makes states of the right
+                        # shapes.
                         p.grad = torch.empty_like(p)
                 recorder.sort_gradients()
                 optimizer.step()
+                # With accumulation a micro-batch finds gradients of the ones before, and adds to
+                # them.
                 if self.micro_batches == 1:
                     optimizer.zero_grad()
             recorder.mark("step")
@@ -464,6 +488,7 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
         def _begin_update(self) -> None:
             """Count what follows, from the norm of gradients on, once per optimizer step."""
             self.visits.move("optimizer")
+            # From the end of backward on: the norm and clipping come before `optimizer.step`.
             self.recorder.phase = "optimizer"
 
     return writing(RehearsalTrainer) if method.writes else RehearsalTrainer

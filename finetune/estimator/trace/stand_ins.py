@@ -101,11 +101,14 @@ def casts_to_fuse(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     ) -> Any:  # fmt: skip
         fmt, guessed = how.formats[operand], how.own and how.pow2
         joined = guessed and is_joined(operand, guesses)
+        # Scales that can be guessed come from the step before: such a cast is one kernel of ours
+        # also in a compiled layer.
         if not is_inside(x) or (guessed and operand != "x" and not joined):
             return eager_cast(x, operand, guesses, how, plain=plain, turned=turned)
 
         def formula(x: Tensor) -> tuple[Tensor, ...]:
             scale = guesses[0] if joined else whole.scale_of(x, fmt, pow2=how.pow2)
+            # In float32, as the kernels compute: Inductor fuses the cast up and down.
             codes = (x.float() * scale).to(fmt.dtype)
             back = codes.t().contiguous() if turned else codes
             return codes, back, scale, scale.reciprocal()
@@ -190,6 +193,8 @@ class EngineBackend(Backend):
         form = precision.scaling if precision.scaling in ENGINE else "fp8"
         self.multiply = getattr(OPS, f"{form}_mm")
         self._size, self._compiled = ENGINE[form][0], compiled
+        # From Blackwell on tensor cores read either layout; block scales differ by direction
+        # everywhere.
         self._copies = 1 if capability >= (10, 0) and form == "fp8" else 2
         self._last: tuple[Any, list[Tensor]] = (lambda: None, [])
 
@@ -204,6 +209,7 @@ class EngineBackend(Backend):
         of, codes = self._last
         if not self._compiled or of() is not x:
             codes = cast()
+            # A weak reference, or the last input would stay in memory to the end of the step.
             self._last = weakref.ref(x), codes if self._compiled else []
         return codes
 
@@ -262,6 +268,7 @@ class FourBitMixin(Swapped):
         shape, dtype = [self.out_features, self.in_features], x.dtype
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        # `bnb_4bit_compute_dtype` of `storage.nf4` is BF16, whatever comes in.
         y = _FourBitMatmul.apply(x.to(torch.bfloat16), self.weight, shape)
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.to(dtype)
@@ -324,6 +331,7 @@ class SteadyScale:
         self._unscaled = False
 
     def scale(self, loss: Tensor) -> Tensor:
+        # A tensor, as GradScaler has it.
         return loss * torch.full((), SCALE)
 
     def unscale_(self, optimizer: Optimizer) -> None:

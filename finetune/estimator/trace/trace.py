@@ -191,6 +191,8 @@ class Recorder(TorchDispatchMode):
     def add_initial(self, tensor: Tensor, kind: Kind = "weights") -> None:
         """Register a tensor that existed before the first event."""
         for plain in plain_tensors(tensor):
+            # The address of the storage's C++ object: views and shards of one storage have the
+            # same.
             if plain.untyped_storage()._cdata not in self._numbers:
                 number = self._number(plain, "initial", kind)
                 self.trace.initial[number] = self.trace.storages[number].nbytes
@@ -207,11 +209,13 @@ class Recorder(TorchDispatchMode):
         trace.storages[number] = Storage(
             size, self.phase, module, tensor.dtype, op, kind or "temporary", passing=self._passing
         )
+        # With a kind given the tensor was there before, and its allocation is no event.
         if kind is None:
             trace.events.append(Event(number, size, len(trace.ops)))
         numbers, alive = self._numbers, self._alive
 
         def died(_: Any) -> None:
+            # The address may be given to the next storage, which gets a number of its own.
             del numbers[key], alive[key]
             trace.events.append(Event(number, -size, len(trace.ops)))
 
@@ -253,6 +257,7 @@ class Recorder(TorchDispatchMode):
             self.phase = before
             for number in self._numbers.values() if phase == "optimizer" else ():
                 storage = self.trace.storages[number]
+                # What the optimizer makes and keeps beyond its step are its states.
                 if number >= first and storage.kind == "temporary":
                     storage.kind = "optimizer"
 
@@ -318,6 +323,7 @@ class Recorder(TorchDispatchMode):
         self._modules.append(
             self._names.get(id(module), self._modules[-1] if self._modules else "")
         )
+        # A module that is called in backward is a checkpoint's: nothing else calls one there.
         if self.phase == "backward":
             self.phase = "recompute"
             self._recomputing = len(self._modules)
@@ -327,6 +333,7 @@ class Recorder(TorchDispatchMode):
     def _leave_module(self, module: nn.Module, _: Any, __: Any) -> None:
         if self._modules:
             self._modules.pop()
+        # The checkpoint's outermost module has ended; inner ones end at greater depth.
         if self.phase == "recompute" and len(self._modules) < self._recomputing:
             self.phase = "backward"
         if self.phase == "reference" and not self._modules:
@@ -352,6 +359,7 @@ class Recorder(TorchDispatchMode):
         before = len(self.trace.storages)
         for tensor in outputs:
             self._number(tensor, func.__name__)
+        # A view of something new counts, such as a slice of a result that only now is seen.
         if len(self.trace.storages) == before and (func.is_view or func in _NOTHING):
             return result
         taken, made = self._operands(inputs), self._operands(outputs)
@@ -368,6 +376,7 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is _INDEX and any(t is not None and t.dtype is torch.bool for t in args[1]):
             return self._index_by_mask(*args)
+        # No values are there: 1 or True lets loops and checks of a healthy step go on.
         if func is _ITEM:
             return args[0].dtype.is_floating_point or 1
         return func(*args, **kwargs)
@@ -459,6 +468,7 @@ def _is_small(inputs: list[Tensor], most: int) -> bool:
         return False
     outer = 1
     for dims in zip_longest(*(reversed(t.shape) for t in inputs), fillvalue=1):
+        # Broadcast against each other, small operands may make something large.
         outer *= max(dims)
     return outer <= most
 

@@ -75,17 +75,21 @@ def writing(trainer: type[Any]) -> type[Any]:
             """Set prompts and answers of rows with `length` tokens at most."""
             self.answer = max(1, min(answer, length - 1))
             prompt = [TOKEN] * max(1, length - self.answer)
+            # Of one token nothing can be left out.
             shorter = prompt[padded:] or prompt
             rows = self.args.per_device_train_batch_size
             self.tokens = rows * (len(prompt) + self.answer)
             self.every = getattr(self.args, "steps_per_generation", None) or self.micro_batches
             self.generations = self.micro_batches / self.every
+            # GRPO trains on the same answers so many times before it writes new ones.
             self.generations /= getattr(self.args, "num_iterations", 1)
             rows *= self.every
             self.prompts = [prompt, *[shorter] * (rows - 1)]
             self.batches = [[PROMPT] * rows]
             reads = {"__call__": lambda *_, **__: {"input_ids": self.prompts}}
             tokenizer: Any = self.processing_class
+            # Python looks `__call__` up on the class, so an attribute of the object would not be
+            # found.
             tokenizer.__class__ = type("Tokenizer", (type(tokenizer),), reads)
 
         compute_loss_context_manager = AccountedPairs.compute_loss_context_manager
@@ -121,6 +125,7 @@ def _generate(generate: Callable[..., Any], recorder: Recorder, answer: int) -> 
         *, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig
     ) -> Tensor:
         (rows, prompt), config = input_ids.shape, deepcopy(generation_config)
+        # With the cache in the result, which the last token is to read.
         config.update(max_new_tokens=1, return_dict_in_generate=True)
         once = {"generation_config": config}
         recorder.mark("prompts")
@@ -130,6 +135,8 @@ def _generate(generate: Callable[..., Any], recorder: Recorder, answer: int) -> 
         recorder.mark("answers")
         if answer > 1:
             with recorder.during("other"):
+                # The last token is only written, by the pass over the one before it, which adds its
+                # own keys.
                 _lengthen(cache, answer - 2)
                 recorder.sort_cache(_states(cache))
                 ids = _tokens(rows, prompt + answer - 1)
