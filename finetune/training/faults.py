@@ -44,11 +44,13 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
+    # A library's `sys.exit` would end the run as if it had been meant to.
     except SystemExit as end:
         raise exited(end) from end
     except Exception as error:
         # TRL prepares rows between collectives: a lost connection looks like the error of a row.
         lost = error.__cause__ or error if isinstance(error, FinetuneError) else error
+        # The process that failed says why; the others lose their connection a moment later.
         if processes() > 1 and _is_of_a_connection(lost):
             raise RunFailedError(
                 "another process of the run has ended",
@@ -66,6 +68,7 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
 
         why = first_line(error) if str(error) else "the host gave no more"
         if isinstance(error, torch.OutOfMemoryError):
+            # Fragments are the usual reason where less was allocated than the GPU has.
             why += f" (allocator: {expand_segments().reason})"
         raise MemoryShortError(
             "the run is out of memory",
@@ -118,6 +121,7 @@ def go_on(folder: Path) -> str:
 
 
 def _concerns(error: BaseException, folder: Path) -> bool:
+    # A full disk concerns the run whichever file met it; a file that is missing may be anyone's.
     if not isinstance(error, OSError) or error.errno not in _OF_A_FILE:
         return True
     return str(folder.resolve()) in str(Path(str(error.filename or "")).resolve())

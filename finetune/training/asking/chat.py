@@ -99,6 +99,7 @@ class Conversation:
         self.compute: Compute = compute
         self.as_asked = model.disable_adapter if without_adapters else contextlib.nullcontext
         self.room = positions(model.config)
+        # Half of a short context at most, so that the question has room as well.
         self.most = words.get("max_new_tokens", min(LONGEST, (self.room or 2 * LONGEST) // 2))
         self.words = words | {"max_new_tokens": self.most}
         if system and not tokenizer.chat_template:
@@ -122,12 +123,14 @@ class Conversation:
             ConfigError: the question alone leaves no room for an answer.
         """
         first, self.dropped = len(self.system), 0
+        # Without a template nothing else stands between what was said and what comes next.
         glue = "" if self.tokenizer.chat_template or not self.turns else "\n"
         turns = [*self.turns, {"role": "user", "content": glue + prompt}]
         while True:
             taken = turns if self.takes_system else without_system(turns)
             inputs = encode(self.tokenizer, taken)
             length = inputs["input_ids"].shape[1] if prompt else 0
+            # The question alone is not dropped: whether it fits is judged below, with an error.
             if self.room is None or length + self.most <= self.room or len(turns) == first + 1:
                 break
             del turns[first : first + 2]
@@ -135,11 +138,13 @@ class Conversation:
         check_room_for(prompt, length, self.most, self.room, "PROMPT")
         inputs = {key: value.to(self.model.device) for key, value in inputs.items()}
         if self.seed is not None:
+            # Before each answer, so that it depends on the conversation alone.
             set_seed(self.seed)
         try:
             with self.as_asked(), autocast(self.compute, self.model.device.type), torch.no_grad():
                 self.model.generate(**inputs, streamer=speech, **self.words)
         except KeyboardInterrupt:
+            # Prints what the streamer still holds back, half a word perhaps.
             speech.end()
             raise
         finally:
@@ -178,10 +183,13 @@ class Speech(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self.parser is not None:
             events: list[Any] = []
+            # An answer that its template's parser cannot read is shown as text, not lost.
             with contextlib.suppress(*UNREADABLE):
                 events += self.parser.feed(text)
                 events += self.parser.finalize()[1] if stream_end else []
             text = "".join(e["text"] for e in events if "text" in e and e["field"] == "content")
+            # Templates put a line break before the content, which `read` strips from the turn as
+            # well.
             text = text if self.printed else text.lstrip()
             self.printed = self.printed or bool(text)
             if stream_end and not self.printed:
@@ -221,10 +229,12 @@ def converse(
         notes.print("! no chat template: the model continues your text", style="yellow")
     with contextlib.ExitStack() as stack:
         for side in sides.values():
+            # Once for the whole conversation: training state comes back when it ends.
             stack.enter_context(undisturbed(side.model))
         for prompt in prompts:
             if keeps and prompt == "/exit":
                 return
+            # Prompts of a file are questions of their own, not turns.
             if not keeps or prompt == "/reset":
                 for side in sides.values():
                     side.reset()
@@ -254,6 +264,7 @@ def _turn(
         if side.dropped:
             line = f"! the oldest {side.dropped} turns were dropped"
             notes.print(f"{line}: the model has {side.room:,} positions", style="yellow")
+        # In a pipe it would be a line between answers that a program reads.
         if len(speech.tokens) >= side.most and is_typed():
             notes.print(f"(cut at max_new_tokens={side.most})", style="dim")
     if shows and len(sides) > 1:

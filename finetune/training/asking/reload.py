@@ -48,8 +48,10 @@ def open_trained(
         checkpoint: a step, or `last`; default: the weights at the run's end.
         trust_remote_code: the model's own code may run, if the run's recipe says so too.
     """
+    # Nothing of the section `train` is needed to answer, and its checks load TRL.
     config = read_recipe(str(folder / "config.yaml"), check_train=False).config
     refuse_scores(config, folder)
+    # Before anything of the folder is loaded, since loading it is what runs the code.
     refuse_foreign_code(config, folder, trust_remote_code)
     saved = {str(step): path for step, path in checkpoints_in(folder / CHECKPOINTS).items()}
     steps, weights = list(saved), folder / "model"
@@ -111,6 +113,7 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
     device = this_device().kind
     with loading(str(run.weights)):
         model = _load(run)
+        # A run that ended in NaN has saved weights; without this its answers are empty or noise.
         if broken := not_finite(model):
             raise ConfigError(
                 f"{len(broken):,} weights of the run are not finite",
@@ -153,6 +156,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
 
     if not run.config.precision.rule.has_history:
         return
+    # A checkpoint has its scales beside its weights, a finished run in its folder.
     if load_scaling(backend, run.weights) and (why := load_scaling(backend, run.folder)):
         raise ConfigError(
             "the run evaluates in FP8 by delayed scaling, and its scales are not stored",
@@ -170,6 +174,7 @@ def _load(run: TrainedRun) -> Any:
 
     config = run.config
     if not (run.weights / "adapter_config.json").is_file():
+        # Whole weights are what they are: stored in no other form, and of no revision of the hub.
         full: Any = config.model.model_dump() | {"name": str(run.weights.resolve())}
         full |= {"weights": "pretrained", "storage": None, "revision": None}
         return load_model(ModelConfig(**full))
@@ -189,6 +194,7 @@ def with_adapter(model: Any, adapter: Path, **options: Any) -> Any:
     from finetune.training.scope import false_warnings_ignored
 
     with false_warnings_ignored():  # PEFT leaves what it does not find as it was drawn
+        # PEFT would begin what is missing by chance, with a warning that nobody reads.
         warnings.filterwarnings("error", "Found missing adapter keys")
         model = PeftModel.from_pretrained(model, str(adapter), **options)
     take_ends(model, adapter)

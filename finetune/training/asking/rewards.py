@@ -55,6 +55,7 @@ def text_of(completion: Any) -> str:
     """Text of a completion: as it is, or of its turns."""
     if isinstance(completion, str):
         return completion
+    # TRL gives turns where prompts are turns, and texts where they are texts.
     return "\n".join(str(turn.get("content") or "") for turn in completion)
 
 
@@ -67,6 +68,7 @@ def last_number_of(text: str) -> float | None:
     found = _NUMBER.findall(text.lower())
     if not found:
         return None
+    # `1,234` is a number with a separator, as mathematical data sets write them.
     return float(NUMBERS[found[-1]] if found[-1] in NUMBERS else found[-1].replace(",", ""))
 
 
@@ -126,11 +128,13 @@ def _found(name: str, answers: Answers | None) -> Any:
 def _names_in(place: str, name: str) -> dict[str, Any]:
     """Names of a file, or of a module of the folder that the command was typed in or installed."""
     if "" not in sys.path:
+        # As `python -m` has it: a console script does not look into the folder that it is typed in.
         sys.path.insert(0, "")
     try:
         if place.endswith(".py"):
             return runpy.run_path(str(user_path(place)))
         found = importlib.import_module(place)
+    # Code of a user may raise anything, and `sys.exit` in it would end the run without a word.
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the reward {name!r} cannot be imported",
@@ -169,6 +173,8 @@ def checked(
     """
 
     def read(prompts: Sequence[Any], completions: Sequence[Any], columns: Any) -> Sequence[Any]:
+        # TRL decodes answers without special tokens, which loses marks that some templates are read
+        # by.
         if answers is None or not answers.hides or any(isinstance(c, str) for c in completions):
             return completions
         begun = {"add_generation_prompt": True}
@@ -185,6 +191,8 @@ def checked(
         found: list[float | None] = []
         for i, value in enumerate(given):
             try:
+                # None is TRL's way to say that a reward does not apply; what else there is must be
+                # a number.
                 number = None if value is None else float(value)
             except Exception:  # noqa: BLE001  an object's own conversion
                 number = math.inf
@@ -198,6 +206,8 @@ def checked(
 
     @contextlib.contextmanager
     def checking(prompts: Any, completions: Any, columns: Any) -> Iterator[Callable[..., Any]]:
+        # Gradients recording is a switch of the thread: a reward that leaves it off would train
+        # nothing from here on, without an error.
         records = torch.is_grad_enabled()
         if log := columns.get("log_metric"):
             columns["log_metric"] = functools.partial(_logged, log)
@@ -210,6 +220,8 @@ def checked(
             beside = [key for key in columns if key not in OF_TRL]
             fix = f"correct it; columns beside the prompt: {', '.join(beside) or 'none'}"
             if isinstance(error, TypeError):
+                # A TypeError is most often an argument that the rows lack, or a column that the
+                # function does not take.
                 fix += "; name yours by 'data.columns={answer: NAME}', and end with **kwargs"
             what = f"the reward {name!r} failed"
             raise _refused(what, prompts, completions, fix, said) from error
@@ -230,6 +242,7 @@ def checked(
         with checking(prompts, completions, columns) as rewards:
             return rewards(function(prompts=prompts, completions=completions, **columns))
 
+    # TRL awaits what is declared `async`, all rewards at once.
     return later if inspect.iscoroutinefunction(function) else now
 
 
@@ -245,6 +258,7 @@ MOST = 3.4e38
 
 def _logged(log: Callable[[str, Any], None], key: str, value: Any) -> None:
     """TRL's `log_metric` (1.16), but for names of the trainer's own."""
+    # Logged later than the trainer's own, it would stand in its row instead.
     if key in OF_TRAINER:
         raise ValueError(f"log_metric({key!r}, ...) would replace the trainer's own {key}")
     log(key, value)
@@ -296,6 +310,7 @@ class RewardWatch(TrainerCallback):
     @property
     def learned_nothing(self) -> str:
         """Why no group could be learned from; empty where one could, or nothing was logged."""
+        # One group that differed is enough to have learned something.
         if not self.flat or min(self.flat) < 1:
             return ""
         ends = {f"{end(self.rewards):g}": 0 for end in (min, max)} if self.rewards else ["None"]

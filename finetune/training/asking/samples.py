@@ -57,8 +57,10 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
         for prompt in config.data.prompts:
             check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
         return list(config.data.prompts)
+    # 1024 is TRL's default.
     longest = int(config.train.max_length or 1024)  # training truncated longer rows
     few: Any = rows.eval  # a stream is not read for its first rows where there are others
+    # Few rows, since each is tokenized before training begins.
     few = rows.first(SEARCHED) if few is None else few.select(range(min(SEARCHED, len(few))))
     asked = (_question_of(row) for row in few)
     longest = longest if room is None else min(longest, room - most)
@@ -68,6 +70,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
 
 def _question_of(row: Any) -> str:
     """Prompt of a row: its first user turn, its prompt, or the start of its text."""
+    # 64 characters of a text are a beginning that a model can continue in its style.
     turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
     if isinstance(turns, str):
         return turns
@@ -182,12 +185,14 @@ class SampleWriter(TrainerCallback):
 
     def at_end(self, model: Any, state: TrainerState, *, anew: bool) -> list[Sample]:
         """Answers of the trained model, `anew` if its weights changed since the last evaluation."""
+        # The last step may have been evaluated already, and answers take time.
         if anew or self._asked_at != state.global_step:
             self.ask(model, state)
         return self.samples
 
     def ask(self, model: Any, state: TrainerState) -> None:
         """Answer all prompts; print, write and keep the answers."""
+        # The others need not wait here: their next collective does.
         if self._why_not or not state.is_world_process_zero:
             return
         model = whole(model)

@@ -87,14 +87,18 @@ def rows_hash(*parts: Dataset | IterableDataset | None, fingerprint: str = "") -
     found = hashlib.sha256(fingerprint.encode())
     for rows in parts:
         found.update(b"rows" if rows is not None else b"none")
+        # A stream is known by the fingerprint of its source alone.
         if not isinstance(rows, Dataset):
             continue
+        # `select` and `shuffle` leave the table as it is, and keep an order beside it.
         for table in (rows.data.table, rows._indices and rows._indices.table):
             if table is None:
                 continue
+            # Metadata has the fingerprints of `datasets`, which change with its version.
             found.update(str(table.schema.remove_metadata()).encode())
             for start in range(0, len(table), PIECE):
                 piece = table.slice(start, PIECE)
+                # Copied: a slice may be written otherwise than equal rows of another table are.
                 whole = piece.take(list(range(len(piece)))).combine_chunks()
                 for batch in whole.to_batches():
                     found.update(batch.serialize())
@@ -111,6 +115,8 @@ def model_files(config: RunConfig) -> dict[str, Any]:
         what these import from beside them) and of a chat template.
     """
     train, method = config.train, method_of(config.train)
+    # A full run loads its own weights when it resumes; a base under adapters, or a reference, is
+    # read again.
     again = config.lora is not None or method.reference or method.rewarded
     found = _of_folder("model", config.model.name, weights=again)
     for name in reward_names(train):
@@ -134,6 +140,7 @@ def _of_folder(key: str, name: str, *, weights: bool) -> dict[str, Any]:
         found[f"{key}.weights"] = fingerprint(files)[:SHOWN]
     with contextlib.suppress(OSError, ValueError, AttributeError):  # said where it is loaded
         for name, value in json.loads((path / "config.json").read_text("utf-8")).items():
+            # The version of Transformers that wrote the file, and the like, change no number.
             if not name.startswith("_") and name not in SAID_ONLY:  # _name_or_path
                 found[f"{key}.config.json.{name}"] = value
     for file in (file for kind in TOKENIZER for file in sorted(path.glob(kind))):
@@ -152,6 +159,7 @@ def refuse_other_base(config: RunConfig, weights: Path) -> None:
         ConfigError: the files of the base say something else now.
     """
     held = Checkpoint(weights).manifest or json_of(weights.parent / "receipt.json").get("run") or {}
+    # Runs older than these facts have none, and are let through.
     began, now = held.get("model_files") or {}, model_files(config)
     parts = ("model.weights", "model.config.json.")
     changed = {key: pair for key, pair in _changed_keys(began, now) if key.startswith(parts)}
@@ -189,8 +197,10 @@ def check_resume(
     Raises:
         ConfigError: a setting differs that `resume.allow` does not name, or cannot.
     """
+    # First, since with no step left it does not matter what else differs.
     _refuse_ended(checkpoint, config.train)
     began = checkpoint.manifest
+    # A checkpoint of another program has no recipe to compare with.
     if "config" not in began:
         return {}
     differing = dict(_changed_keys(began["config"], facts["config"]))
@@ -199,9 +209,11 @@ def check_resume(
     differing |= _changed_keys(began.get("model_files") or {}, facts["model_files"])
     if began.get("processes") != facts["processes"]:
         differing["processes"] = (began.get("processes"), facts["processes"])
+    # The other way loses nothing: BF16 numbers are float32 numbers.
     if _is_wide(began) and not _is_wide(facts):
         differing["model.dtype"] = ("float32, as FSDP2 trains weights", config.model.dtype)
     allowed = config.resume.allow
+    # Said first: no permission would help.
     fixed = [key for key in differing if key in FIXED]
     refused = [key for key in differing if not _matches(key, (*FREE, *allowed))]
     if shown := fixed or refused:

@@ -40,6 +40,7 @@ class WholeFiles:
     def __init__(self, trainer: Any) -> None:
         """Take the place of the trainer's own methods."""
         self.trainer = trainer
+        # So that nothing of Accelerate writes shards beside, which are read with `pickle.load`.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.accelerator.get_state_dict = self.model_state
         trainer._save_optimizer_and_scheduler = self.save_optimizer
@@ -79,10 +80,13 @@ class WholeFiles:
         own = get_peft_model_state_dict(model) if self.has_adapters else model.state_dict()
         tied = getattr(model, "_tied_weights_keys", None) or ()  # of which files have one
         left = own.keys() - tied
+        # Each process reads all files and keeps its part; mapped, they are in memory once for a
+        # machine.
         for file in _weight_files(Path(checkpoint), adapters=self.has_adapters):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     value = opened.get_tensor(name)
+                    # `copy_` would broadcast another shape in silence.
                     if name not in own or own[name].shape != value.shape:
                         raise _does_not_fit(file, name)
                     own[name].copy_(_as_sharded(value, own[name]))
@@ -118,6 +122,7 @@ class WholeFiles:
             return
         trainer, numbered = self.trainer, list(self._parameters())
         state, schedule = (
+            # `weights_only`: tensors and numbers, and no code of whoever made the file.
             torch.load(Path(checkpoint) / name, map_location="cpu", mmap=True, weights_only=True)
             for name in (OPTIMIZER, SCHEDULER)
         )
@@ -136,6 +141,7 @@ class WholeFiles:
     @torch.no_grad()
     def _whole(self, value: Any, parameter: Tensor) -> Any:
         """An entry of a parameter's state, gathered on the CPU of the first process."""
+        # Step counts are the same on all processes.
         if not isinstance(value, Tensor) or not value.dim():
             return value
         if isinstance(parameter, DTensor):
@@ -164,6 +170,7 @@ def _as_state_of(value: Any, parameter: Tensor) -> Any:
     if is_torchao(value):
         rows: Any = _as_sharded(torch.arange(len(value)), parameter).to_local()
         start = int(rows[0]) * (value.numel() // len(value)) if len(rows) else 0
+        # None where it splits a block, whose scale it would share with another process.
         part = low_bit.part(value, start, parameter.to_local().shape)
         if part is not None:
             return _sharded_like(part.to(parameter.device), parameter)

@@ -75,6 +75,8 @@ class CheckpointKeeper(TrainerCallback):
         if not stands("whole checkpoints"):  # the trainer saves as it does
             return
         self._save = trainer._save_checkpoint
+        # Transformers (5.23) deletes as it saves, before this one has its name, and knows no
+        # `kept`.
         self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         trainer._save_checkpoint = self.save
         if trainer.accelerator.is_fsdp2:
@@ -139,26 +141,32 @@ class CheckpointKeeper(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         step, folder = trainer.state.global_step, Path(args.output_dir)
         partial, final = folder / SAVING, folder / f"checkpoint-{step}"
+        # The hidden folder: Transformers puts `checkpoint-<step>` into it by itself.
         trainer._get_output_dir = lambda **_: str(partial)
         try:
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
+            # No process may write before the first one has cleared what an earlier crash left.
             trainer.accelerator.wait_for_everyone()
             self._save(model, trial)
             self._name_the_best(partial / final.name, folder)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
+                # Before it is renamed and an older one deleted: what cannot be read again is no
+                # checkpoint.
                 _refuse_unsafe(partial / final.name)
                 self._write_manifest(partial / final.name, step)
                 _rename(partial / final.name, final)
                 self._delete_older(folder, self._limit)
             trainer.accelerator.wait_for_everyone()
         except Exception as error:
+            # An error of the code keeps its own text and traceback.
             if not is_of_the_disk(error):
                 raise
             what = f"the checkpoint of step {step} could not be written"
             raise write_failure(error, folder.parent, what) from error
         finally:
+            # The class's own method is found again behind the deleted attribute.
             del trainer._get_output_dir
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -174,6 +182,8 @@ class CheckpointKeeper(TrainerCallback):
             named = self.trainer.state.best_model_checkpoint or ""
             doomed += superfluous(saved, limit, named=named)
         for one in doomed:
+            # A rename is one step for the file system; deleting gigabytes is thousands, in which a
+            # kill leaves a half.
             one.folder.rename(folder / SAVING / one.folder.name)  # deleted with it
 
     def _name_the_best(self, saved: Path, folder: Path) -> None:
@@ -190,6 +200,8 @@ class CheckpointKeeper(TrainerCallback):
     def _write_manifest(self, folder: Path, step: int) -> None:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for file in files:
+            # Renaming may reach the disk before contents do (ext4 delays allocation), and a power
+            # cut in between would leave a checkpoint of zeros.
             _to_disk(file)
         sums = zip(files, hashes_of(files), strict=True)
         manifest: dict[str, Any] = {
@@ -202,6 +214,7 @@ class CheckpointKeeper(TrainerCallback):
                 for file, value in sums
             },
         }
+        # Last: a folder with a manifest is one whose files were all there.
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _to_disk(folder / MANIFEST)
         for inside in {folder, *(file.parent for file in files)}:
@@ -223,6 +236,7 @@ def unreadable(folder: Path) -> str:
             found: list[str] = []
             if file.suffix in (".pt", ".pth"):
                 with safe_globals():
+                    # Reads the pickle's opcodes and runs none of them (torch 2.13).
                     found = get_unsafe_globals_in_checkpoint(file)
             elif file.suffix == ".safetensors":
                 with safe_open(file, framework="pt"):
@@ -275,4 +289,5 @@ def _rename(made: Path, final: Path) -> None:
     elif final.exists():  # the same step, saved a second time
         shutil.rmtree(final)
     made.rename(final)
+    # A name is an entry of the folder, which has to reach the disk, too.
     _to_disk(final.parent)

@@ -35,6 +35,7 @@ def summed(numbers: Tensor) -> Tensor:
     """Numbers of this process, summed over all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return numbers
+    # NCCL reduces tensors of GPUs alone.
     numbers = numbers.cuda() if dist.get_backend() == "nccl" else numbers
     dist.all_reduce(numbers)
     return numbers
@@ -69,6 +70,7 @@ class MetricsWriter(TrainerCallback):
         self.path, self.precision = path, precision
         self.counter = counter or EnergyCounter("cpu")
         self.rows, self.resumed, self._written = [*earlier], len(earlier), 0
+        # A resumed run goes on counting where its log ended, or curves over time would fold back.
         self._before = max((finite(row.get("seconds")) or 0.0 for row in earlier), default=0.0)
         self.trained = TimeAndEnergy(0.0, 0.0)
         self._last = self._now()
@@ -85,6 +87,7 @@ class MetricsWriter(TrainerCallback):
         self._last_step = state.global_step  # a resumed run does not begin at 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # Power is sampled, and summed between samples: each step is one.
         if self.counter.integrates:
             self.counter.joules()
 
@@ -109,7 +112,9 @@ class MetricsWriter(TrainerCallback):
         """Seconds and joules since the last count, which are added to those of training."""
         now = self._now()
         spent, self._last = now - self._last, now
+        # In float64: a run of days draws more joules than float32 has digits for.
         joules = summed(torch.tensor([spent.joules], dtype=torch.float64)).item()
+        # Two logs at one moment divide by no zero.
         spent = TimeAndEnergy(max(spent.seconds, 1e-9), joules)
         self.trained = TimeAndEnergy(*map(operator.add, self.trained, spent))
         return spent
@@ -143,12 +148,14 @@ class MetricsWriter(TrainerCallback):
 
     def _exclude(self, began: TimeAndEnergy) -> None:
         now = self._now()
+        # As if the block had taken no time.
         self._last = now - (began - self._last)
 
     def write(self, row: dict[str, Any], state: TrainerState) -> None:
         """Add a row of another kind, with its step."""
         self.rows.append(row)
         if state.is_world_process_zero:
+            # All processes keep the rows, the first one writes them.
             new, self._written = self.rows[self._written :], len(self.rows)
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in new)
@@ -183,6 +190,8 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
     if loader is None or not has_length(loader) or not len(loader):
         return ""
     batches, each = len(loader), args.gradient_accumulation_steps
+    # Transformers (5.23) ends an epoch with a step of fewer micro-batches, so steps per epoch are
+    # rounded up.
     whole, rest = divmod(state.max_steps, math.ceil(batches / each))
     epochs = whole + rest * each / batches
     shown = f"{epochs:.2g}"
@@ -345,6 +354,7 @@ class StepTimer(TrainerCallback):
             if not (module.training and torch.is_grad_enabled()) or self._begin is None:
                 return
             mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+            # Without padding: what is counted as speed is what is learned from.
             if isinstance(mask, Tensor) and mask.dim() == 2:
                 # On a GPU a device scalar, to avoid a wait.
                 self._tokens.append(mask.sum() if self.device == "cuda" else int(mask.sum()))
@@ -361,6 +371,7 @@ class StepTimer(TrainerCallback):
         if self._begin is not None:
             end = mark(self.device)
             iteration, times = exchange_of(getattr(self.trainer, "model_wrapped", None))
+            # DDP measures some backwards only; between them it returns the last one again.
             row = {"step": state.global_step} | (times if iteration > self._exchanged else {})
             self._finished.append((row, self._begin, end, self._tokens))
             self._begin, self._exchanged = None, iteration
@@ -382,6 +393,7 @@ class StepTimer(TrainerCallback):
         finished, self._finished = self._finished, []
         if not finished:
             return
+        # Events of a GPU have times only once it has reached them.
         synchronize(self.device)
         totals = summed(torch.tensor([sum(int(n) for n in tokens) for *_, tokens in finished]))
         new: list[dict[str, Any]] = []

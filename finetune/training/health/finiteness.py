@@ -80,6 +80,7 @@ class Finiteness:
         """Remember the loss of a micro-batch, and behind the last one the norm of each gradient."""
         self._losses.append(loss.detach())
         if self.trainer.accelerator.sync_gradients and (made := self._gradients()):
+            # A norm of each, in few kernels: a NaN or Inf anywhere in a tensor makes its norm so.
             norms = torch._foreach_norm([own_values(gradient) for gradient in made.values()])
             self._norms = dict(zip(made, norms, strict=True))
 
@@ -91,9 +92,11 @@ class Finiteness:
     def judge_step(self, step: int, *, gradients: bool) -> None:
         """Raise `NonFiniteError` unless losses, and `gradients` that nothing scales, are finite."""
         norms = self._norms if gradients else {}
+        # One number is read from the device; names are looked for only where something is wrong.
         if _finite_everywhere([*self._losses, *norms.values()]):
             return
         found = first_found(
+            # In the order in which they come about in a step: the first is the cause of the others.
             check_parameters(self.model) or self._broken_loss() or self._broken_gradient(norms)
         )
         is_gradient = found is not None and found.kind == "gradient"
@@ -167,6 +170,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """
     local = [own_values(t) for t in tensors]
     norm = torch.nn.utils.get_total_norm(local)
+    # The norm of large finite numbers may overflow, so an infinite one is looked into.
     return math.isfinite(norm) or not any(is_broken(t) for t in local)
 
 
@@ -181,6 +185,7 @@ def _finite_everywhere(tensors: list[Tensor]) -> bool:
     finite = all_finite(tensors)
     if dist.is_initialized() and dist.get_world_size() > 1:
         verdict = torch.tensor(float(finite), device=tensors[0].device)
+        # The least of 0 and 1: one process that is not finite stops all.
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
         finite = bool(verdict)
     return finite

@@ -73,6 +73,7 @@ def check_first_batches(trainer: Any) -> None:
         ConfigError: a prompt is scored otherwise behind padding than alone.
     """
     given = trainer.given if isinstance(trainer, Accounted) else None
+    # Ids are read as they are, and a stream's first rows would fill its shuffle buffer.
     if not isinstance(given, Dataset) or "input_ids" in given.column_names:
         return
     _refuse_one_label(trainer)
@@ -81,6 +82,7 @@ def check_first_batches(trainer: Any) -> None:
     if trainer.method.writes:
         from finetune.data.pairs import asked
 
+        # The longest one beside short ones makes the padding that is to be looked at.
         rows.append(max(_some(given).values(), key=lambda row: len(str(row["prompt"]))))
         read = [asked(trainer.processing_class, row, trainer.args)["prompt_ids"] for row in rows]
         if stands("prompts"):
@@ -109,6 +111,8 @@ def _refuse_one_label(trainer: Any) -> None:
         return
     with undisturbed(trainer.model):
         order: Any = get_sampler(trainer.get_train_dataloader())
+        # `undisturbed` puts the generators back: drawing an order here must not change that of
+        # training.
         first = list(itertools.islice(order, ONE_LABEL))
     labels = {*rows.select(first)["label"]}
     if len(labels) < 2 and len(first) == ONE_LABEL:
@@ -137,6 +141,7 @@ def different(rows: Dataset) -> list[int]:
         keys = {str((turn.get("role"), key)) for turn in turns for key in turn if turn[key]}
         there = {key for key in row if row[key] not in (None, [], {}, "")}
         shape = (*sorted(there), *sorted(keys))
+        # The shortest of each shape is the cheapest to look at.
         found[shape] = min(found.get(shape, (1 << 60, 0)), (len(str(row)), index))
     return sorted(index for _, index in list(found.values())[:SHAPES])
 
@@ -153,6 +158,7 @@ def _expected(row: dict[str, Any], trainer: Any) -> Iterator[Tokens]:
     each = partial(as_trained, tokenizer=trainer.processing_class, completion_only=only)
     found = [(ids, np.asarray(labels) != MASKED) for part in parts for ids, labels in each(part)]
     if not trainer.method.is_text:  # what both answers begin with is their prompt's; all behind
+        # TRL's methods of preference train on all of an answer, whatever the template marks in it.
         begin = min(mask.argmax() for _, mask in found)  # it counts
         for _, mask in found:
             mask[begin:] = True
@@ -171,6 +177,7 @@ def _compare(
     """Raise `DataError` for a sequence that no row's is, ends apart, which the ledger counts."""
     method, decode = trainer.method, trainer.processing_class.decode
     limit = getattr(trainer.args, "max_length", None)
+    # Trainers keep the beginning of a long row or its end, by a setting of theirs.
     cuts = (slice(limit), slice(limit and -limit, None))
     parts = [one[cut] for one in said for cut in cuts]
     # Nothing foresees a first token.
@@ -270,6 +277,7 @@ def _as_noise(backbone: nn.Module, calls: list[tuple[dict[str, Any], Tensor]]) -
     def noisy(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             output = forward(*args, **kwargs)
+        # Small, so that no softmax saturates and each position's gradient can be told from zero.
         noise = 0.1 * torch.randn(output[0].shape, generator=torch.Generator().manual_seed(0))
         output.last_hidden_state = noise.to(output[0]).requires_grad_()
         inputs = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
@@ -291,6 +299,8 @@ def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Tokens]:
         starts = places[0].eq(0).nonzero().flatten().tolist()
     for row in zip(ids, mask.bool(), gradient.abs().amax(-1).gt(0), strict=True):
         for own, whole, on in zip(*(x.cpu().tensor_split(starts) for x in row), strict=True):
+            # A state foresees the next token: the gradient at a position is that of the token
+            # behind it.
             counts = (False, *on[whole][:-1].tolist())
             yield tuple(zip(own[whole].tolist(), counts, strict=False))
 
@@ -308,6 +318,7 @@ def _score_alike(trainer: Any, prompts: list[list[int]]) -> None:
     if changed() <= (limit := ROUNDED if low else EXACT):
         return
     if "position_ids" in inspect.signature(model.forward).parameters:
+        # It stays: training needs the same positions as this look.
         model.register_forward_pre_hook(place_by_mask, with_kwargs=True)
         if changed() <= limit:
             return

@@ -50,15 +50,20 @@ def refuse_leaks(trainer: Any) -> None:
     Raises:
         ConfigError: documents see each other, or the model cannot be given their boundaries.
     """
+    # Rows with padding are documents of their own, which a mask keeps apart.
     if not getattr(trainer, "padding_free", False):
         return
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     name = type(model).__name__
     with contextlib.ExitStack() as stack:
+        # FP8 scales follow all rows of a batch, so another document would change them, and seem a
+        # leak.
         stack.enter_context(in_high_precision(trainer.model))
         stack.enter_context(torch.no_grad())
         try:
             change = _change(trainer, packed=True)
+            # The plain batch is passed only where something differs: most models end here with
+            # zero.
             leaks = change > 0 and change > NOISE * _change(trainer, packed=False)
         except (FinetuneError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -110,5 +115,6 @@ def _second(trainer: Any, first: int, *, packed: bool) -> Tensor:
     if packed:
         batch = trainer.data_collator([{"input_ids": row, "labels": row} for row in rows])
         del batch["labels"]
+    # Without a cache, which some models would fill across documents.
     logits = model(**send_to_device(batch, trainer.accelerator.device), use_cache=False).logits
     return logits.flatten(0, 1)[TOKENS : 2 * TOKENS].float()

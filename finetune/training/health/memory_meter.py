@@ -111,6 +111,8 @@ class MemoryMeter(TrainerCallback):
                     self._prompt = max(self._prompt, ids.shape[1])
                 return
             (rows, length), before = ids.shape, self._largest or (0, 0, True)
+            # The largest one makes the peak that was measured, and is what the prediction is made
+            # for.
             if rows * length >= before[0] * before[1]:
                 whole = mask.all() if isinstance(mask, Tensor) else True  # read at the end
                 if (rows, length) == before[:2]:  # of several the padded one
@@ -191,6 +193,7 @@ def peak_memory_gib() -> float:
         return torch.cuda.max_memory_allocated() / GIB
     import resource
 
+    # KiB on Linux.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -244,6 +247,7 @@ class LiveTensors(TorchDispatchMode):
             parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             # A DTensor names its mesh among them (torch 2.13).
             return sum(self.count(part) for part in parts if isinstance(part, Tensor))
+        # These have no storage of their own that could be asked for its bytes.
         if tensor.is_meta or tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()

@@ -47,6 +47,7 @@ class SummedRatio:
 
 def spread(numel: int) -> slice:
     """Slice of at most `SAMPLE` evenly spread indices of a flat tensor."""
+    # Rounded up, so that there are never more than `SAMPLE`.
     return slice(0, numel, max(1, -(-numel // SAMPLE)))
 
 
@@ -78,6 +79,7 @@ def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float
 def _parts(moment: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Values of torch's state; codes, their table (none for FP8) and scales of torchao's."""
     codes = getattr(moment, "codes", None)
+    # torch's own states are plain numbers.
     if codes is None:
         return moment, None, None
     return codes, None if codes.is_floating_point() else moment.qmap, moment.scale
