@@ -119,6 +119,7 @@ def gradient_snr(
         m, v, step = found
         m_hat, v_hat = m / (1 - pair[0] ** step), v / (1 - pair[1] ** step)
         signal = m_hat.double().square().sum()
+        # In float64: the difference of two nearly equal sums of 16,384 squares.
         both = torch.stack((signal, v_hat.double().sum() - signal)) * (numel / len(m))
         sums.setdefault(groups[name], []).append(both)
     return _ratios(sums)

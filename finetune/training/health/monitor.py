@@ -107,8 +107,11 @@ class HealthMonitor(TrainerCallback):
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._undo.enter_context(shortened(self.trainer, model))
         loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
+        # Whether compiling pays depends on how many micro-batches are left to run.
         if running := session.in_force():
             running.micro_batches = state.max_steps * each
+        # Here, not before training: Accelerate has prepared model and loader by now, as they will
+        # be used.
         refuse_leaks(self.trainer)
         check_first_batches(self.trainer)
         refuse_no_batch(loader, args)
@@ -142,6 +145,8 @@ class HealthMonitor(TrainerCallback):
     def _training_step(
         self, plain: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
+        # One micro-batch of a step is enough: operands of the others have the same scales and
+        # shapes.
         looks, self._first = self._due and self._first, False
         call = partial(plain, model, inputs, *args, **kwargs)
         with self._watch.watching() if looks else contextlib.nullcontext():
@@ -152,6 +157,8 @@ class HealthMonitor(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = self.trainer.accelerator.scaler
         self._scale = scaler.get_scale() if scaler is not None else 0.0
+        # Above the least scale torch's scaler skips the step by itself, which is how it finds its
+        # scale.
         self._finiteness.judge_step(state.global_step + 1, gradients=self._scale <= LEAST_SCALE)
         if self._due:
             self._before = {name: sample(p) for name, p in named_trainable(self._unwrapped).items()}
@@ -183,6 +190,7 @@ class HealthMonitor(TrainerCallback):
         should_log = control.should_log
         # Bypass overrides of `log`: TRL's would reset the averages meant for its next own row.
         Trainer.log(self.trainer, row)
+        # `Trainer.log` resets it, and the trainer's own row of this step would be lost.
         control.should_log = should_log
         if self.trainer.state.is_world_process_zero:
             self._warn_of(sums)
@@ -208,6 +216,7 @@ class HealthMonitor(TrainerCallback):
                 )
 
     def _warn_once(self, key: str, line: str) -> None:
+        # Once a run: a bad reading is there at every interval, and would fill the log.
         if key not in self._warned:
             self._warned.add(key)
             self._say(line)
@@ -226,6 +235,8 @@ def watch_trainers(running: session.Session) -> None:
             try:
                 return original(trainer, *args, **kwargs)
             except BaseException as error:
+                # Also for Ctrl-C: hooks of a proof that is left open would watch the next run in a
+                # notebook.
                 running.stop(error)
                 raise
             finally:

@@ -89,6 +89,7 @@ def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
         return "norm"
     if "expert" in name.lower():
         return "experts"
+    # Deeper down, a layer of such a name (a classifier in a block) is an ordinary one.
     if parts and parts[-1] in HEADS and len(parts) <= 3:
         return "head"
     if declared_matmuls(module):  # the module multiplies itself, so it is the group
@@ -153,6 +154,8 @@ def inspect_operand(
         name: the layer's.
     """
     if scale is None:
+        # Its scales are known from earlier steps alone, and none was given: that of the tensor
+        # itself is the nearest.
         update = {"scaling": "tensorwise"} if precision.rule.has_history else {}
         codes = make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
     else:
@@ -166,6 +169,7 @@ def inspect_operand(
     at_limit = codes.values.abs() == codes.fmt.max
     saturated = at_limit & (back.abs() < wide.abs() * (1 - half_unit))
     found = OperandSums(float(amax(x)), x.numel(), int(saturated.sum()), int(lost.sum()))
+    # A cast without noise has an infinite ratio, which no JSON number holds.
     ratio = min(snr_db(wide, back), EXACT_DB)
     if not math.isnan(ratio):  # all zeros: no ratio
         found.snr_db, found.layers, found.worst = ratio, 1, (ratio, name)
@@ -190,11 +194,13 @@ def inspect_sample(
     run = rule.weight_rows if operand == "w" else 1
     if scale is None and rule.whole and not rule.block:
         fmt = formats_of(precision)[operand]
+        # A scale of the whole tensor has to be known from all rows, of which a sample is then cast.
         scale = scale_from_amax(largest, fmt, pow2=precision.pow2_scales)
     every, sample = -(-rows.shape[0] // max(SAMPLE_ROWS, run)), rows
     if every > 1:
         first = torch.arange(0, rows.shape[0], run, device=rows.device)[::every]
         if rule.whole and rule.block:
+            # The row that sets the tensor's own scale has to be in the sample.
             top = rows.abs().amax(1).argmax() // run * run
             first = torch.cat((first, top[None])).unique()
         index = (first[:, None] + torch.arange(run, device=rows.device)).flatten()
@@ -271,6 +277,7 @@ class OperandWatch:
                     continue
                 hook = partial(self._after, name)
                 undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                # Its products are calls within one forward, which hooks of modules do not see.
                 if isinstance(module, ParameterMixin):
                     for each in module.fp8_parameters:
                         linear: Any = each.linear  # bound to the module with its scales
@@ -293,6 +300,7 @@ class OperandWatch:
         """
         compiled = list(self.conversion.compiled) if self.conversion is not None else []
         share = min(COMPILED_SHARE, len(compiled)) or 1
+        # In turn, so that after a few intervals all layers have been looked at.
         observed = compiled[self._turn % share :: share]
         for module in observed:
             undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
@@ -361,6 +369,7 @@ class OperandWatch:
         sums = self.sums.setdefault(key, OperandSums())
         if not value.numel():
             return  # an expert without tokens
+        # Put off: each fetch of a number waits for the device.
         if operand not in low:
             self._amaxes.append((key, amax(value)))
             return

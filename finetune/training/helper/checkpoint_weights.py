@@ -58,6 +58,7 @@ def load_all_weights(patches: Patches, prepare: Prepare | None) -> None:
             given = ((checkpoint,) if checkpoint else ()) + (() if model is None else (model,))
             own = trainer.accelerator.unwrap_model(trainer.model if model is None else model)
             folder = checkpoint or str(trainer.state.best_model_checkpoint)
+            # Sharded checkpoints are read by `training.checkpoints.sharded`.
             if trainer.is_fsdp_enabled or not _load_renamed(own, folder, prepare):
                 original(trainer, *given)
 
@@ -84,10 +85,12 @@ def _load_renamed(model: Any, checkpoint: str, prepare: Prepare | None) -> bool:
     if saves_adapters(model):
         check_adapters(model, Path(checkpoint))
         return False
+    # From the headers of the files alone, which costs no reading of tensors.
     types = _saved_types(checkpoint)
     codes = {name for name, dtype in types.items() if dtype == CODES}
     if prepare is not None and codes and not _codes_of(model):
         prepare(model)
+    # `load_state_dict` would copy codes into BF16 weights as numbers up to 448.
     if plain_codes := codes & model.state_dict().keys() - _codes_of(model):
         raise CheckpointError(
             "frozen weights of the checkpoint are FP8 codes, and the model's are not",
@@ -100,6 +103,8 @@ def _load_renamed(model: Any, checkpoint: str, prepare: Prepare | None) -> bool:
         return False
     if isinstance(model, PreTrainedModel):
         load: Any = type(model).from_pretrained
+        # As `from_pretrained` reads any model: it knows the older names of each architecture. In
+        # float32, so that no type of a trained weight is narrowed on the way.
         read, report = load(checkpoint, dtype=torch.float32, output_loading_info=True)
         kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
         lost = sorted({str(key) for kind in kinds for key in report[kind]})
@@ -135,6 +140,8 @@ def check_adapters(model: Any, checkpoint: Path) -> None:
         began, own = json_of(file.with_name("adapter_config.json")), model.peft_config[name]
         for key in ("lora_alpha", "use_rslora", "use_dora"):
             now = getattr(own, key, None)
+            # PEFT's files have no alpha in their tensors: the same adapter is added with another
+            # weight.
             if began.get("r") == getattr(own, "r", 0) and began.get(key, now) != now:
                 said = f"! {checkpoint} was trained with {key}={began[key]}, and resumes with"
                 warnings.warn(f"{said} {key}={now}: its adapters weigh otherwise", stacklevel=2)
@@ -214,6 +221,7 @@ def _difference(model: nn.Module, types: dict[str, str]) -> list[str]:
     if not types:
         return []
     state = model.state_dict()
+    # By address: a tied weight has several names in the model, and one in the file.
     present = {state[name].data_ptr() for name in types if name in state}
     missing = [n for n, t in state.items() if n not in types and t.data_ptr() not in present]
     return [*missing, *(name for name in types if name not in state)]

@@ -70,6 +70,7 @@ def complete(accelerator: Any) -> dict[str, Any]:
     """
     handler = accelerator.scaler_handler
     settings = LOSS_SCALING | (handler.to_kwargs() if handler else {})
+    # Accelerate (1.15) has neither for float16 on a CPU.
     if accelerator.device.type == "cpu":
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", **settings)
@@ -78,6 +79,8 @@ def complete(accelerator: Any) -> dict[str, Any]:
 
 def warn_of_half_weights(model: nn.Module) -> None:
     """Warn of float16 weights that train without a loss scale: in FP8 or BF16 compute."""
+    # Float16 ends at 6e-8, below which many gradients lie; a loss scale is only made for
+    # `compute=fp16`.
     half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
     if half:
         warnings.warn(

@@ -38,9 +38,11 @@ def shortened(trainer: Any, model: nn.Module) -> Iterator[None]:
         model: its model, unwrapped.
     """
     base, wrapped = without_adapters(model), trainer.model_wrapped
+    # Dictionaries, since reading an attribute of `nn.Module` is a call for each.
     states, plain = [vars(module) for module in wrapped.modules()], wrapped.train
 
     def train(mode: bool = True) -> nn.Module:
+        # A callback may have put a module into evaluation mode; then the walk is due.
         as_asked = mode and all(state["training"] for state in states)
         return wrapped if as_asked else plain(mode)
 
@@ -49,6 +51,7 @@ def shortened(trainer: Any, model: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(wrapped, "train", train))
         stack.enter_context(replaced(wrapped, "zero_grad", trainer.optimizer.zero_grad))
         if isinstance(base, PreTrainedModel):
+            # By its arguments, of which Transformers (5.23) gives one.
             count = functools.cache(base.num_parameters)
             stack.enter_context(replaced(base, "num_parameters", count))
         yield

@@ -44,6 +44,7 @@ class OptimizerChecks:
         session, is_prepared = self._session, optimizer in self.optimizers
         if is_prepared or session.has_prepared:
             self._check_owner(optimizer, is_prepared=is_prepared)
+        # Vectors alone (a temperature, prompt lengths) have no product that could run in FP8.
         matrices = any(p.dim() > 1 for group in optimizer.param_groups for p in group["params"])
         if not matrices or session.patches.are_aside or session.precision.compute != "fp8":
             return
@@ -67,6 +68,7 @@ class OptimizerChecks:
             for conversion in list(self._session.conversions)
             if any(id(p) in owned for p in conversion.model.parameters())
         ]
+        # An optimizer of a model that nobody prepared is judged by what it trains, below.
         if any(conversion.is_applied for conversion in of_it) or not (of_it or is_prepared):
             return
         if of_it:
@@ -101,6 +103,7 @@ class OptimizerChecks:
             return
         shapes = ", ".join(str(list(p.shape)) for p in others[:3])
         where = f"{len(others)} of {len(graded)} matrices with gradients: {shapes}"
+        # Fewer are a warning: a small model beside the prepared one may be meant to stay as it is.
         if left < size < 2 * left:
             raise OrderError(
                 "most of what an optimizer trains belongs to no prepared model",
@@ -128,5 +131,7 @@ def drop(group: dict[str, Any], settings: Collection[str], is_gone: Callable[[An
     """
     stays = [not is_gone(p) for p in group["params"]]
     for name, values in group.items():
+        # Lists beside `params` (names, in Transformers) go by position, so they lose the same
+        # entries.
         if isinstance(values, list) and len(values) == len(stays) and name not in settings:
             group[name] = [value for value, kept in zip(values, stays, strict=True) if kept]

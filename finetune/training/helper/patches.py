@@ -62,12 +62,15 @@ def patch_accelerator(session: Any) -> None:
         signature = inspect.signature(original)
 
         def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            # Trainers are imported when a script builds one, which makes its Accelerator at the
+            # same time.
             session.references.patch_trainers(patches)
             given = signature.bind(accelerator, *args, **kwargs).arguments
             _refuse_conflicts(given, precision)
             given["mixed_precision"] = MIXED_PRECISION[precision.compute]
             plugin = given.get("fsdp_plugin")
             chosen = plugin is not None and plugin.mixed_precision_policy is not None
+            # `bind` names the first argument, which `original` gets by position.
             del given["self"]
             # Accelerate keeps its first configuration process-wide: another precision would be
             # rejected, and a trainer's FSDP or compile settings silently ignored.
@@ -77,6 +80,8 @@ def patch_accelerator(session: Any) -> None:
                 _refuse_copies(accelerator)
             if precision.compute == "fp16":
                 session.loss_scaling = compute_types.complete(accelerator)
+            # After Accelerate has made its default policy, which sums gradients in the type of
+            # compute.
             _complete_policy(accelerator, precision, chosen=chosen)
             keep_in_states(accelerator)
             made.add(accelerator)
@@ -86,6 +91,8 @@ def patch_accelerator(session: Any) -> None:
     def make_prepare(original: Any) -> Any:
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             models = [a for a in args if isinstance(a, nn.Module)]
+            # Before the original, which wraps models for DDP or FSDP: layers change their class
+            # inside.
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
                 session.prepare_models(models)
@@ -99,6 +106,8 @@ def patch_accelerator(session: Any) -> None:
                 before_sharding(model)
             with _checkpointed_by_models(accelerator.state.fsdp_plugin, models):
                 prepared = original(accelerator, *args, **kwargs)
+            # Accelerate (1.15) sends parameters from the first process to the others, and no
+            # attribute.
             for model in models if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading else ():
                 share_scales(model)
             return prepared
@@ -109,6 +118,7 @@ def patch_accelerator(session: Any) -> None:
         signature = inspect.signature(original)
 
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # What has no matrix (a loss, a temperature) is Accelerate's alone.
             if multiplies(model):
                 given = signature.bind(accelerator, model, *args, **kwargs).arguments
                 evaluation = bool(given.get("evaluation_mode"))
@@ -185,7 +195,10 @@ def _complete_policy(accelerator: Any, precision: PrecisionConfig, *, chosen: bo
             why=f"layers outside FP8 compute in the type of gathered weights, here {named}",
             fix="leave mixed_precision_policy out of FullyShardedDataParallelPlugin",
         )
+    # Thousands of gradients summed over GPUs in BF16 lose what each of them had; a policy that the
+    # user wrote stays as it is.
     changed: dict[str, Any] = {} if chosen else {"reduce_dtype": torch.float32}
+    # FSDP2 would cast a model's outputs down, logits in float32 among them.
     if policy.output_dtype == computes:
         changed["output_dtype"] = None
     plugin.mixed_precision_policy = replace(policy, **changed)

@@ -51,6 +51,8 @@ class References:
         if precision.frozen != "fp8":
             return precision
         # Stored weights have scales of their own default, and E4M3 alone.
+        # A reference's weights are those of the policy in 16 bits, cast on each call to the codes
+        # that the policy has stored.
         same = {"frozen": "bf16", "power_of_two_scales": bool(precision.power_of_two_scales)}
         if not hardware:
             # Stored layers are emulated here by our GEMM, whatever the engine. torchao's emulation
@@ -60,6 +62,7 @@ class References:
 
     def add(self, conversion: Conversion) -> None:
         """Let a converted model compute as the policy does, if it is its reference."""
+        # Weak, or the function would keep alive the conversion that holds it.
         made = weakref.ref(conversion)
 
         def follows() -> bool:
@@ -77,6 +80,7 @@ class References:
             self._lines[f"{name}, another model: evaluated in high precision"] = None
             return False
         self._lines[f"{name}: in the precision of the policy, FP8 in training"] = None
+        # At this moment: a trainer evaluates both between two steps.
         return policy.model.training
 
     # ----------------------------------------------------------------------------- precomputed
@@ -84,6 +88,7 @@ class References:
     def patch_trainers(self, patches: Patches) -> None:
         """Patch the trainers loaded so far that compute log-probabilities before training."""
         transformers = sys.modules.get("transformers.trainer")
+        # TRL's trainers that are loaded, found as subclasses: importing all of them takes seconds.
         classes: list[type] = [] if transformers is None else [transformers.Trainer]
         while classes:
             cls = classes.pop()
@@ -97,6 +102,7 @@ class References:
         def precompute(trainer: Any, dataset: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             conversion = self._prepare(trainer.ref_model or trainer.model)
             low = name == "train"
+            # Or a run in FP8 would be given the log-probabilities that one in BF16 has cached.
             key = f"{getattr(trainer, ITS_KEY)} {low} {conversion.plan.precision!r}"
             if low:
                 line = "log-probabilities precomputed in FP8"

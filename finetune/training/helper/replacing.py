@@ -41,11 +41,13 @@ class Patches:
     def replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a method by `make(method)`."""
         original = getattr(owner, name)
+        # With its name and signature, which Accelerate and Transformers look up.
         replacement = functools.wraps(original)(make(original))
         setattr(owner, name, replacement)
         self._replaced.append((owner, name, original, replacement))
 
     def _put_back(self) -> None:
+        # Backwards: of a method that was replaced twice the first original comes back.
         for owner, name, original, _ in reversed(self._replaced):
             setattr(owner, name, original)
 

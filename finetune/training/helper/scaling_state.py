@@ -59,6 +59,7 @@ def load_scaling(backend: Backend | None, folder: Path, process: int = 0) -> str
     with safe_open(file, framework="pt") as opened:
         saved = (opened.metadata() or {}).get(PRECISION)
     # None: a file that names no precision is taken as it is.
+    # An amax history says what the numbers of a scale are, under one rule and format alone.
     if saved not in (None, _name(backend)):
         return f"the FP8 scaling state in {folder} is of another precision"
     backend.load_state_tensors(load_file(file))
@@ -96,6 +97,7 @@ def keep_in_trainers(patches: Patches) -> None:
         def load(trainer: Any, checkpoint: str | None) -> None:
             if checkpoint is None:
                 return
+            # Transformers (5.23) loads the file where it is there, and the attribute is None.
             if trainer.accelerator.scaler is not None:  # a stray scaler.pt is nothing to others
                 original(trainer, checkpoint)
             if not any(Path(checkpoint).glob("optimizer*")):
@@ -119,6 +121,7 @@ def keep_in_states(accelerator: Any) -> None:
     In files of their own: what is registered for checkpointing has numbers, by which states of
     other scalings and of BF16 runs could not be loaded, and is that of the first process alone.
     """
+    # The accelerator keeps the hooks; a strong reference would keep it alive for good.
     reference = weakref.proxy(accelerator)
 
     def save(models: Any, weights: Any, output_dir: str) -> None:

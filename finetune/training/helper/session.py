@@ -89,11 +89,14 @@ class Session:
     def begin(self) -> None:
         """Patch `Accelerator` and `Trainer`, which from now on follow this session."""
         if self.device.kind == "cuda":
+            # Before the first tensor on the GPU: the allocator takes no such setting afterwards.
             expand_segments()
         patch_accelerator(self)
         stores = self.precision.frozen == "fp8"
         load_all_weights(self.patches, self.prepare_model if stores else None)
         keep_in_trainers(self.patches)
+        # Of all optimizers, also those that were never given to Accelerate: they are what is looked
+        # for.
         hook = register_optimizer_step_pre_hook(self._checks.before_step)
         self.undo.callback(hook.remove)
 
@@ -105,6 +108,7 @@ class Session:
         """
         self.undo.close()
         self.patches.restore()
+        # A copy, since conversions are dropped from the weak set while it is walked.
         for conversion in list(self.conversions):
             conversion.revert()
             if replaced:
@@ -116,6 +120,7 @@ class Session:
         """Convert models that Accelerate is about to prepare; `evaluation`: none of them trains."""
         self._checks.models.update(models)
         asked = [(multiplies(model), model) for model in models]
+        # The model with layers first: the second condition below asks whether there was one.
         for converts, model in sorted(asked, key=itemgetter(0), reverse=True):
             if evaluation:
                 self._prepare_reference(model)
@@ -128,6 +133,8 @@ class Session:
             return  # autocast is all it takes
         try:
             hardware = bool(self.device.has_fp8)
+            # A plan of its own: weights of a reference are not stored anew, whatever the policy's
+            # are.
             made = plan(model, self.references.precision_of(self.precision, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
             return
@@ -150,6 +157,8 @@ class Session:
             # Evaluated before it trains (`trainer.evaluate()` first), it has no proof yet.
             was_reference = known.follows is not None
             was_stopped = known.proof is not None and known.proof.was_stopped
+            # A model that was an evaluation's or whose run has failed is planned again, as one that
+            # trains.
             if not (was_reference and before) and not was_stopped:
                 return known
         self._take_over(model)
@@ -168,6 +177,7 @@ class Session:
         made = plan(model, self.precision)
         if before:
             refuse_unsaved_experts(model, made)
+        # All frozen weights before, less those that are still there: what is left has become codes.
         self._replaced.update((id(p), p) for p in model.parameters() if not p.requires_grad)
         hardware = bool(self.device.has_fp8)
         conversion = convert.apply(model, made, hardware=hardware, triton=starts_triton())
@@ -179,6 +189,7 @@ class Session:
         if made.stored:
             _describe_storage(model)
         if before:
+            # A model that trains is compiled after its witnessed step, one that does not at once.
             self._begin_proof(conversion, before)
         else:
             self._compile(conversion)
@@ -197,6 +208,8 @@ class Session:
             self._note_owner(proof, optimizer)
 
     def _note_owner(self, proof: Proof, optimizer: Optimizer) -> None:
+        # Of several prepared models (a teacher, a reward model) the one that an optimizer steps is
+        # the run's.
         if not proof.is_released and proof.concerns(optimizer):
             self._stepped = proof
 

@@ -98,13 +98,17 @@ def runs_kernels(device: torch.device) -> bool:
 def rounded(x: Tensor, step: int, place: Draws) -> Tensor:
     """BF16 numbers above or below x, float32, with the probabilities that keep the mean."""
     halves = _halves(x.numel(), step, place, x.device).view(x.shape)
+    # As integers: adding 16 random bits below a BF16 number carries with the probability of its
+    # remainder.
     up = (x.contiguous().view(torch.int32) + halves) >> 16
     return torch.where(x.isnan(), x.bfloat16(), up.to(torch.int16).view(torch.bfloat16))
 
 
 def _halves(count: int, step: int, place: Draws, device: torch.device) -> Tensor:
     """16 random bits for each of `count` numbers, int32. Products of two words wrap in int64."""
+    # Masks of 32 bits below: torch (2.13) computes next to nothing with uint32.
     a, b, up0, up1 = PHILOX
+    # The key of Philox is 64 bits wide, in two words.
     key0, key1 = step & WORD, step >> 32
     c0 = (torch.arange(-(-count // EACH), device=device) + place.first // EACH) & WORD
     c1 = torch.full_like(c0, place.tensor)
@@ -129,6 +133,7 @@ def update_tensor(x: Asked, place: Draws, factor: Tensor | None) -> None:
         single_param_adam(*x)
         return
     wide = x.weight.float()
+    # In float32 and without torchao's own rounding, which draws from the generator of the device.
     single_param_adam(wide, *x[1:-1], False)
     x.weight.copy_(rounded(wide, int(x.step), place))
 
@@ -188,6 +193,8 @@ class Update:
         real = torch.compile
 
         def compile_(model: Any = None, **how: Any) -> Any:
+            # torchao (0.18) compiles this one function, at each step; whatever else is compiled
+            # meanwhile passes.
             if model is not single_param_adam:
                 return real(model, **how)
             return lambda *args: asked.append(Asked(*args))
@@ -199,6 +206,7 @@ class Update:
         optimizer: Any = self._optimizer()
         for key, holders in (("lr", optimizer.param_groups), ("step", optimizer.state.values())):
             for one in holders:
+                # A number on the GPU would be fetched for each tensor, and the host wait for it.
                 if isinstance(value := one.get(key), Tensor) and value.device.type != "cpu":
                     one[key] = value.cpu()
 
@@ -216,6 +224,7 @@ class Update:
             x, place = whole, Draws(number, 0)
             if isinstance(p, DTensor):
                 x = Asked(*(local_part(one) for one in cast(Any, whole)))
+                # By the whole tensor, so that a number is rounded alike however it is sharded.
                 place = Draws(number, _first_number(p))
             if not x.weight.numel():
                 continue  # a process without a part of it
@@ -223,6 +232,8 @@ class Update:
             if row is None:
                 update_tensor(x, place, factor)
             else:
+                # One launch for all of a kind: hundreds of launches would take longer than the
+                # update.
                 rows[row.kind].append(row)
         for number, (kind, each) in enumerate(rows.items()):
             self._launch(self.tables[number, kind.device], kind, each, factor)
@@ -280,6 +291,7 @@ def _row(x: Asked, place: Draws) -> Launched | None:
         x = x._replace(gradient=x.gradient.contiguous())
     first, second = _stored(x.first), _stored(x.second)
     pointers = [one.data_ptr() for one in (x.weight, x.gradient, *first, *second)]
+    # Whole vectors of 16 bytes: Triton loads them at once where it may take that for granted.
     even = not (x.weight.numel() % 16 or any(pointer % 16 for pointer in pointers))
     kind = Kind(
         x.weight.device, x.weight.dtype, x.gradient.dtype, first[0].dtype, levels, block, even,
@@ -338,6 +350,7 @@ class PointerTable:
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
+    # A copy from pageable memory would make the host wait for the stream.
     pinned = values.pin_memory() if device.type == "cuda" else values
     return pinned.to(device, non_blocking=True)
 
@@ -367,6 +380,8 @@ def thresholds(levels: Tensor, nearest: Callable[[Tensor, Tensor], Tensor]) -> T
     codes = torch.arange(len(levels))
     low = torch.full(codes.shape, _ordered(torch.tensor(-1.0)), dtype=torch.int64)
     high = torch.full(codes.shape, _ordered(torch.tensor(1.0)), dtype=torch.int64)
+    # Bisection over all float32 numbers in their order, 31 rounds: whatever torchao's comparison
+    # does with ties, the threshold has it.
     while bool((low < high).any()):
         middle = (low + high) // 2
         has = nearest(_number(middle), levels) >= codes
@@ -378,6 +393,7 @@ def thresholds(levels: Tensor, nearest: Callable[[Tensor, Tensor], Tensor]) -> T
 
 def _ordered(x: Tensor) -> int:
     bits = int(x.view(torch.int32))
+    # IEEE 754 numbers of one sign are ordered as their bits are.
     return bits if bits >= 0 else -(bits & 0x7FFFFFFF)
 
 

@@ -108,6 +108,7 @@ def _largest(x, block: tl.constexpr):
     """Largest magnitude of each block, at least 1e-12; NaN stays. [C] -> [C / block]."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     bits = tl.max(tl.reshape(bits, [x.shape[0] // block, block]), 1)
+    # As integers, where a NaN is larger than any number: `tl.max` of floats would drop it.
     largest = bits.to(tl.float32, bitcast=True)
     return tl.where(largest < 1e-12, 1e-12, largest)
 
@@ -118,6 +119,8 @@ def _divided(x, by, inverse):
 
     Two corrections by the remainder (Markstein 1990); a division of its own has a branch.
     """
+    # Two corrections by the remainder give the quotient's last bit, without a division for each
+    # number.
     y = x * inverse
     y = tl.fma(tl.fma(y, -by, x), inverse, y)
     return tl.fma(tl.fma(y, -by, x), inverse, y)
@@ -180,9 +183,11 @@ def _by_chance(x, draws, step, tensor):
     zero = draws * 0
     a, b, c, d = tl.philox(step, draws, zero + tensor, zero, zero, _ROUNDS)
     words = tl.join(tl.join(a, c), tl.join(b, d))  # in this order: a, b, c, d
+    # Two numbers a word: the low half first, as in `adamw._halves`.
     halves = tl.join(words & 0xFFFF, words >> 16)
     bits = x.to(tl.uint32, bitcast=True)
     up = (bits + tl.reshape(halves, x.shape)) >> 16
+    # The quiet bit of BF16, so that no NaN becomes infinity when its low bits are cut.
     up = tl.where(x == x, up, bits >> 16 | 0x40)
     return up.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
@@ -239,6 +244,7 @@ def adamw_kernel(
         else:
             y += decay * w
         x = _load_moment(m, m_scale, maps, start, left, block, levels)
+        # torch's `lerp` with a weight below a half, contracted as on a CPU.
         x = tl.fma(y - x, first, x)
         z = _load_moment(v, v_scale, maps + 2 * levels, start, left, block, levels)
         z = tl.fma(y * y - z, second, z)
@@ -287,6 +293,7 @@ def adamw(
         numbers: see `adamw_kernel`, from `lr` to `bias2`.
     """
     rows, owner = table.rows, table.owner
+    # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(rows):
         launch = cast(Any, adamw_kernel)[(owner.numel(),)]
         launch(

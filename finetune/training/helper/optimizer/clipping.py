@@ -38,6 +38,7 @@ class Factor:
     def __init__(self, value: Tensor, update: Update) -> None:
         gradients = _gradients(update)
         self._value, self._update = value, update
+        # A weak reference: a factor that is never used must not keep gradients alive.
         self._alive, self._known = TensorWeakRef(gradients[0]), _versions(gradients)
 
     def __call__(self) -> Tensor | None:
@@ -45,6 +46,8 @@ class Factor:
         self._update.take_factor = no_factor
         if self._alive() is None:
             return None
+        # `_version` counts in-place changes: what was added after clipping would be scaled with the
+        # rest.
         if self._known != _versions(_gradients(self._update)):
             self._update.clips = False
             warnings.warn(
@@ -76,6 +79,8 @@ def clip(updates: Sequence[Update], parameters: Sequence[Tensor], bound: float) 
     graded = {id(p): p.grad for p in parameters if p.grad is not None}
     takes = [one for one in updates if any(id(p) in graded for _, p in one.graded)]
     owned = {id(p) for one in takes for _, p in one.graded}
+    # All or none: one norm is of all parameters, and each of them has to be multiplied by the
+    # factor.
     if not graded or owned != graded.keys() or not all(one.clips for one in takes):
         return None
     local = [local_part(x) for x in graded.values()]
@@ -87,6 +92,7 @@ def clip(updates: Sequence[Update], parameters: Sequence[Tensor], bound: float) 
             for x in _gradients(one):
                 x.mul_(factor)
     total = sum_of_squares(local, takes[0].tables)
+    # Squares of shards add up over processes; a mean or a maximum would not be the norm.
     for group in groups:
         dist.all_reduce(total, group=group)
     norm = total.sqrt()

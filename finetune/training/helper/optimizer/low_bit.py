@@ -44,6 +44,7 @@ class TorchaoArguments(BaseModel):
 def bytes_of_states(model: nn.Module, train: TrainSection) -> float:
     """Bytes of the states of a `train` section's optimizer for a model, also on meta."""
     facts = chosen(train)
+    # bitsandbytes keeps 32 bits for the states of embeddings, as the Trainer asks it to.
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return sum(
         state_bytes(facts, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
@@ -107,6 +108,7 @@ def joined(parts: list[Any], shape: Sequence[int]) -> Tensor | None:
     low = [one for one in parts if one.numel()]
     if not low or not all(map(is_torchao, low)):
         return None
+    # As bytes, whatever type the codes have.
     codes = torch.cat([one.codes.flatten().view(torch.uint8) for one in low])
     codes, scale = codes.view(low[0].codes.dtype), torch.cat([one.scale for one in low])
     return _of_parts(_parts(low[0], codes=codes, scale=scale), shape)
