@@ -63,6 +63,7 @@ def first_layers(shape: PretrainedConfig, layers: int) -> None:
     if layers >= depth:
         return
     for name, value in vars(text).items():
+        # Lists with an entry for each layer, of which Transformers refuses one of another length.
         if isinstance(value, (list, tuple)) and len(value) == depth:
             text.__dict__[name] = value[:layers]
     text.num_hidden_layers = layers
@@ -91,6 +92,7 @@ def sketch(
     kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     with torch.device("meta"), loading(config.model.name):
         model = auto_class(shape).from_config(shape, **kwargs)
+    # Also of a sketch: a rehearsal trains it by TRL's own loss.
     fit_trl(model)
     if before_adapters is not None:
         before_adapters(model)
@@ -182,6 +184,8 @@ def _obstacle_on(device: Device, text: Any, compute: str) -> str:
         )
     if compute == "fp32":
         return "FlashAttention multiplies 16-bit numbers, and precision.compute is fp32"
+    # Some models have wider heads in some layers, latent attention wider ones for queries: the
+    # widest decides whether the kernel can run.
     own = max((int(getattr(text, key, None) or 0) for key in HEAD_DIMS), default=0)
     width = own or text.hidden_size // text.num_attention_heads
     limit = 192 if capability in NO_BACKWARD_ABOVE_192 else 256
@@ -273,6 +277,8 @@ def _build_random(
     if names:
         granularity = (stored[0].stored if stored else "") or "row"
         return build_stored(shape, names, granularity, device=device, **kwargs)
+    # Random weights are drawn where they will be: a large model in the host's memory would be
+    # copied.
     with torch.device(device):
         return auto_class(shape).from_config(shape, **kwargs)
 
@@ -331,10 +337,14 @@ def _load_pretrained(
         if model.storage == "nf4":
             kwargs["quantization_config"] = nf4.quantization_config()
         if four_bits:
+            # Its experts become FP8, or train under adapters: Transformers (5.23) infers alone with
+            # four bits.
             kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
         if model.head is not None:
             kwargs["num_labels"] = shape.num_labels
         if not hasattr(shape, "quantization_config"):
+            # Codes in a checkpoint whose configuration does not speak of them would be read as
+            # numbers.
             refuse_codes(sorted(Path(source).glob("*.safetensors")))
         loaded = load_whole(auto_class(shape).from_pretrained, source, **kwargs)
     # A checkpoint may itself be in NF4.

@@ -52,6 +52,7 @@ def freeze(model: PreTrainedModel, config: RunConfig) -> None:
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     frozen: list[Any] = list(beside_text(model).values())
+    # Names of modules or of parameters: a pattern may mean either.
     for pattern in config.model.freeze:
         found: list[Any] = [
             thing
@@ -59,6 +60,7 @@ def freeze(model: PreTrainedModel, config: RunConfig) -> None:
             for name, thing in things.items()
             if name and matches(pattern, name)
         ]
+        # A pattern that names nothing would train in silence what it was meant to freeze.
         if not found:
             raise _names_nothing("model.freeze", pattern, [*modules, *parameters])
         frozen += found
@@ -99,6 +101,7 @@ def kept_out(base: Any, config: RunConfig) -> dict[str, str]:
     lora = config.lora or LoraSection()
     bare = [record for record in linear_records(base) if "lora_" not in record.name]
     linears = {plain_name(record.name): record.owner for record in bare}
+    # With the dot, since `vision` must not match `vision_head`.
     towers = tuple(f"{name}." for name in beside_text(base))
     past = {plain_name(record.name): record.past for record in bare if record.past}
     blocks = _other_blocks(base, lora, list(linears))
@@ -110,6 +113,7 @@ def kept_out(base: Any, config: RunConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in linears.items():
         named = next((where for where, pattern in chosen if matches(pattern, name)), "")
+        # In this order, so that the note gives the reason that no setting could change.
         if name.startswith(towers):
             found[name] = NO_TEXT
         elif why := past.get(name, "") or ("" if stored_as(module) else own_forward(module)):
@@ -157,6 +161,8 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        # Names in full: PEFT takes a list as ends of names, and these can be the end of nothing
+        # else.
         exclude_modules=sorted(excluded) or None,
         target_parameters=list(lora.target_parameters) or None,
         modules_to_save=list(lora.modules_to_save) or None,
@@ -224,6 +230,7 @@ def _refuse_missing(key: str, wanted: Any, names: dict[str, tuple[list[str], lis
     if not missing:
         return
     kind, parts = ("parameter", 2) if key == "target_parameters" else ("layer", 1)
+    # What PEFT matches is an end of a name: `q_proj`, or `experts.down_proj` of a parameter.
     ends = {".".join(name.split(".")[-parts:]) for name in proposed}
     known = sorted(end for end in ends if not end.isdigit())
     one_of_them = f"lora.{key}=[{','.join(known)}], which this model has, or fewer of them"
@@ -299,6 +306,7 @@ def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]
     }
     experts = {plain_name(r.name) for r in records(base) if r.kind == "parameter"}
     plain = sorted(experts - wrapped)
+    # Whoever names modules has chosen; `all-linear` sounds as if it were all.
     if plain and lora.target_modules == ALL:
         ends = sorted({".".join(name.split(".")[-2:]) for name in plain})
         lines.append(

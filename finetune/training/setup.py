@@ -100,7 +100,9 @@ def setup_fp8_mixed_precision_training(
     name = str(backend).lower()
     named = inspect.signature(setup_fp8_mixed_precision_training).parameters
     others = PrecisionConfig.model_fields.keys() - named.keys() - {"compute", "format", "eval"}
+    # Settings of a recipe's `precision` that are rare in scripts: taken, and not in the signature.
     settings = {key: more.pop(key) for key in others & more.keys()}
+    # Checked here: Accelerate would raise a TypeError without a word about ours.
     unknown = more.keys() - inspect.signature(Accelerator).parameters.keys()
     if unknown:
         word = sorted(unknown)[0]
@@ -142,16 +144,19 @@ def setup_fp8_mixed_precision_training(
                 refusal.ways if isinstance(refusal, RefusedError) else _values(key, first)
             ),
         ) from None
+    # Errors name arguments of Python, not overrides of the command line.
     with speaking(in_python):
         running = _begin(precision)
     if running.resolution.fallback:
         warnings.warn(running.resolution.fallback, stacklevel=2)
+    # Called twice in a notebook, it would say so twice.
     atexit.unregister(_say_if_unused)
     atexit.register(_say_if_unused)
     if running.device.kind == "cpu" and processes() > 1:
         more.setdefault("cpu", True)  # Accelerate joins processes without a GPU only with this
     try:
         return Accelerator(**more)
+    # Or Accelerators that the script builds afterwards would follow a set-up that failed.
     except BaseException:
         session.uninstall()
         raise
@@ -163,6 +168,7 @@ def _begin(precision: PrecisionConfig) -> session.Session:
     from finetune.training.helper import varlen
 
     running = session.install(precision)
+    # A recipe that is run inside a script replaces its session, and gives it back.
     running.again = partial(_begin, precision)
     running.undo.enter_context(speaking(in_python))
     if EXPANDABLE in (told := expand_segments().reason):

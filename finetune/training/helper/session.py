@@ -454,6 +454,7 @@ def replacing() -> Iterator[None]:
         uninstall()
         if before is not None and before.again is not None:
             follows = before.again()
+            # What the script's own session knows of order errors holds for the one that follows it.
             follows.has_prepared = before.has_prepared
 
 

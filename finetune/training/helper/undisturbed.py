@@ -38,6 +38,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(generators()))
         if conversion is not None and conversion.compiled:
+            # Each length of a prompt or a task would be a graph of its own, until Dynamo (torch
+            # 2.13) gives the layer up, for training as well.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             model.eval()

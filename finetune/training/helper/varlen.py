@@ -99,8 +99,10 @@ def varlen_attention_backward(
         grad, query = (x[rows].to(wide).unflatten(1, groups) for x in (g, q))
         p = _probabilities(q, k, rows, seen, scale, window)
         dp = torch.einsum("nhgd,mhd->hgnm", grad, v[seen].to(wide))
+        # The derivative of softmax: dS = P (dP - sum of P dP over the keys).
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
         dq[rows] = torch.einsum("hgnm,mhd->nhgd", ds, k[seen].to(wide)).flatten(1, 2)
+        # Added up, since several blocks of queries see a key.
         dk[seen] += torch.einsum("hgnm,nhgd->mhd", ds, query)
         dv[seen] += torch.einsum("hgnm,nhgd->mhd", p, grad)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -176,12 +178,14 @@ def _backward_flops(
 
 def _pairs(boundaries: Tensor) -> int:
     """Pairs of query and key of one document."""
+    # In 64 bits: a document of 65,536 tokens has 2^32 pairs.
     return int(boundaries.diff().long().square().sum())
 
 
 def count_kernel() -> None:
     """Let the FLOPs of torch's kernel be counted, which the witness does: by torch from 2.12 on."""
     kernel = torch.ops.torch_attn
+    # From torch 2.12 on; a second formula for an operator is an error.
     if kernel._varlen_attn in flop_registry:
         return
 
@@ -232,6 +236,7 @@ def varlen_attention_forward(
             fix="leave attention_mask out, or model.attention=sdpa",
         )
     windowed = sliding_window is not None and sliding_window < length
+    # SDPA would need a mask for the window; rows of equal length are documents of this operator.
     if cu_seq_lens_q is None and attention_mask is None and windowed and key.shape[2] == length:
         cu_seq_lens_q = torch.arange(0, batch * length + 1, length, device=query.device)
         max_length_q = length
@@ -270,6 +275,7 @@ def varlen_attention_forward(
     kernel = _kernel(q, len(boundaries) - 1, longest, window)
     # Layers run uncompiled first, to be observed; a graph would be guarded by what is written.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # Without gradients it is an evaluation, whose kernel says nothing about training.
         _ran[module] = _ran.get(module, frozenset()) | {kernel}
     if query.is_cuda:
         out = _on_cuda(q, k, v, boundaries, longest, scale, window, kernel)
@@ -361,6 +367,7 @@ def varlen_mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = mask_function or causal_mask_function
+    # Chunks are a pattern besides causal attention, which no boundary of documents tells.
     chunked = getattr(config, "attention_chunk_size", None) is not None
     other = use_vmap or chunked or "allow_is_bidirectional_skip" in kwargs
     padded = attention_mask is not None and not bool(attention_mask.all())
@@ -370,6 +377,7 @@ def varlen_mask(
             allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, config=config,
             device=device, **kwargs,
         )  # fmt: skip
+    # None: causal attention alone, as `is_causal` says it.
     if allow_is_causal_skip:
         return None
     row = torch.arange(batch_size, device=device)[:, None]
@@ -435,6 +443,7 @@ class FixedDocuments:
             if tokens < int(given[-1]):
                 ends = torch.cat([ends, given[-1:]])
             size, longest = self.documents, int(ends.diff().max())
+            # Doubled for the rare batch with more documents: few shapes, whatever comes.
             while size < len(ends) - 1:
                 size *= 2
             # The last end again: each repetition is an empty document.
@@ -474,6 +483,7 @@ def _usual(numbers: list[int], rows: int) -> int:
     """
     if not numbers:
         return 1
+    # As training draws them; with a seed, since two processes must agree on the shape.
     random.Random(0).shuffle(numbers)
     sums = sorted(sum(numbers[i : i + rows]) for i in range(0, len(numbers), rows))
     return sums[int(USUAL * (len(sums) - 1))] + 1

@@ -49,6 +49,7 @@ def never_stops(train: TrainSection, args: Any, steps: int) -> str:
     every, patience = args.eval_steps or 0, train.early_stopping_patience
     if not patience or args.eval_strategy != "steps":
         return ""
+    # Below 1 it is a share of the steps, as Transformers has it.
     found = steps // (math.ceil(steps * every) if every < 1 else every)
     if found > patience:
         return ""
@@ -68,6 +69,8 @@ def stoppers(train: TrainSection, resume: Path | None) -> list[Any]:
         train.early_stopping_patience, train.early_stopping_threshold or 0.0
     )
     if resume is not None:
+        # Transformers (5.23) restores callbacks only if `restore_callback_states_from_checkpoint`
+        # is set, and then all of them.
         state: Any = TrainerState.load_from_json(str(resume / "trainer_state.json"))
         counted = (state.stateful_callbacks or {}).get(type(found).__name__, {})
         vars(found).update(counted.get("attributes", {}))

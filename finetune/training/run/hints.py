@@ -55,6 +55,7 @@ def hints(
     yield from _of_answers(rows)
     column, losses = method.evaluated.columns[0], "loss" in method.columns
     evaluations = [(row["step"], row[column]) for row in rows if column in row]
+    # More steps are not proposed to a run whose evaluation gets worse.
     worse = rising(evaluations, method.evaluated)
     if worse:
         watched = f"train.metric_for_best_model={column} " * (not losses)
@@ -83,6 +84,7 @@ def _of_answers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def falling(losses: Sequence[Point]) -> str:
     """How the training loss still fell in the last quarter of a run; empty if nobody can say."""
+    # The last quarter: a schedule that ends at zero flattens every loss at its very end.
     quarter = losses[-(len(losses) // 4) :]
     if len(quarter) < FEWEST_LOSSES:
         return ""
@@ -115,7 +117,9 @@ def trend(points: Sequence[Point]) -> tuple[float, float]:
         return 0.0, np.inf
     (slope, start), covariance = np.polyfit(steps, values, 1, cov=True)
     rest = values - slope * steps - start
+    # Correlation of neighbors in what the line leaves; 1e-300 for a loss that lies on a line.
     follows = float(rest[:-1] @ rest[1:]) / max(float(rest @ rest), 1e-300)
+    # Negative correlation is taken as none, which errs on the side of no hint.
     follows, span = min(max(follows, 0.0), 0.9), steps[-1] - steps[0]
     error = np.sqrt(covariance[0, 0] * (1 + follows) / (1 - follows))
     return float(slope * span), float(error * span)

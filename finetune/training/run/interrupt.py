@@ -55,9 +55,11 @@ class GracefulStop(TrainerCallback):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
         self._restore()
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        # A process that fails is followed by torchrun's SIGTERM to all of them, this one included.
         if kind is not None and not interrupted:
             self._outlast_launcher()
         self.is_cut_short = interrupted
+        # A second Ctrl-C breaks the step off where it stands.
         self.asked = self.asked or interrupted
         return interrupted
 
@@ -81,6 +83,7 @@ class GracefulStop(TrainerCallback):
         """Save and stop; rich would end the process where it stands."""
         self.console.quiet = True
         if self.console.file is sys.stdout:  # for what else prints
+            # The descriptor, not the object: libraries in C write to it as well.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not self.asked:
             self._on_signal(getattr(signal, "SIGHUP", signal.SIGTERM), None)
@@ -89,6 +92,7 @@ class GracefulStop(TrainerCallback):
         if self.asked:
             raise KeyboardInterrupt
         self.number = number
+        # Behind training there is no step whose end could be waited for.
         if self._has_trained:
             raise KeyboardInterrupt
         self.asked = True
@@ -110,6 +114,7 @@ class GracefulStop(TrainerCallback):
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # The number of the signal, so that all processes exit with the same code.
             vote = torch.tensor(float(self.number if self.asked else 0), device=args.device)
             dist.all_reduce(vote, op=dist.ReduceOp.MAX)
             self.asked = bool(vote)

@@ -39,6 +39,7 @@ class Observers:
     def __init__(self, run: PreparedRun, session: Session) -> None:
         config, kind, label = run.config, session.device.kind, session.resolution.label
         method = method_of(config.train)
+        # Rows of the run until its checkpoint, so that one file has the whole curve.
         earlier = history(Checkpoint(run.resume)) if run.resume else ()
         counter = EnergyCounter(kind)
         self.metrics = MetricsWriter(run.folder / "metrics.jsonl", label, counter, earlier)
@@ -66,7 +67,9 @@ class Observers:
         self.timer.trainer = trainer
         self.monitor = HealthMonitor(trainer, say=warn)
         trainer.add_callback(self.monitor)
+        # Last: seconds of scoring would else count as training, and as health.
         trainer.add_callback(self.scorer)
+        # Transformers adds one of them by itself, beside the bar or the lines of ours.
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         if scales_loss:  # a step that float16 skips is in the log of that step
@@ -74,6 +77,7 @@ class Observers:
 
     def close(self) -> None:
         """Restore what they have replaced."""
+        # Also after an error: each has hooks on the model, or the terminal.
         for watcher in (self.meter, self.timer, self.bar, self.monitor):
             watcher.close()
 

@@ -116,6 +116,7 @@ def preflight(
     try:
         resolution = resolve(config.precision, device)
     except FinetuneError as refusal:
+        # A machine without FP8 hides no mistake in the recipe, which another machine would show.
         made = check_settings(config, model)  # contradicting settings are reported first
         if forecast is not None and isinstance(refusal, PrecisionError):
             raise forecast.explain(refusal, Planned(config, device, made, model)) from None
@@ -148,6 +149,7 @@ def idle_gpus(device: Device) -> list[str]:
 def _refuse_launch(config: RunConfig) -> None:
     """Reject a launch that contradicts the recipe: a lone process, or FSDP that it does not set."""
     refuse_lone_process("-m finetune RECIPE")
+    # Accelerate takes the variable of its launcher even where the arguments say nothing.
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not config.train.fsdp:
         raise ConfigError(
             "accelerate launch shards the model, and the recipe does not",
@@ -298,6 +300,7 @@ def _check_routers(config: RunConfig, model: Any) -> None:
     settings = train.gradient_checkpointing_kwargs or {}
     if not (train.gradient_checkpointing and settings.get("use_reentrant")):
         return
+    # None is TRL's default: the model's own coefficient.
     text, weight = model.config.get_text_config(), train.router_aux_loss_coef
     weight = getattr(text, "router_aux_loss_coef", 0.0) if weight is None else weight
     if hasattr(text, "output_router_logits") and weight:
@@ -332,6 +335,7 @@ def check_storage(config: RunConfig, model: Any) -> None:
     where = f"model.storage={storage}"
     if storage is None:
         where = f"quantization_config in config.json of {config.model.name}"
+        # Adapters over a published quantized base are what such a base is good for.
         if lora is not None or not getattr(model.config, "quantization_config", None):
             return
     if lora is None:

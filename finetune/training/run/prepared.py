@@ -60,6 +60,7 @@ class PreparedRun:
         self.config, self.attention = ahead.config, ahead.attention
         self.notes, self.stored = ahead.notes, ahead.plan.stored
         config, on_cpu = ahead.config, ahead.device.kind == "cpu"
+        # Before anything is printed or written: it says which process this is.
         state = PartialState(cpu=on_cpu)
         self.is_main = state.is_main_process
         self.console = console
@@ -69,11 +70,13 @@ class PreparedRun:
         loaded = (given[1], "") if given else load_tokenizer(config.model, template)
         self.tokenizer, note = loaded
         sign = counting_rows(self.console, f"reading {config.data.label}")
+        # The others find in the cache of `datasets` what the first has prepared.
         with state.main_process_first(), sign:
             self.rows = rows_for(config, self.tokenizer)
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         refuse_no_eval_rows(self.rows, self.args)
+        # Before the model is loaded, which takes minutes.
         if self.args.max_steps > 0:  # by epochs: once rows are packed
             schedule_of(self.args, None).check()
         self._choose_checkpoint(out, state.num_processes)
@@ -82,6 +85,7 @@ class PreparedRun:
         starts_anew = self.rows.eval is not None and self.resume is None
         if "eval_on_start" not in config.train and starts_anew:
             self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
+        # One process scores, and one download is enough.
         self.tasks = load_tasks(config.eval) if self.is_main else []
         if self.is_main:
             start_folder(self.folder, recipe, out)
@@ -96,6 +100,7 @@ class PreparedRun:
 
     def _choose_checkpoint(self, out: Path, processes: int) -> None:
         """Set the checkpoint to resume from, if any, and what its manifest says of this run."""
+        # In each run, since each may be resumed one day.
         rows = resume.rows_hash(self.rows.train, self.rows.eval, fingerprint=self.rows.fingerprint)
         self.facts = resume.facts_of(self.config, rows, processes)
         self.resume, self.changed = None, dict[str, tuple[Any, Any]]()
@@ -139,7 +144,9 @@ class PreparedRun:
         found.check()
         batch = [getattr(found.args, key) for key in BATCH]
         args.gradient_accumulation_steps, args.per_device_train_batch_size = batch
+        # Transformers (5.23) reads this copy of the argument, which it made when it was built.
         trainer._train_batch_size = args.train_batch_size
+        # For a resumed run, whose rows may be more: it has to keep the steps that it began with.
         self.facts["fitted"] = {"least_rows": self.args.least_rows, "batch": batch}
         if found.lowered:
             self.notes = [*self.notes, found.lowered]

@@ -21,6 +21,7 @@ def report_of(run: TrainingRun) -> RunReport:
     metrics, method = run.observers.metrics, method_of(run.config.train)
     rows = metrics.rows if "loss" in method.columns else []
     losses, held_out = ([r[k] for r in rows if k in r] for k in ("loss", "eval_loss"))
+    # Without the first interval: it has the witnessed step, and compiling.
     speeds, paces = (sorted(metrics.values(k)[1:]) for k in ("tokens_per_s", "step_seconds"))
     return RunReport(
         folder=run.folder,
@@ -30,6 +31,7 @@ def report_of(run: TrainingRun) -> RunReport:
         eval_loss=held_out[-1] if held_out else None,
         tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
         seconds=run.seconds,
+        # Resets in between (a meter, a benchmark) must not hide a higher peak before them.
         peak_memory_gib=max(run.observers.meter.earlier_gib, peak_memory_gib()),
         samples=run.answers,
         tasks=run.scores,

@@ -73,6 +73,7 @@ def begun(
     Raises:
         FinetuneError: any error that the user can fix, see `finetune.errors`.
     """
+    # One process of several speaks; errors come from each.
     console = console or output(quiet=rank() > 0)
     with keeps_going(console, prints=given is None) as shown:  # a script's output is its own
         with busy(console, f"checking {recipe.name}"):
@@ -83,6 +84,7 @@ def begun(
         run.forecast = forecast
         guarded = partial(explained, run.folder, less)
         begins = session_of(ahead.resolution, run.console)
+        # The folder goes last, when nothing of the session can write into it any more.
         with discarded_unless_begun(run.folder), begins as session, guarded():
             shown.say_in(run.folder)
             run.load(session)
@@ -123,6 +125,8 @@ class TrainingRun(PreparedRun):
             with stop, guarded():
                 resume = str(self.resume) if self.resume else None
                 self.output = self.trainer.train(resume_from_checkpoint=resume)
+                # The report has an eval loss of the weights that are saved, not of some steps
+                # before.
                 can = self.args.eval_strategy != "no" and self.rows.eval is not None
                 if can and not self.observers.was_just_evaluated() and not stop.asked:
                     self.trainer.evaluate()
@@ -136,10 +140,12 @@ class TrainingRun(PreparedRun):
             refuse_disagreement(self.receipt)
         if not stop.asked:
             self.answers, self.scores = self.observers.ask_and_score(self, self.trainer)
+        # After training, since it is made for the batch that was measured.
         if self.forecast is not None and self.is_main and not stop.asked:
             self.receipt.memory |= self.forecast.predicted(self.ahead, self.observers.meter.batch)
             self.receipt.save(self.folder / "receipt.json")
         report = self.report()
+        # Raised last: the folder is complete, and says why the run counts as failed.
         if self.still is not None:
             raise self.still
         return report
@@ -151,6 +157,7 @@ class TrainingRun(PreparedRun):
         config, console = self.config, self.console
         self.session, self.observers = session, Observers(self, session)
         self.answers, self.scores = list[Sample](), dict[str, dict[str, Any]]()
+        # Before the model: random weights and adapters are drawn as it is built.
         set_seed(self.args.seed)
         what = f"loading {config.model.name}, tokenizing {self.rows.description}"
         with counting_rows(console, what):
@@ -165,6 +172,7 @@ class TrainingRun(PreparedRun):
                 given=self.model,
                 callbacks=self.observers.callbacks,
             )
+        # Before anything is unpickled; the trainer was built without reading the checkpoint.
         refuse_unreadable(self.resume)
         plain = without_adapters(self.trainer.model)
         refuse_broken_weights(plain, config.model.name)
@@ -195,6 +203,7 @@ class TrainingRun(PreparedRun):
         self.interrupted = self.observers.stop.asked and after is None
         try:
             self._close(ended=after is None and not self.interrupted)
+        # A receipt that cannot be written must not hide the error that ended training.
         except Exception as error:
             if after is not None:
                 self.warn(f"no receipt could be written: {error}")
@@ -212,6 +221,7 @@ class TrainingRun(PreparedRun):
         self.receipt.memory = self.observers.meter.reading()
         self.receipt.energy = self.observers.energy()
         self.receipt.conditions = self.session.conditions(self.trainer)
+        # Only now: a stream's bad rows are met while it is read.
         if late := sum(map(int, self.rows.late)):
             self.ledgers["train"] = replace(self.ledgers["train"], late=late)
             self.warn(f"{late:,} rows of the stream cannot be trained on and were skipped")

@@ -41,6 +41,7 @@ def name_folder(out: Path, recipe: str, label: str) -> Path:
 
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
     if processes() > 1:
+        # Each process would draw another id, and most would write where nobody looks.
         stamp = broadcast_object_list([stamp])[0]
     kind, _, engine = label.lower().partition(" ")
     scaling = re.sub(r"[^a-z0-9]+", "-", engine.rpartition("/")[2]).strip("-")
@@ -68,6 +69,7 @@ def discarded_unless_begun(folder: Path) -> Iterator[None]:
     except (*REFUSED, KeyboardInterrupt):
         metrics = folder / "metrics.jsonl"
         logged = metrics.is_file() and metrics.stat().st_size
+        # A folder with a logged step is evidence, however the run ended.
         if rank() == 0 and not logged and not checkpoints_in(folder / CHECKPOINTS):
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -118,6 +120,7 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
     if kept.keep_last is not None:
         limit = kept.keep_last + kept.keep_best
     stay = min(made, limit or made)
+    # One more than stay at a time: the older one is deleted when the new one is whole.
     return stay + (made > stay or kept.first_step), stay
 
 
@@ -126,6 +129,7 @@ def check_disk(run: Preflight, out: Path) -> None:
     config = run.config
     each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
     most, stay = checkpoints_at_once(config)
+    # The folder itself may not be there yet; its disk is that of the nearest one that is.
     place = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(place).free
     # The model is saved when no checkpoint is being written any more.

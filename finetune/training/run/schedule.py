@@ -132,10 +132,14 @@ def schedule_of(
     length = length if length != getattr(args, "max_length", None) else None
     if least is not None and rows is not None and args.max_steps <= 0:
         count, size = (getattr(args, key) for key in BATCH)
+        # Where rows come in groups (answers to a prompt, both labels) a smaller micro-batch would
+        # split them.
         by_row = method.is_text or method.rows == ("preference",)
         smaller = range(size - 1, 0, -1) if by_row else ()
+        # Accumulation first, which changes no memory; then smaller micro-batches.
         pairs = [(each, size) for each in range(count, 0, -1)] + [(1, each) for each in smaller]
         ways = [_batched(args, pair) for pair in ([kept] if kept else pairs)]
+        # The first way that is enough changes least.
         args = next((way for way in ways if steps_of(way, rows) >= least), ways[-1])
     steps = args.max_steps if rows is None else steps_of(args, rows)
     return Schedule(args, given, rows, steps, peak_of(args, steps), length, least or 0)
@@ -163,6 +167,7 @@ def peak_of(args: Any, steps: int) -> float:
     warmup, kwargs = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
     try:
         made = get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, kwargs)
+    # What the schedule's arguments are refused for is said by the trainer, which knows their names.
     except REFUSALS:
         return 1.0
     return reached(made, steps)
