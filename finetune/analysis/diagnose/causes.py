@@ -68,6 +68,7 @@ class Cause:
 
 def causes_of(facts: Facts) -> list[Cause]:
     """All causes at work: emulation first, then the largest share first."""
+    # Emulation explains every slowness by itself: what FP8 gains on hardware is no question then.
     at_work = _emulation if facts.emulated else _gains if facts.ran_fp8 else _no_fp8
     found = (*at_work(facts), *_casts(facts), *_high_precision(facts), *_rest(facts))
     large = [cause for cause in found if cause.share >= LEAST.get(cause.name, 0.0)]
@@ -78,6 +79,7 @@ def causes_of(facts: Facts) -> list[Cause]:
 def _allowed(change: Change, facts: Facts) -> Change:
     """Return the change, or an empty one if this recipe rejects it."""
     try:
+        # A change is written for recipes in general; this one may contradict it.
         with_overrides(facts.config, change)
     except ConfigError:
         return ()
@@ -117,6 +119,8 @@ def _gains(facts: Facts) -> Iterator[Cause]:
     base = [group for group in facts.fp8_groups if group.role == "base"]
     p, payoff = facts.config.precision, facts.payoff
     stored = p.frozen == "fp8"
+    # Stored weights are not cast in each step, so fewer tokens are enough: only reading them must
+    # not take longer than multiplying.
     least = 0 if payoff is None else payoff.least_tokens if stored else payoff.least
     few = [group for group in base if 0 < group.tokens < least]
     if few:
@@ -139,6 +143,7 @@ def _gains(facts: Facts) -> Iterator[Cause]:
         evidence = f"FP8 pays on this GPU where N and K are above about {least:,}"
         if lost > 0:
             evidence = f"in BF16 they would take {percent(facts.share(lost))} of the step less"
+        # With what the recipe keeps already, since an override replaces the whole list.
         kept = dict.fromkeys((*p.keep, *(group.kind for group in small)))
         yield Cause(
             "small layers",
@@ -152,6 +157,7 @@ def _gains(facts: Facts) -> Iterator[Cause]:
 def _is_small(group: ObservedGroup, least: int) -> bool:
     """True if BF16 is faster: as measured, else by the sizes from which FP8 pays."""
     if group.bf16_seconds is not None and group.seconds:
+        # Measured here, on this GPU: better than any model of it.
         return group.seconds > group.bf16_seconds
     return min(group.shape) < least
 
@@ -188,6 +194,7 @@ def _high_precision(facts: Facts) -> Iterator[Cause]:
     """GEMMs and layers that stay in high precision beside others in FP8."""
     p = facts.config.precision
     mixed = [group for group in facts.fp8_groups if set(group.ran.values()) - LOW]
+    # Layers of which all GEMMs are high are another cause, below.
     if p.gemms_kept_high and mixed:
         text = f"{', '.join(sorted(p.gemms_kept_high))} of FP8 layers run in high precision"
         change = ("~precision.high_gemms",) if p.high_gemms else ("precision.scaling=rowwise",)
@@ -196,6 +203,7 @@ def _high_precision(facts: Facts) -> Iterator[Cause]:
         return
     for name, (reason, change) in STAYED_HIGH.items():
         high = [g for g in facts.groups if g.role == "base" and not g.is_low and reason in g.reason]
+        # Layers that did not run in the observed step cost nothing.
         if any(group.flops for group in high):
             text = f"layers stay in high precision: {high[0].reason}"
             hint = "" if change else "their sizes are the model's"
@@ -275,6 +283,8 @@ def _host(facts: Facts, share: float) -> Cause:
     if facts.device.kind != "cuda":
         text = "Python, views and allocations: too little work in one operator"
         return Cause("host", share, text, change=_larger_batch(facts, 2))
+    # The profiler slows the host and not the kernels: a step that is as fast under it did not wait
+    # for the host.
     under = f"a step takes {short_time(facts.profiled_seconds)} under the profiler, "
     if not facts.waits:
         text = "kernels are slower without the profiler's pauses, as at a GPU's limit of power"
@@ -313,6 +323,7 @@ def _attention(facts: Facts, share: float) -> Cause:
         text = "attention multiplies what its mask throws away: packed rows are one long row"
         change = ("model.attention=auto",)
         if chosen_kernel not in ("sdpa", "eager"):
+            # One row at a time has no other row to be kept apart from; the step keeps its rows.
             by_row = f"train.gradient_accumulation_steps={facts.micro_batches * facts.rows}"
             change, hint = ("train.per_device_train_batch_size=1", by_row), "rows of their own"
     elif chosen_kernel == "eager":

@@ -102,6 +102,7 @@ def diagnose(
         plain = {key: value for key, value in config.train.items() if key not in MASKING}
         config = config.model_copy(update={"train": plain})
     steps = steps or (STEPS if rows_of(config)[1] <= LONG else 1)
+    # Else `auto` would compile nothing, since these few steps are over before it pays.
     (config,), _ = settle_compile([config], device)  # a few steps stand for a long run
     ahead = preflight(config, device, forecast=MemoryForecast(), force=force)
     config = ahead.config
@@ -128,6 +129,7 @@ def diagnose(
         )
         trainer.remove_callback(PrinterCallback)
         observer.attend(trainer)
+        # The checks of any run (finite, documents kept apart), and no rows of health.
         monitor = HealthMonitor(trainer, every=0)
         trainer.add_callback(monitor)
         try:
@@ -151,6 +153,7 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
         return Rows(drawn, None, description, {}), tokenizer, ["weights are random"]
     tokenizer, note = load_tokenizer(config.model, train.chat_template_path)
     rows = rows_for(config, tokenizer)
+    # Packing needs several short rows for one; how many is known once they are tokenized.
     enough = needed * MOST_PACKED if train.packing else needed
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
@@ -188,6 +191,7 @@ def _conclude(
         low={layer: kinds <= LOW for layer, kinds in ran.items() if kinds & LOW},
         batched=any(layer.kind == "parameter" for layer in conversion.plan.layers),
     )
+    # Without kernels the times of operators on the host would be taken for those of the GPU.
     if device.kind == "cuda" and not timeline.on_gpu:
         raise ProofError(
             "the profiler saw no kernel of the GPU",
@@ -218,6 +222,7 @@ def _conclude(
     recomputed = max(timeline.seconds(phase="recompute"), inside)
     facts = replace(facts, recompute_seconds=recomputed)
     padded, real = observer.tokens
+    # For rows as long as those that were seen, not for the longest possible.
     prediction, why_not = predict(config, device, processes(), max(1, padded // facts.rows))
     return Diagnosis(
         *(name, receipt, facts, tuple(causes_of(facts)), data),
@@ -234,6 +239,7 @@ def _adapter_seconds(groups: list[ObservedGroup], timeline: Timeline) -> float:
     """GEMMs of adapters, and elementwise operations in the modules PEFT adds around layers."""
     adapters = [group for group in groups if group.role == "adapter"]
     names = {name for group in adapters for name in group.layers}
+    # PEFT's wrapper of a layer scales and adds: work that is there for the adapter alone.
     around = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     elementwise = sum(
         piece.seconds

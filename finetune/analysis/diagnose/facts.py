@@ -70,6 +70,7 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
         return None
     p16 = gpu.half_peak * shares.gemm["bf16"]
     p8 = gpu.tflops["fp8"] * 1e12 * shares.gemm["fp8"] * (shares.shared.rowwise if rowwise else 1.0)
+    # No finite size pays then.
     if p8 <= p16:
         return None
     bandwidth = gpu.gb_s * 1e9 * shares.shared.bandwidth
@@ -99,6 +100,7 @@ def predict(
     if place.gpu is None:
         return None, f"nothing is predicted for {device.name}: its speed is not known"
     try:
+        # Packed rows are full; others are as long as the observed batch.
         if not config.train.packing:
             config = with_overrides(config, [f"train.max_length={length}"])
         measured = predict_fast(config, place)
@@ -169,6 +171,7 @@ class Facts:
 
     @property
     def seconds(self) -> float:
+        # An empty profile divides by no zero.
         return sum(self.parts.values()) or 1e-12
 
     def share(self, seconds: float) -> float:

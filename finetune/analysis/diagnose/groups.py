@@ -83,6 +83,7 @@ class ObservedGroup:
     def recomputed(self) -> float:
         """Share of calls that checkpointing recomputed, 0 to 1."""
         backward = max(self.calls["dgrad"], self.calls["wgrad"])
+        # TRL's fused loss multiplies by the head again in backward, with or without checkpointing.
         if not backward or not all(self.shape) or self.role == "head":
             return 0.0
         return max(0, self.calls["fprop"] - backward) / sum(self.calls.values())
@@ -106,6 +107,7 @@ def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[ObservedGroup]:
     for rows in layer_groups(layers, by_kind=True):
         one, flops = rows[0], sum(row.flops for row in rows)
         calls = {gemm: sum(row.calls.get(gemm, 0) for row in rows) for gemm in GEMMS}
+        # FLOPs over those of one token are tokens, whatever experts a row went to.
         flops_of_a_token = 2 * math.prod(one.shape) * sum(calls.values())
         groups.append(
             ObservedGroup(
@@ -170,6 +172,7 @@ def _shares(
         return []
     if piece.owner in by_layer:
         return [(by_layer[piece.owner], 1.0)]
+    # In a compiled layer no range says which projection runs; equal sizes share by FLOPs.
     alike = [i for i, g in enumerate(groups) if g.tokens and _multiplies(g, piece)]
     if total := sum(groups[i].flops for i in alike):
         return [(i, groups[i].flops / total) for i in alike]
@@ -203,6 +206,7 @@ def with_bf16_times(
         total = 0.0
         for gemm in group.ran:  # BF16 GEMMs too: their time is among the group's seconds
             key = (gemm, group.tokens, *group.shape)
+            # Sizes repeat from layer to layer.
             known[key] = known.get(key) or _bf16_seconds(*key, device)
             total += known[key] * group.calls[gemm] * micro_batches
         return total

@@ -189,11 +189,13 @@ class StepObserver(TrainerCallback):
 
         def training_step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
             first, self._first = self._first, False
+            # The first micro-batch, which the witness has counted.
             if not self._inputs:
                 self._inputs = dict(inputs)
                 ids, mask = inputs["input_ids"], inputs.get("attention_mask")
                 real = int(mask.sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else None
                 self.tokens = ids.numel(), ids.numel() if real is None else real
+            # A copy, since trainers take entries out of it.
             inputs = dict(self._inputs)
             if not first or self._step < self.total - OPERANDS:
                 return plain(model, inputs, *args, **kwargs)
@@ -232,6 +234,7 @@ class StepObserver(TrainerCallback):
             activities.append(ProfilerActivity.CUDA)
         profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._now()
+        # Callbacks run in reverse: the window closes, then the profiler, then its events are read.
         self._looking.enter_context(Ranges(self._conversion))
         self._looking.callback(lambda: self.events.extend(profiler.events() or []))
         if self.trace is not None:

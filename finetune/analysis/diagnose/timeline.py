@@ -187,6 +187,8 @@ def read_profile(
         launchers = _launchers(kernels, host)
         slices = [slice_of(o, 0.0, k.name) for k, o in zip(kernels, launchers, strict=True)]
         first = {id(o): index for index, o in reversed([*enumerate(launchers)]) if o is not None}
+        # Of several kernels of one operator the first one stands for its operands, which are read
+        # once.
         for index in first.values():
             slices[index] = replace(slices[index], nbytes=_moved(launchers[index]))
         spans = [(event.time_range.start, event.time_range.end) for event in kernels]
@@ -194,6 +196,8 @@ def read_profile(
         timed = zip(slices, charged, strict=True)
         slices = [replace(piece, seconds=s * 1e-6) for piece, s in timed]
         busy = sum(piece.seconds for piece in slices) / steps
+        # Kernels cannot take longer than the step that holds them; the clock of the host may say so
+        # by its own error.
         timed_seconds = max(step_seconds or 0.0, busy)
         return Timeline(tuple(slices), steps, timed_seconds, True, length)
     inside = (event for event in host if _is_inside(event, window))
@@ -231,11 +235,14 @@ def _descend(event: Any, above: _Context, forward: Mapping[tuple[int, int], _Con
     if name.startswith("Optimizer."):
         return replace(above, phase="optimizer", part=StepPart.OPTIMIZER)
     if name.startswith(BACKWARD_NODE):
+        # Backward runs in another thread, so the sequence number alone is not enough.
         made = forward.get((event.fwd_thread, event.sequence_nr), _Context())
         return _Context(made.owner, "backward")
     if _operator(name) in _FP8_OPS:
         return replace(above, part=StepPart.FP8_GEMM, sizes=tuple(sorted(_sizes(event))))
     if _operator(name) in _GEMM_OPS | _BATCHED_OPS:
+        # The outermost operator knows the sizes as the layer has them; `mm` inside `linear` sees
+        # views.
         return above if above.sizes else replace(above, sizes=tuple(sorted(_sizes(event))))
     if above.part is None and part_of(name) == StepPart.ATTENTION:
         return replace(above, part=StepPart.ATTENTION)
@@ -246,6 +253,7 @@ def _sizes(event: Any) -> tuple[int, ...]:
     """Sizes (m, n, k) of a GEMM, from the two inputs that fit together; empty if unknown."""
     shapes = [tuple(s) for s in event.input_shapes or () if len(s) in (2, 3) and all(s)]
     for a, b in itertools.pairwise(shapes):
+        # Among three inputs (a bias, an accumulator) the two whose inner sizes agree.
         if a[-1] == b[-2]:  # [M, K] @ [K, N]
             rows = a[0] * a[1] if len(a) == 3 and len(b) == 2 else a[-2]
             return rows, b[-1], a[-1]
@@ -334,6 +342,8 @@ def part_of(
         found = StepPart.GEMM if _GEMM_NAME.search(kernel) else other
         return found if kernel else StepPart.HOST
     if bare in _BATCHED_OPS:
+        # Batched products are attention of its own without a fused kernel, except in models that
+        # multiply parameters in batches (experts, BDH).
         return StepPart.GEMM if batched else StepPart.CASTS if low else StepPart.ATTENTION
     if bare in _BY_OPERATOR:
         return _BY_OPERATOR[bare]

@@ -107,6 +107,7 @@ def settle_compile(
 
     As in a long run, also of a single configuration: `auto` compiles nothing in a short one.
     """
+    # What one side asks for holds for all: else the ratio would be that of compiling.
     requested = [config.precision.compile_requested for config in configs]
     explicit = [value for value in requested if value != "auto"]
     if "auto" not in requested:
@@ -136,6 +137,8 @@ def settle_checkpointing(
     open_ones = [config for config in configs if decides_checkpointing(config)]
     if not open_ones:
         return list(configs), ""
+    # On for all: a side that computes its layers twice is slower for a reason that is not its
+    # precision.
     on = any(decided(config, place_here(device)).train[CHECKPOINTING] for config in open_ones)
     setting = f"train.{CHECKPOINTING}={str(on).lower()}"
     alike = " on all sides, so that memory is spent alike" if len(configs) > 1 else ""
@@ -156,6 +159,7 @@ def requested_differences(one: RunConfig, other: RunConfig, *, on_cpu: bool) -> 
     first, second = (dict(_settings(config, on_cpu=on_cpu)) for config in (one, other))
     found = []
     for where in first:
+        # Compared as executed: both sides were made a trainer's arguments before.
         if first[where] != second.get(where):  # another method has other settings
             section, _, name = where.partition(".")
             known = (name if section == "train" else where, f"{section}.")
@@ -179,6 +183,7 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
     yield "lora", config.lora and config.lora.model_dump(mode="json")
     for name in ("compile", "health_every"):
         yield f"precision.{name}", getattr(config.precision, name)
+    # With all defaults, so that one left out equals the same one written.
     train, args = config.train, sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
     args["method"] = method_of(train).name
     args["resume_from_checkpoint"] = train.resume_from_checkpoint
@@ -209,6 +214,7 @@ def executed_differences(
         if first.get(key) != second.get(key)
     ]
     steps, tokens = _BY_NAME["steps"], [[s["tokens"] for s in side] for side in (steps_a, steps_b)]
+    # Step by step: equal sums could hide other rows, or another order.
     lines = enumerate(zip(*tokens, strict=False), 1)
     if other := next(((n, x, y) for n, (x, y) in lines if x != y), None):
         found.append(_difference(steps, f"steps.jsonl: line {other[0]}", *other[1:]))

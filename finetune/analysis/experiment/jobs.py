@@ -121,8 +121,11 @@ class Job:
         words += ["--force"] * self.force + ["--no-save"] * self.measured
         environment = os.environ | {"PYTHONPATH": import_path()}
         if self.measured:
+            # Random weights and rows need nothing of the hub, whose checks would take seconds of
+            # each run.
             environment["HF_HUB_OFFLINE"] = "1"
         if threads is not None:
+            # Equal shares of the cores: two runs with all of them each would wait for one another.
             environment["OMP_NUM_THREADS"] = str(threads)
         launcher = (*LAUNCHER, str(self.gpus)) if self.gpus > 1 else ()
         with self.log.open("wb") as log:
@@ -142,6 +145,7 @@ class Job:
     def kill(self) -> None:
         """Kill it, and first its processes, which `torchrun` starts in sessions of their own."""
         with contextlib.suppress(psutil.NoSuchProcess):
+            # Or they would live on, and keep the GPU's memory.
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 child.kill()
         self.process.kill()
@@ -160,6 +164,8 @@ def import_path() -> str:
     A package that is installed is found anyhow: its neighbours are not to come before Python's own.
     """
     package = str(Path(finetune.__file__).parent.parent)
+    # PYTHONPATH comes before the standard library: with site-packages in it, old backports (enum34,
+    # typing) take its place.
     first = [] if package == sysconfig.get_path("purelib") else [package]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([*first, *filter(None, paths)]))
@@ -192,6 +198,7 @@ def plan_jobs(
         sides.append((variant, file))
     return [
         Job(variant, seed, file, force, measured, gpus)
+        # ABBA: a clock that falls as the machine gets warm is met by both sides alike.
         for turn, seed in enumerate(seeds)
         for variant, file in (sides if turn % 2 == 0 else reversed(sides))
     ]
@@ -260,6 +267,7 @@ def run_jobs(
 
 def _stop(running: Sequence[Job]) -> None:
     """Let the runs finish their step and save; a second interrupt stops them."""
+    # The first round lets each save; an interrupt while waiting begins the second.
     for _ in range(2):
         for job in running:
             job.stop()
@@ -294,11 +302,13 @@ _TORCHRUN = re.compile(r"^.* failed \(exitcode: (-?\d+)\)", re.MULTILINE)
 
 def _failure(job: Job) -> RunFailedError:
     """Build an error from the last `error:` in a run log, with its `where:`, `why:`, `fix:`."""
+    # torchrun's own error comes last and says less than that of the process that failed.
     text, *told = _TORCHRUN.split(job.log.read_text("utf-8", errors="replace"), maxsplit=1)
     lines = [line for line in text.splitlines() if line.strip()]
     said, where, read = dict[str, str](), f"{job.name}: {job.log}", f"read its output: {job.log}"
     for line in lines:
         if found := re.match(r"(error|  where|  why|  fix): *(.*)", line):
+            # A later error replaces an earlier one with all of its lines.
             said = said if line.startswith(" ") else {}
             said[found[1].strip()] = found[2].strip()
     if "error" in said:

@@ -207,7 +207,9 @@ def _trajectories(c: Sides) -> list[PlotRow]:
         every = [_seeds([*side.values()], column) for side in c.sides]
         a, b = (_seeds([side[seed] for seed in both], column) for side in c.sides)
         steps, at_a, at_b = np.intersect1d(a.x, b.x, return_indices=True)
+        # At steps that both logged: evaluations may be at others.
         of_a, of_b = a.y[:, at_a], b.y[:, at_b]
+        # As the verdict has it: losses by their ratio, scores by their difference.
         gap = Curve(steps, of_a / of_b - 1 if relative else of_a - of_b)
         margin = c.found.margin_of(key) or 0.0
         lines = ((margin, "margin"), (-margin, ""))
@@ -230,6 +232,7 @@ def _seeds(members: Sequence[RunSource], column: str) -> Curve:
     tables = [dict(zip(c.x.tolist(), c.y.tolist(), strict=True)) for c in curves]
     steps = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     values = [np.asarray([table[step] for step in steps]) for table in tables]
+    # Each seed on its own, before means: smoothing a mean would hide how far seeds lie apart.
     lines = [smoothed(y, window_of(len(y))) for y in values]
     return Curve(np.asarray(steps), np.asarray(lines).reshape(len(lines), len(steps)))
 

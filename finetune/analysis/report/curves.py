@@ -75,6 +75,7 @@ def envelope(x: Floats, y: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floa
     n = len(y)
     if n <= 2 * buckets:
         return x, y
+    # The ends are what a reader compares with the numbers beside the plot.
     kept = {0, n - 1}
     for part in np.array_split(np.arange(n), buckets):
         kept |= {int(part[np.argmin(y[part])]), int(part[np.argmax(y[part])])}
@@ -84,6 +85,7 @@ def envelope(x: Floats, y: Floats, buckets: int = BUCKETS) -> tuple[Floats, Floa
 
 def window_of(n: int) -> int:
     """Points in the mean of a smoothed line: a fiftieth, odd; 1 is no smoothing."""
+    # Odd, so that the mean is centered on its point.
     return 1 if n < 20 else max(3, (n // 50) | 1)
 
 
@@ -91,6 +93,7 @@ def smoothed(y: Floats, window: int) -> Floats:
     """Mean over the `window` points around each [n], fewer at the ends."""
     if window <= 1:
         return y
+    # Divided by how many points were inside, or the ends would bend towards zero.
     sums, counts = (np.convolve(x, np.ones(window), "same") for x in (y, np.ones_like(y)))
     return sums / counts
 
@@ -156,6 +159,7 @@ def plot_of(
                 label = f"{label}, mean"
         elif noisy and width > 1:
             line, window = smoothed(y, width), max(window, width)
+            # Several noisy curves over their logged values would be a gray field.
             if alone:
                 faint = _line(f"{label}, as logged", x, y)
                 series.append(replace(faint, color=color, dash=dash, weight="faint"))
@@ -236,6 +240,7 @@ def loss_plots(runs: Sequence[PageSource]) -> list[PlotRow]:
     (s,) = runs
     times = [curve(s.run.rows, key, "seconds").x for key in both]
     most = max((x[-1] for x in times if len(x)), default=0.0)
+    # The largest unit of which the axis still has several.
     over, seconds = next((unit, n) for minutes, unit, n in CLOCK if most <= 60 * minutes)
     clock: Any = {"seconds": seconds, "over": over, "size": "wide"}
     over_steps = metric_plot(runs, both, "loss", "Training and eval loss", unit, size="wide")
@@ -318,6 +323,7 @@ def health(s: PageSource) -> list[PlotRow | Line]:
         plots, silent = list[Plot | Line | None](), list[str]()
         for operand, label in OPERANDS.items():
             lines = drawn(f"{operand}_{measure}")
+            # A flat line at zero would look like a plot that failed.
             if more.get("percent") and lines and not any(one.curve.y.any() for one in lines):
                 silent.append(label)
                 continue
