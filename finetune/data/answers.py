@@ -103,9 +103,11 @@ def _marks(tokenizer: Any) -> tuple[str, str, str, str, str] | None:
     asked, prompt = (rendered(ask, [], tokenizer, add_generation_prompt=on) for on in (False, True))
     plain = rendered([*ask, reply], [], tokenizer)
     earlier = rendered([*ask, reply, *ask], [], tokenizer)
+    # A template that rewrites earlier turns cannot be read off by a prefix.
     if not all(text.startswith(asked) and CONTENT in text for text in (plain, earlier)):
         return None
     leads = [text[len(asked) :].partition(CONTENT)[0] for text in (prompt, plain, earlier)]
+    # Names that the template mentions first; each costs a rendering.
     for name in sorted(NAMES, key=lambda name: name not in tokenizer.chat_template):
         text = rendered([*ask, reply | {name: THOUGHT}], [], tokenizer)
         opening, printed, rest = text[len(asked) :].partition(THOUGHT)

@@ -18,6 +18,7 @@ def uncut(config: RunConfig, **options: Any) -> Lengths:
     """Lengths of all rows without a limit; `options` are those of `counted_rows`."""
     from finetune.data.counting import counted_rows
 
+    # Packing needs a length, which is what is looked for.
     train = {key: value for key, value in config.train.items() if key != "packing"}
     free = config.model_copy(update={"train": {**train, "max_length": None}})
     return counted_rows(free, **options).lengths

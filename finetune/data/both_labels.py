@@ -54,6 +54,8 @@ def spread(rows: Dataset, seed: int) -> Dataset:
     place = np.empty(len(labels))
     for label in (True, False):
         own = draw.permutation(np.flatnonzero(labels == label))
+        # Each label at equal distances over 0 to 1, from an offset of its own: sorted, they
+        # alternate in the ratio of their numbers.
         place[own] = (np.arange(own.size) + draw.random()) / own.size
     return rows.select(np.argsort(place, kind="stable"))
 
@@ -79,6 +81,7 @@ class InBlocks(Sampler[int]):
         draw = torch.Generator().manual_seed(self.seed + self.epoch)
         for block in torch.randperm(whole, generator=draw).tolist():
             yield from range(block * self.size, (block + 1) * self.size)
+        # The last, shorter block stays last: in the middle it would shift all batches behind it.
         yield from range(whole * self.size, self.count)
 
 

@@ -59,12 +59,14 @@ def prepared(method: Method, rows: Any, args: Any, tokenizer: Any, **settings: A
     """
     method = METHODS[method.prepared_by]
     kind = type(method.config.rpartition(".")[2], (method.config_class,), NOT_MOVED)
+    # `__post_init__` of the arguments resets Accelerate's state of the process, devices and seeds.
     quiet: Any = object.__new__(kind)  # nothing is set up a second time
     for field in dataclasses.fields(method.config_class):
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
         setattr(quiet, field.name, ASIDE.get(field.name, getattr(args, field.name, default)))
     vars(quiet).update({key: value for key, value in vars(args).items() if key not in ASIDE})
+    # Building a model draws numbers, which training is to draw as if there had been none.
     with torch.random.fork_rng(generators()), TemporaryDirectory() as folder:
         vars(quiet).update(settings, output_dir=folder)  # which a trainer makes
         trainer = method.trainer_class(
@@ -112,5 +114,6 @@ class _Stream(IterableDataset):
 def as_they_are(done: Any) -> Any:
     """Prepared rows for a trainer that would prepare them once more."""
     handed = copy.copy(done)
+    # A subclass, since trainers ask for the type of what they are given.
     handed.__class__ = _Rows if isinstance(done, Dataset) else _Stream
     return handed

@@ -63,6 +63,7 @@ def turn_of(turn: Any, *, exact: bool = False) -> dict[str, Any]:
     role = SHAREGPT_ROLES.get(given, given) if isinstance(given, str) else given
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
     rest = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
+    # Arrow fills keys that other rows have with None, which no template expects.
     rest = rest if exact else without_none(rest)
     if given == "function_call":  # LLaMA-Factory: JSON of a call, or of a list of calls
         content, calls = None, parsed(content, "function_call")
@@ -88,6 +89,7 @@ def turn_of(turn: Any, *, exact: bool = False) -> dict[str, Any]:
 
 def _holds(rest: dict[str, Any]) -> bool:
     """True of a turn with something besides its content, such as a call."""
+    # Flags and a name say how a turn is trained on and who speaks, and are nothing to say.
     return any(rest[key] for key in rest if key not in (*FLAGS, "name"))
 
 
@@ -118,6 +120,7 @@ def _call(call: Any) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             raise BadRowError(f"the arguments of a tool call are no JSON: {arguments!r}") from None
+    # Templates print arguments as JSON: a list or a number would train a call that no server takes.
     if not isinstance(arguments, dict | None):
         raise BadRowError(f"the arguments of a tool call are no object: {arguments!r}")
     return call

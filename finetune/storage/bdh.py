@@ -125,6 +125,7 @@ def visible_tokens(position_ids: Tensor, seen: int, attention_mask: Tensor | Non
     shape = (1, 1, length, seen + length)
     visible = torch.ones(shape, dtype=torch.bool, device=position_ids.device).tril(seen - 1)
     if not seen:
+        # Packed rows: positions begin at 0 with each document, which sees itself alone.
         text = (position_ids == 0).cumsum(-1)[:, None]
         visible = visible & (text[..., :, None] == text[..., None, :])
     if attention_mask is not None:
@@ -220,6 +221,7 @@ class BdhBlock(GradientCheckpointingLayer):
         rows = x.shape[:2]
         active = F.relu(x @ self.encoder).unflatten(-1, (self.heads, -1))  # [B, T, H, N]
         query = key = rotate(active.transpose(1, 2), cos, sin)
+        # The stream itself, one for all heads: that is what BDH's attention reads.
         value = x[:, None]
         if (cache := named[CACHE]) is not None:
             key, value = cache.update(key, value, level)
@@ -308,6 +310,7 @@ class BdhModel(BdhPreTrainedModel):
         streams = (x,)
         for level in range(config.num_hidden_layers):
             x = self.block(x, visible, cos, sin, level, **{CACHE: cache})
+            # Not asked for, they would keep every level's stream alive.
             streams = (*streams, x) if output_hidden_states else ()
         return BaseModelOutputWithPast(x, cache, streams or None)
 
@@ -342,6 +345,7 @@ class BdhForCausalLM(BdhPreTrainedModel, GenerationMixin):
             **kwargs: for `BdhModel.forward` (`inputs_embeds`, `use_cache`) and the loss.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, cache, **kwargs)
+        # 0 keeps all, since `-0` is 0: as Transformers has it.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None

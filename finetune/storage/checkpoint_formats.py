@@ -112,6 +112,8 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
                 f"{shown}: {name} is {kind}{bits}" + (f" as {form}" if form else ""),
                 "stored weights are 8-bit floats, one a byte",
             )
+        # A zero point is added, an order permutes columns: code times scale would be another
+        # weight.
         if not weights.get("symmetric", True) or weights.get("actorder"):
             what = "reordered columns" if weights.get("actorder") else "zero points"
             raise refuse_layout(f"{shown}: {name} has {what}", "a stored weight has none")
@@ -131,6 +133,7 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
     if status != "compressed":
         raise refuse_layout(f"{shown} of status {status}", "its weights are not FP8 codes")
     ignored = (r"\.(input|k|v|q|output)_scale$", r"\.(input|output)_zero_point$")
+    # Groups of several sizes: each weight's own is then read off the shape of its scales.
     block = blocks.pop() if len(blocks) == 1 else None
     return Layout("compressed-tensors", SCALE, ignored, block)
 
@@ -168,6 +171,7 @@ def tile_of_scale(
     n, k = shape
     if block is not None and tuple(scale) == (-(-n // block[0]), -(-k // block[1])):
         return block
+    # Before rows: of a weight with one row both are the same number.
     if all(size == 1 for size in scale):
         return (n, k)
     if tuple(scale) in ((n, 1), (n,)):
@@ -315,6 +319,7 @@ def check_codes(name: str, module: Any) -> None:
     """
     weight: Tensor = module.weight
     if weight.dtype is E4M3.dtype:
+        # As bytes: code that takes them for numbers should fail, not compute.
         module.weight = Fp8Bits(weight.detach().view(torch.uint8))
     elif weight.dtype is not torch.uint8:
         raise refuse_layout(f"{name} in {weight.dtype}", "the layer was to be E4M3 codes")
@@ -327,6 +332,7 @@ def check_codes(name: str, module: Any) -> None:
         raise refuse_layout(f"{name} with scales in {scale.dtype}", "scales are floating point")
     module.weight_scale = scale.reshape(grid)
     check_scales(name, module.weight_scale)
+    # Slab by slab: a mask as large as an embedding would double the peak of loading.
     parts = module.bits.detach().split(slab_rows((n, k), scale.device))
     bad = sum(int(((part & NAN) == NAN).sum()) for part in parts)
     if bad:

@@ -28,6 +28,7 @@ def stop_at(model: Any, ends: Iterable[int]) -> list[int]:
     own = ends_of(model.generation_config)
     new = [token for token in ends if token not in own]
     if new:
+        # A list: Transformers stops at any of them.
         model.generation_config.eos_token_id = [*own, *new]
     return new
 

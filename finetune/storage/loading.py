@@ -103,6 +103,7 @@ def load_in_fp8(
     storage = Fp8StorageConfig(wanted or "row", keep)
 
     def published(model: Any) -> dict[str, Granularity | None]:
+        # A published checkpoint says itself which layers are codes; `keep` takes some back.
         names = leave_out(model, [n for n, _ in iter_stored(model)], storage.keep)
         return dict.fromkeys(names, wanted)
 
@@ -192,6 +193,7 @@ def _load(
         config = with_head(AutoConfig.from_pretrained(source, **hub), head)
     given = quantization_of(config)
     if in_mxfp4(config.__dict__):
+        # MXFP4 is read as 16-bit weights (`storage.mxfp4`), so there is nothing published to keep.
         given = config.__dict__.pop("quantization_config") and None
     if given is None:
         kwargs = {**kwargs, "quantization_config": storage}
@@ -216,6 +218,7 @@ def _source(name: str | os.PathLike[str], subfolder: str) -> str:
     """
     source = str(name)
     path = user_path(source)
+    # The hub's names have one slash; what else looks like a path is one, with an error of its own.
     if not (path.is_dir() or source.startswith((".", "/", "~")) or source.count("/") > 1):
         return source
     check_folder(source, path, str(path.resolve()), subfolder)
@@ -291,6 +294,8 @@ def build_stored(
         owner = module if isinstance(module, PreTrainedModel) else owner
         for name, child in module.named_children():
             fill(child, f"{prefix}{name}.", owner)
+            # Behind a whole decoder layer, since its own initialization may set weights of its
+            # children again.
             if isinstance(module, nn.ModuleList):
                 store_in(f"{prefix}{name}.")
         module._apply(real, recurse=False)
@@ -302,9 +307,11 @@ def build_stored(
             due.remove(name)
             store_named(model, name, granularity)
 
+    # Transformers' guard: tensors that are initialized already are left alone.
     with torch.no_grad(), init.guard_torch_init_functions():
         fill(model, "", model)
         store_in("")
+    # After all are real: a tie made on meta would be of tensors that are gone.
     model.tie_weights()
     _refuse_uninitialized(model)
     adopt(model, Fp8StorageQuantizer(Fp8StorageConfig()))

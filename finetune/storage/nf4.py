@@ -78,6 +78,7 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
     return {
         prefix + name: module
         for name, module in base.named_modules()
+        # Of a model on meta the layers are plain still: Transformers replaces them as it loads.
         if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name
         if should_convert_module(inside.sub("", name), plain)
     }
@@ -120,6 +121,7 @@ def _fill(layer: Any, model: PreTrainedModel, device: Any, dtype: Any) -> None:
     n, k, biased = layer.out_features, layer.in_features, layer.bias is not None
     with torch.device(device):
         plain = Conv1D(n, k) if layer.source_cls is Conv1D else nn.Linear(k, n, bias=biased)
+    # Drawn in float32 and rounded once, as in a model that is not stored.
     plain = plain.to(dtype)
     model._initialize_weights(plain)
     w_nk = plain.weight.data if isinstance(plain, nn.Linear) else plain.weight.data.T.contiguous()
@@ -144,6 +146,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             fix="~model.storage",
         )
     for layer in layers:
+        # bitsandbytes repacks such a weight at its first evaluation, for a kernel without a
+        # gradient.
         layer.support_avx512bf16_for_cpu = False
     return model
 
@@ -159,4 +163,5 @@ def masters_kept(model: nn.Module) -> Iterator[None]:
     yield
     for parameter, data in masters:
         if parameter.dtype != data.dtype:
+            # The bits of before: a cast to BF16 and back has lost the last sixteen.
             parameter.data = data.to(parameter.device)

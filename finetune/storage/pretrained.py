@@ -82,6 +82,7 @@ def check_folder(name: str, path: Path, where: str, subfolder: str = "") -> None
     if not (path / subfolder / "config.json").is_file():
         raise no_model_in(name, path, where)
     for file in (path / subfolder).iterdir():
+        # safetensors and json would wait at a named pipe for a writer that never comes.
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise ModelNotFoundError(
                 f"{file.name} of the model {name!r} is no regular file",
@@ -154,6 +155,8 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
     source = locate(model)
     shipped = shipped_shape(source)
     if shipped is not None:
+        # The hub's own file comes first where it is here; without network the packaged one is as
+        # good.
         cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
         if model.weights == "random" or not cached:
             values: dict[str, Any] = json.loads(shipped.read_text(encoding="utf-8"))
@@ -199,6 +202,7 @@ def _check_shape(found: PretrainedConfig) -> None:
     text: Any = found.get_text_config(decoder=True)
     if not hasattr(text, "to_dict"):
         raise ValueError(f"text_config of config.json is {text!r}, and no configuration")
+    # Even on meta a model of 10^9 layers is 10^9 Python objects.
     for key, most in (("vocab_size", 2**31), ("num_hidden_layers", 10_000)):
         size = getattr(text, key, 1)
         if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= most:
@@ -317,6 +321,8 @@ def keep_generation(model: Any) -> None:
     """
     settings = getattr(model, "generation_config", None)
     if settings is not None:
+        # Transformers (5.23) is strict with settings that have changed since they were read, and
+        # would not save them.
         settings._original_object_hash = hash(settings)
 
 
@@ -334,6 +340,7 @@ def refuse_other_words(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, w
         ConfigError: a word has two ids, or one of the models does not know it.
         ModelNotFoundError: the second one has no tokenizer.
     """
+    # Word by word: tokenizers of one class and size may number them otherwise.
     own, other = tokenizer.get_vocab(), _plain_tokenizer(model).get_vocab()
     if apart := sorted(word for word in {*own, *other} if own.get(word) != other.get(word)):
         word = apart[0]
@@ -376,6 +383,7 @@ def load_tokenizer(
         tokenizer.chat_template = template_of(template)
     _try_out(tokenizer, template or source)
     token = model.pad_token
+    # Assigning a token that is not there would add one, behind the rows of the embedding.
     if token is not None and token not in (vocabulary := tokenizer.get_vocab()):
         raise ConfigError(
             f"the tokenizer has no token {token!r}"
@@ -492,6 +500,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     classes = (f"AutoModel{SCORER}",) if scores(config) else CLASSES
     for name in classes:
         cls = getattr(transformers, name, None)
+        # By the table, without importing the model's code.
         if cls is not None and (name in remote or type(config) in cls._model_mapping):
             return cls
     raise ConfigError(
@@ -521,6 +530,7 @@ def beside_text(model: PreTrainedModel) -> dict[str, nn.Module]:
     decoder = decoder_name(model)
     if not decoder:
         return {}
+    # Outermost ones, so that a tower is one line of the notes and not hundreds.
     kept, found = {model.get_submodule(decoder), model.get_output_embeddings()}, {}
 
     def walk(module: nn.Module, prefix: str) -> None:

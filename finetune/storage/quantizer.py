@@ -192,6 +192,7 @@ class Fp8StorageQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        # A word such as `auto` is decided later, and looked at once the model is loaded.
         if isinstance(device_map, dict):
             _refuse_offload(device_map)
         check_quantizer(self)
@@ -221,6 +222,7 @@ class Fp8StorageQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         scale = self._layout.scale
         renamed = [] if scale == SCALE else [WeightRenaming(rf"\{scale}$", SCALE)]
+        # Harmless elsewhere: no other checkpoint has such names.
         four_bits = [] if self.pre_quantized else mxfp4.conversions()
         return [*weight_conversions, *renamed, *four_bits]
 
@@ -239,6 +241,7 @@ class Fp8StorageQuantizer(HfQuantizer):
             if name in tiles:
                 self.stacks[name] = _expect_stack(experts, name, tiles.pop(name))
         if not self.pre_quantized:
+            # A plain checkpoint with codes in it has lost its `quantization_config`.
             refuse_codes(files)
             _warn_of_experts(model, dtype)
         elif not published:
@@ -247,6 +250,7 @@ class Fp8StorageQuantizer(HfQuantizer):
             _expect_codes(model.get_submodule(name), tile, dtype)
         self._names = set(tiles)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *self._layout.ignored}
+        # Scales of activations are compute, and no part of a stored layer.
         model._keys_to_ignore_on_load_unexpected = ignored
 
     def _named(self, model: Any) -> dict[str, Tile]:
@@ -302,6 +306,7 @@ class Fp8StorageQuantizer(HfQuantizer):
         missing = [
             name.removesuffix(".weight")
             for name in sorted([*weights, *self.stacks])
+            # The flag that Transformers (5.23) sets on each tensor that came from a file.
             if not getattr(model.get_parameter(name), "_is_hf_initialized", False)
         ]
         if missing:
@@ -332,6 +337,7 @@ class Fp8StorageQuantizer(HfQuantizer):
 
 def adopt(model: Any, quantizer: Fp8StorageQuantizer) -> None:
     """Freeze a model with stored layers, and write into its configuration which those are."""
+    # Norms and embeddings as well: without adapters they would be all that trains.
     model.requires_grad_(False)
     describe(model, quantizer.quantization_config)
     stacks = experts_in(model).items()
@@ -422,6 +428,7 @@ def _warn_of_experts(model: nn.Module, dtype: torch.dtype) -> None:
         if p.ndim > 2 and p.is_floating_point()
     }
     total = sum(p.numel() for p in model.parameters())
+    # Below a tenth the memory of 16-bit experts is no reason for a warning.
     if sum(stacked.values()) * 10 < total:
         return
     warnings.warn(

@@ -66,6 +66,7 @@ def import_checkpoint(file: Path, model: str, folder: Path) -> dict[str, Any]:
             checkpoint; its tensors do not fit the model, or are not finite; the folder is taken.
         ModelNotFoundError: there is no such model.
     """
+    # An import never writes over a model.
     if folder.exists():
         raise ConfigError(f"{str(folder)!r} is there already", fix="choose another folder")
     if not model:
@@ -114,6 +115,7 @@ def _tensors_in(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     held = found if isinstance(found, Mapping) else {}
     state = next((held[k] for k in STATES if isinstance(held.get(k), Mapping)), held)
     tensors = {k: t for k, t in state.items() if isinstance(t, Tensor)}
+    # Two names that differ by a wrapper alone would become one; the count below finds that.
     named = {WRAPPERS.sub("", k): t for k, t in tensors.items() if isinstance(k, str)}
     if not tensors:
         what = f"{file.name} is a {type(found).__name__} of {some(list(map(str, held)))}"
@@ -136,6 +138,8 @@ def _in_our_layout(
 ) -> tuple[str, dict[str, Tensor]]:
     """Name of a file's layout, and its tensors by the names and in the shapes of Transformers."""
     rows = tensors.get("transformer.h.0.attn.c_attn.weight", torch.empty(0)).shape
+    # `c_attn` makes three times as many numbers as it takes: [3 D, D] is `nn.Linear`'s, [D, 3 D]
+    # `Conv1D`'s.
     if shape.model_type == "gpt2" and rows[0] > rows[-1]:
         return "nanoGPT", _from_nanogpt(tensors, notes)
     if shape.model_type == "bdh" and tensors.keys() >= PUBLISHED:
@@ -160,6 +164,7 @@ def _from_bdh(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Neurons 0 to 5 of a head become 0, 2, 4, 1, 3, 5.
     """
     heads, _width, size = tensors["encoder"].shape
+    # 0 2 4 ... 1 3 5 ...: what was a pair of neighbors is then half a head apart.
     order = torch.arange(size).view(-1, 2).T.flatten()
     found = {
         "model.block.encoder": tensors["encoder"][..., order].movedim(0, 1).flatten(1),  # [D, H·N]
@@ -213,6 +218,7 @@ def _loaded(file: Path, model: str, shape: Any, layout: str, tensors: dict[str, 
 
     check("are no floats of 16 bits", lambda _, t: t.is_floating_point() and t.itemsize > 1)
     check("are not finite", lambda _, t: bool(t.isfinite().all()))
+    # The widest of them, so that no tensor is rounded.
     kind = functools.reduce(torch.promote_types, {t.dtype for t in tensors.values()})
     with torch.device("meta"):
         cls = type(auto_class(shape).from_config(shape))
@@ -223,6 +229,7 @@ def _loaded(file: Path, model: str, shape: Any, layout: str, tensors: dict[str, 
         names = error.where.removeprefix("model.name: ")
         raise refuse(error.what, f"{names}: {error.why}") from None
     state = loaded.eval().state_dict()
+    # By content: a class may initialize again, or tie, what it has just been given.
     check("are others in the model", lambda name, t: torch.equal(state[name], t.to(kind)))
     with torch.no_grad():
         logits = loaded(input_ids=torch.arange(8)[None]).logits

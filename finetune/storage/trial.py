@@ -55,6 +55,7 @@ def check_quantizer(quantizer: Any) -> None:
     Raises:
         StorageNotComputeError: this Transformers does not store weights as codes.
     """
+    # The trial loads models by the same quantizer, which would try itself for ever.
     if not _trying:
         _check(type(quantizer), type(quantizer.quantization_config))
 
@@ -69,6 +70,7 @@ def _aside() -> Iterator[str]:
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
+            # A run that loads an FP8 base draws as one that loads another.
             torch.random.fork_rng(generators()),
             torch.device("cpu"),
             warnings.catch_warnings(action="ignore"),
@@ -79,6 +81,7 @@ def _aside() -> Iterator[str]:
         _trying.clear()
 
 
+# Once a process: the library does not change meanwhile.
 @cache
 def _check(quantizer: type, config: type) -> None:
     try:

@@ -40,6 +40,7 @@ class Num:
         if not self.href or not self.text:
             return html.escape(self.text)
         title = f"{self.href.rpartition('/')[2]}: {self.key}" if self.key else self.href
+        # Paths and texts come from runs, which may be somebody else's.
         href, title, text = map(html.escape, (self.href, title, self.text))
         return f'<a class="n" href="{href}" title="{title}">{text}</a>'
 
@@ -77,6 +78,7 @@ class PageSource:
     def href(self, file: str = "") -> str:
         """Relative, percent-encoded path from the page to a file."""
         target = os.path.relpath(self.folder.resolve() / file, self.base.resolve())
+        # A `#` or a space in a folder's name would end the link there.
         return quote(Path(target).as_posix())
 
     def link(self, text: str) -> Num:

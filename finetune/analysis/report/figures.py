@@ -43,6 +43,7 @@ COLORS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 
 def style(number: int) -> tuple[str, str]:
     """Color and dash of the series with this number; 40 of them differ."""
+    # Moved on by one each round of colors, so that no pair of color and dash comes twice before 40.
     turn = number + number // len(COLORS)
     return COLORS[number % len(COLORS)], list(DASHES)[turn % len(DASHES)]
 
@@ -73,6 +74,7 @@ def svgs(plot: Plot) -> dict[str, str]:
     found = {}
     for screen, (width, height) in SIZES[plot.size].items():
         name = f"{plot.name}-phone" if screen == "phone" else plot.name
+        # Ids in an SVG are hashes; with a salt a page that is made again is the same, byte by byte.
         with rc_context(PLOT_STYLE | {"svg.hashsalt": name}):
             buffer = io.StringIO()
             drawn(plot, width, height).savefig(buffer, format="svg", transparent=True)
@@ -132,6 +134,7 @@ def draw_plot(axes: Axes, plot: Plot, ticks: int) -> None:
         axes.yaxis.set_major_locator(log_locator(*axes.get_ylim()))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
+        # Or noise of a hundredth would fill the plot's whole height.
         if high - low < plot.least:
             middle = (low + high) / 2
             axes.set_ylim(middle - plot.least / 2, middle + plot.least / 2)
@@ -212,10 +215,12 @@ def _forest(axes: Axes, plot: Forest) -> None:
 
 
 def _themed(svg: str, plot: Plot, name: str) -> str:
+    # Within a page an SVG has no XML declaration and no doctype.
     svg = svg[svg.index("<svg") :]
     for part in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
         svg = re.sub(part, "", svg, flags=re.S)
     svg = re.sub(r"#[0-9a-f]{6}", lambda m: _VARIABLES.get(m[0], m[0]), svg)
+    # The page's own font, by inheritance.
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)

@@ -89,6 +89,7 @@ def write_report(
         ConfigError: no run in a folder, or the output cannot be written.
     """
     given = [folders] if isinstance(folders, (str, Path)) else list(folders)
+    # A run that is named twice is one run.
     paths = list({path.resolve(): path for path in map(_meant, given)}.values())
     if not paths:
         raise ConfigError("a report needs a run", fix="python -m finetune report last")
@@ -130,6 +131,7 @@ report = write_report
 def _meant(one: Path | str) -> Path:
     path = user_path(one)
     if str(one) != LAST:
+        # A folder that is there is meant as it is; else a word is a recipe's name.
         by_name = len(path.parts) == 1 and not path.exists()
         return find_run(str(one), holding=MODEL) if by_name else path
     newest: list[tuple[float, Path]] = [

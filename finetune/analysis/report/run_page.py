@@ -68,6 +68,7 @@ def names_of(runs: Sequence[RunFolder]) -> list[str]:
     recipes = [run.recipe for run in runs]
     seeds = [f"{run.recipe}, seed {run.config.get('train', {}).get('seed', 42)}" for run in runs]
     numbers = [f"{run.recipe}, run {number}" for number, run in enumerate(runs, 1)]
+    # The shortest names that tell the runs apart.
     return next((names for names in (recipes, seeds) if len(set(names)) == len(runs)), numbers)
 
 
@@ -95,6 +96,7 @@ def _differences(runs: Sequence[RunSource]) -> Table:
         (key, *(s.num(without_paths(str(one.get(key, MISSING))), CONFIG, key)
                 for one, s in zip(flat, runs, strict=True)))
         for key in dict.fromkeys(k for one in flat for k in one)
+        # As text: a value from YAML and the same from JSON may be of two types.
         if len({str(one.get(key)) for one in flat}) > 1
     ]  # fmt: skip
     return Table(("key", *(s.label for s in runs)), rows)
