@@ -163,6 +163,7 @@ def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 def with_system(turns: list[dict[str, Any]], text: Any) -> list[dict[str, Any]]:
     """Turns behind the text of a column for the system's, unless they have their own."""
+    # A conversation's own system turn is nearer to it than a column of the file.
     if not isinstance(text, str) or not text.strip() or turns[0]["role"] == "system":
         return turns
     return [{"role": "system", "content": text}, *turns]
@@ -180,6 +181,7 @@ def is_trained(turn: dict[str, Any]) -> bool:
     """True unless a flag of the turn is 0 or false; `BadRowError` for a weight between."""
     given = {key: turn[key] for key in FLAGS if turn.get(key) is not None}
     for key, value in given.items():
+        # A weight between would have to scale a loss that TRL (1.16) takes as a mean over tokens.
         if value not in (0, 1):
             raise BadRowError(f"{key}={value!r} on a turn: only 0 and 1 can be honored")
     return all(given.values())
@@ -268,6 +270,8 @@ def probe(tokenizer: Any) -> Takes:
         for form in forms:
             turns = [ask, {"role": "assistant", **form, "tool_calls": [call]}]
             text = rendered(turns, [], tokenizer)
+            # Signs of a template that prints Python's None, a dictionary's repr, or JSON in quotes
+            # once more.
             if any(part in text for part in ("None", "{'of'", '\\"of', FAILED)):
                 continue
             if "probed_call" in text:
@@ -303,6 +307,7 @@ def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:
             seen.add(part)
             key, role, when = part
             shown = turns[: len(changed)]
+            # Used, if leaving it out changes the text.
             if rendered(shown, tools, tokenizer) != rendered(changed, others, tokenizer):
                 continue
             if key in ("name", "tool_call_id"):  # templates without them lose no text
@@ -329,6 +334,8 @@ def _without_parts(
     if tools:
         yield ("tools", "", ""), turns, []
     for position, turn in enumerate(turns):
+        # Some templates print an answer's reasoning at the end alone, so it is looked at where it
+        # is last.
         shown = turns[: position + 1] if turn["role"] == "assistant" else turns
         when = "the last" if position == len(shown) - 1 else "an earlier"
         for key in turn:

@@ -22,12 +22,14 @@ def shared_rows(train: Any, held_out: Any) -> int:
 
     Rows are the same if they agree in the columns that both tables have.
     """
+    # Sorted, since the hash of a row is that of its columns in order.
     columns = sorted({*train.column_names} & {*held_out.column_names})
 
     def hashes(rows: Any) -> Iterator[int]:
         for table in rows.select_columns(columns).with_format("arrow").iter(BATCH):
             yield from (hash(repr(row)) for row in table.to_pylist())
 
+    # Hashes in memory rather than rows: of a hundred thousand rows that is some megabytes.
     wanted = Counter(hashes(held_out))
     there = {key for key in itertools.islice(hashes(train), COMPARED) if key in wanted}
     return sum(wanted[key] for key in there)

@@ -76,6 +76,8 @@ def messages(column: str, exact: bool, takes: Takes | None, row: dict[str, Any])
     """Turns, whole, and the tools that they may call."""
     _refuse_unwanted(row)
     given = row[column] or ()
+    # Turns as JSON in a cell, as CSV and some Parquet files have them; other text is a turn's
+    # mistake.
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         exact, given = True, parsed(given, column)
     given = given if isinstance(given, list | tuple) else (given,)
@@ -84,6 +86,7 @@ def messages(column: str, exact: bool, takes: Takes | None, row: dict[str, Any])
     trained = [is_trained(turn) for turn in turns if turn["role"] == "assistant"]
     if not trained:
         raise BadRowError("no assistant turn, so there is nothing to learn")
+    # All answers masked by flags: the row would cost a forward and teach nothing.
     if not any(trained):
         raise BadRowError("no assistant turn is to be trained on")
     for turn in turns:
@@ -103,6 +106,7 @@ def taken_turns(turns: list[dict[str, Any]], takes: Takes, row: dict[str, Any]) 
 def _refuse_unwanted(row: dict[str, Any]) -> None:
     """Raise `BadRowError` for an answer that its row calls a bad one (KTO)."""
     for column in LABELS:
+        # SFT would train on the answer that somebody called bad.
         if row.get(column) is False or str(row.get(column)).lower() == "false":
             raise BadRowError(
                 f"{column!r} is false: its answer is one not to give (train.method=kto)"
@@ -132,10 +136,12 @@ def pair_of(ask: str, answer: str, takes: Takes | None, row: dict[str, Any]) -> 
         return turns_pair(row[ask], row[answer], takes, row)
     prompt, completion = text_of(row, ask), text_of(row, answer)
     if ask == "instruction":
+        # Alpaca's own prompt has the input behind the instruction, with a blank line between.
         prompt = "\n\n".join([prompt, *(text_of(row, key) for key in CONTEXT if row.get(key))])
     past = [text for pair in parsed(row.get("history"), "history") or () for text in pair]
     if takes is None:
         before = [row[key] for key in SYSTEM if row.get(key)]
+        # Without a template a blank line is all that parts a question from its answer.
         return {"prompt": "\n\n".join([*before, *past, prompt, ""]), "completion": completion}
     turns = [
         {"role": ("user", "assistant")[index % 2], "content": text}
@@ -152,6 +158,7 @@ def turns_pair(ask: Any, answer: Any, takes: Takes | None, row: dict[str, Any]) 
     if takes is None:
         raise BadRowError("its turns need a chat template, and the tokenizer has none")
     prompt, completion = list(map(turn_of, ask)), list(map(turn_of, answer))
+    # TRL trains on all of a completion, a user's turn in it as well.
     others = [turn["role"] for turn in completion if turn["role"] != "assistant"]
     if others:
         raise BadRowError(

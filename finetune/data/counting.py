@@ -57,6 +57,7 @@ def counted_rows(config: RunConfig, *, sample: bool = False, tokenizer: Any = No
 
 def arguments_for(rows: Rows, config: RunConfig) -> Any:
     """Arguments of a trainer that only prepares these rows, in this process."""
+    # Sharding needs the processes of the run, and says nothing about rows.
     train = {key: value for key, value in config.train.items() if not key.startswith("fsdp")}
     plain = with_checkpointing(config.model_copy(update={"train": train}), False)
     # A run that is decided by these rows keeps the process group that this makes.
@@ -65,6 +66,7 @@ def arguments_for(rows: Rows, config: RunConfig) -> Any:
 
 def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
     """Tokenize and count rows as a method's trainer would; of a stream its first ones."""
+    # The run's own code counts, so that what is shown before is what is trained.
     trainer: Any = object.__new__(preparing(method))  # preparing rows needs no model
     trainer.processing_class = tokenizer
     held: Any = rows.train if rows.sample is None else rows.sample

@@ -168,6 +168,7 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
         return _streamed(source, weight, form, splits)
     cut = None
     if (sample and not small) or data.streaming:
+        # One more than the sample, which tells whether there are others.
         rows = _held(source.read(streaming=True), SAMPLE + 1, source)
         cut = SAMPLE if len(rows) > SAMPLE else None
         rows = rows.select(range(min(SAMPLE, len(rows))))
@@ -182,6 +183,7 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
     held_out = None
     if splits and len(rows) > 1:
         count = _share_held_out(len(rows), data)
+        # A seed of its own keeps the evaluation rows while training seeds change.
         seed = seed if data.seed is None else data.seed
         split = rows.train_test_split(test_size=count, seed=seed)
         rows, held_out = split["train"], split["test"]
@@ -192,6 +194,7 @@ def _share_held_out(count: int, data: DataConfig) -> int:
     """Rows of `count` to evaluate on: 32 of many, 16 or a fifth of fewer, at least; never all."""
     few = max(1, min(LEAST_OF_FEW, count // 5))
     least = LEAST_EVAL if count >= 10 * LEAST_EVAL else few
+    # At least one row is left to train on.
     return min(max(least, round(count * data.eval_fraction)), count - 1)
 
 
@@ -202,11 +205,14 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
     if data.max_rows is not None:
         stream = stream.take(data.max_rows)
     with reading(source):
+        # A stream has no length; its beginning decides how many are held out.
         count = sum(1 for _ in itertools.islice(stream, HEAD)) if splits else 0
     first = _share_held_out(count, data) if count > 1 else 0
     kind, held, refused = formatted(_held(stream, first + SAMPLE, source), form, source.label)
     late = SkippedLate(SAMPLE)
+    # Behind the rows that are held out: a stream cannot take single ones out.
     rest = formatted_stream(stream.skip(first), held, form, source.label, first, late)
+    # Refused rows are gone from `held`, so those held out are fewer by them.
     good = first - sum(index < first for index in refused)
     held_out = held.select(range(good)) if good else None
     sample = held.select(range(good, len(held)))

@@ -19,6 +19,7 @@ def once(row: dict[str, list[int]], tokenizer: Any) -> dict[str, list[int]]:
     ids, start, end = row["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
     first = next((i for i, token in enumerate(ids) if token != start), len(ids))
     begin, tail = max(first - 1, 0), len(ids)
+    # White space between two ends: TRL adds one behind what a template has printed last.
     while tail > first and (ids[tail - 1] == end or not tokenizer.decode([ids[tail - 1]]).strip()):
         tail -= 1
     stop = tail + ids[tail:].index(end) + 1 if ids[tail:].count(end) > 1 else len(ids)

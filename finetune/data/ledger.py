@@ -198,6 +198,7 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
         DataError: an id that the embedding does not have.
     """
     mode = getattr(args, "truncation_mode", "keep_start")
+    # Packing cuts at the end whatever the mode says (TRL 1.16).
     limit, at_start = getattr(args, "max_length", None), mode == "keep_start" or packing
     splits = packing and args.packing_strategy in SPLITTING
     # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
@@ -213,12 +214,16 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
         labels = np.asarray(given.flatten())
         lengths = np.asarray(ids.value_lengths()).astype(np.int64)
         values = np.asarray(ids.flatten())
+        # On a GPU an id beyond the embedding is an assertion in a kernel, without a word about
+        # rows.
         if values.size and values.max() >= vocabulary:
             raise DataError(
                 f"{values.max()} is no token id: the model has {vocabulary:,} tokens",
                 where="the tokenizer",
                 fix="take the tokenizer that belongs to this model",
             )
+        # All rows of a batch as one flat array: a loop over rows in Python would take minutes a
+        # million.
         starts = np.cumsum(lengths) - lengths
         position = np.arange(labels.size) - np.repeat(starts, lengths)
         inside = np.ones(labels.size, bool)
@@ -234,8 +239,11 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
         every.append(lengths)
         needed.append(reach if at_start else lengths)
         counted = inside & (labels != MASKED)
+        # Trained tokens of each row that lie within the limit.
         per_row = np.bincount(np.repeat(np.arange(lengths.size), lengths), counted, lengths.size)
         kept = np.minimum(lengths, limit) if limit is not None and not splits else lengths
+        # As TRL does: rows of which truncation leaves nothing to learn are dropped, packed ones are
+        # not.
         drops = (per_row == 0) & (not packing)
         # White space, which some templates have behind the end.
         known = (int(label) for label in np.unique(labels) if label >= 0)
@@ -252,6 +260,7 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
         found["stops"] += int(np.isin(labels[last[last >= 0]], list(stops)).sum())
         uncut = (last >= 0) & ((kept == lengths)[lengths > 0] | (not at_start))
         ends.update(token for token in labels[last[uncut]].tolist() if token in stops)
+    # A token that ends one row in a hundred is a way to end; a rarer one is a row that is odd.
     usual = tuple(token for token, count in ends.items() if count * 100 >= found["rows"])
     known = Lengths(np.concatenate(every), np.concatenate(needed), trained)
     return Ledger(**found, ends=usual, bins=None, max_length=limit, lengths=known)

@@ -58,6 +58,7 @@ class Lengths:
 
     def percentiles(self) -> dict[int, int]:
         """Percentile -> tokens that so many of a hundred rows do not exceed."""
+        # A length that some row has, not one between two of them.
         found = np.percentile(self.whole, SHARES, method="inverted_cdf")
         return dict(zip(SHARES, found.astype(int).tolist(), strict=True))
 
@@ -70,6 +71,7 @@ class Lengths:
         """
         order = np.sort(self.needed)
         usual, longest = int(order[-1 - order.size // RARE]), int(order[-1])
+        # A few rows far longer than all others would set the memory of each batch.
         rounded = _rounded(usual if longest > VERY_LONG * usual else longest, multiple)
         return min(rounded, most or rounded)
 
@@ -99,6 +101,7 @@ class Lengths:
 
     def padding(self, limit: int, rows: int) -> float:
         """Share of padding in micro-batches of so many rows in random order."""
+        # Drawn once with a seed: the same table each time.
         kept = np.random.default_rng(0).permutation(np.minimum(self.whole, limit))
         rows = min(rows, kept.size)
         batches = kept[: kept.size // rows * rows].reshape(-1, rows)

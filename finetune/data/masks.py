@@ -59,8 +59,12 @@ def answers(
     before = len(row.get("prompt") or ()) if completion_only else 0
     trained = row.get(TRAINED_TURNS) or [k >= before for k in places]
     render, found, text = _renderer(row, tokenizer), list[tuple[int, list[Span]]](), ""
+    # From the last answer backwards: earlier ones share its row as long as the template prints them
+    # as they were written.
     for place in [k for k, flag in zip(places, trained, strict=True) if flag][::-1]:
         whole = render(turns[: place + 1])
+        # The template prints this answer otherwise once others follow, so it gets a row that ends
+        # with it.
         if not text.startswith(whole):
             text = whole
             found.append((place + 1, []))
@@ -83,8 +87,10 @@ def _begin(turns: list[Any], place: int, whole: str, render: Render) -> int:
     where the two part, which another answer shows too, if theirs begin alike by chance.
     """
     asked = render(turns[:place], add_generation_prompt=True) if place else ""
+    # The usual case: the conversation with the answer begins as the one that asks for it.
     if place and whole.startswith(asked):
         return len(asked)
+    # What both answers have in common is what the template prints before any answer.
     other = render([*turns[:place], {"role": "assistant", "content": "."}])
     if not place:  # nothing asks for it
         return shared(whole, other)
@@ -109,6 +115,7 @@ def _refuse_part(content: str, whole: str, begin: int) -> None:
     Of a content with its thoughts the generation prompt may have the first word (`<think>`).
     """
     shown = whole[max(begin - len(content), 0) :]
+    # White space aside, which templates strip and add as they like.
     if "".join(content.split()) not in "".join(shown.split()):
         raise BadRowError(
             f"the chat template leaves out a part of an answer: of {content[:40]!r} it prints "
@@ -195,6 +202,7 @@ def _labels(
     """Ids of the first turns, and labels: a token that has any character of a span counts."""
     from trl.chat_template_utils import has_generation_markers
 
+    # Without markers Transformers (5.23) would give a mask of zeros.
     marked = has_generation_markers(tokenizer.get_chat_template(tools=row.get("tools") or None))
     found: Any = _renderer(row, tokenizer)(
         turns_of(row)[:count], tokenize=True, return_dict=True,
@@ -206,6 +214,7 @@ def _labels(
     for begin, end in spans:
         inside[begin + 1 : end + 1] = 1
     before = inside.cumsum()
+    # A token that holds the answer's first or last character counts, whatever else it holds.
     on = before[ends] > before[begins]
     if marked:
         on &= np.asarray(found["assistant_masks"], bool)

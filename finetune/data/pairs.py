@@ -91,6 +91,8 @@ class AccountedPairs(Accounted):
             return done, done if again else as_they_are(done)
         if not isinstance(rows, Dataset):
             return rows, rows
+        # Rows that TRL would drop are dropped here, where they are counted; the trainer gets those
+        # that are left.
         kept = self.counted(rows, args, name).select_columns(rows.column_names)
         if name == "train":
             self.given = kept

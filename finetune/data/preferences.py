@@ -100,9 +100,11 @@ def _preference(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
         from trl import extract_prompt
 
         texts: dict[str, Any] = {key: text_of(row, key) for key in ("chosen", "rejected")}
+        # TRL's rule: the longest common beginning, up to a space before what differs.
         found = dict(extract_prompt(texts)) if texts["chosen"] != texts["rejected"] else texts
     else:
         good, bad = (_answered(takes, row, key) for key in ("chosen", "rejected"))
+        # A pair of answers to two questions says nothing about either.
         if good["prompt"] != bad["prompt"]:
             raise BadRowError("'chosen' and 'rejected' answer different questions")
         found = {**good, "rejected": bad["chosen"]}
@@ -141,6 +143,8 @@ def _prompts(takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
         if takes is None:
             raise BadRowError("its turns need a chat template, and the tokenizer has none")
         asked = list(map(turn_of, turns))
+        # The answer of a row that is used as a prompt would be read as the beginning of what is
+        # written.
         while asked and asked[-1]["role"] == "assistant":
             asked.pop()
         prompt: Any = taken_turns(asked, takes, row)

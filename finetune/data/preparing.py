@@ -74,6 +74,8 @@ class Accounted(Trainer):
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         self.processing_class = kwargs["processing_class"]
         self.given = kwargs["train_dataset"] if self.given is None else self.given
+        # Of the model, not of the tokenizer, which may know fewer words than the embedding has
+        # rows.
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = getattr(args, "assistant_only_loss", False)
         done: dict[str, Any] = {}
@@ -129,6 +131,8 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         asked = args.completion_only_loss
+        # TRL decides by the first row; told here, so that both steps of the preparation decide
+        # alike.
         args.completion_only_loss = self._only_completions(kwargs["train_dataset"], args)
         try:
             super().__init__(model=model, args=args, **kwargs)
@@ -177,6 +181,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         tokenizer = self.processing_class
         held, row = isinstance(dataset, Dataset), next(iter(dataset))
         if held and args.dataset_num_proc is None:
+            # On a copy: the arguments are the user's, and are saved with the run.
             args = copy.copy(args)
             args.dataset_num_proc = workers(len(dataset))
         if self.only_answers and not is_conversational(row):
@@ -200,6 +205,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
                 dataset = dataset.map(mask, **processes)
             elif TRAINED_TURNS in row:
                 dataset = dataset.map(refuse_weights, **processes)
+            # Nothing is cut yet, so that what will be can be counted.
             tokenized: Any = made(dataset, max_length=None, shuffle_dataset=False)
         except TRAPPED as error:
             raise not_formatted(name, error) from error
@@ -208,6 +214,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         if not held:
             return made(tokenized, packing=packing)
         found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
+        # A look at single rows may meet some that are cut.
         if not found.trained and name != "look":
             raise nothing_trained(found, name)
         if answers and name == "train" and found.never_ends:

@@ -54,6 +54,7 @@ def repeated_rows(loader: Any, micro_steps: float) -> tuple[int, int]:
             does not end.
     """
     share = share_of(loader)
+    # Only `even_batches` repeats rows; `drop_last` leaves them out.
     if share is None or not share.even_batches or share.drop_last:
         return 0, 0
     rows, whole = _sizes(share)
@@ -200,6 +201,8 @@ class EvaluatesOnce:
         size, lengths = self.args.per_device_eval_batch_size, inputs.pop(ROW_LENGTHS, None)
         several = self.accelerator.num_processes > 1 and state.end_of_dataloader
         if several and state.remainder > 0 and labels is not None:
+            # `remainder` is how many rows of the last batch of all processes are not repetitions;
+            # they come first.
             own = max(0, state.remainder - self.accelerator.process_index * size)
             inputs = {**inputs, "labels": labels.clone()}
             if lengths is not None:  # [1, tokens]
@@ -209,6 +212,7 @@ class EvaluatesOnce:
         above: Any = super()
         loss, *rest = above.prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and labels is not None:
+            # No token comes before the first label to predict it: the mean is over one token less.
             tokens = int((inputs["labels"][:, 1:] != MASKED).sum())
             self.evaluated[0] += float(loss) * tokens if tokens else 0.0
             self.evaluated[1] += tokens

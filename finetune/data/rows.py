@@ -94,6 +94,7 @@ class SkippedLate:
     """
 
     def __init__(self, behind: int) -> None:
+        # Shared memory: workers of a data loader are processes of their own.
         self._seen = multiprocessing.Array("q", [behind - 1, 0])
 
     def __int__(self) -> int:
@@ -107,6 +108,8 @@ class SkippedLate:
         if not _problem(convert, row):
             return True
         with self._seen:
+            # Once, though an epoch or several workers read a row several times: only what lies
+            # further on is new.
             if index > self._seen[0]:
                 self._seen[:] = [index, self._seen[1] + 1]
         return False
@@ -284,6 +287,7 @@ def _likely_columns(rows: Any) -> str:
         name: sum(len(row[name]) for row in first if isinstance(row[name], str))
         for name in rows.column_names
     }
+    # Question and answer are nearly always the longest texts of a row.
     longest = sorted(filter(size.get, size), key=lambda name: -size[name])[:2]
     ask, answer = sorted(longest, key=rows.column_names.index) if longest[1:] else ("NAME", "NAME")
     return f"'data.columns={{prompt: {ask}, completion: {answer}}}'"
@@ -360,6 +364,7 @@ def made_by(rows: Dataset, *what: Any) -> str:
     """Name of converted rows in the cache of `datasets`: of the rows, and of the code for them."""
     names = ("rows.py", "converters.py", "preferences.py", "chat.py", "checks.py", "masks.py")
     files = [Path(__file__).with_name(name) for name in names]
+    # `datasets` would hash the functions by their pickles, which do not see what they call.
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
 

@@ -77,6 +77,7 @@ class Source:
             return []
         others = [p for p in folder.rglob("*") if p.is_file() or p.is_symlink()]
         others = sorted({str(p.relative_to(folder)) for p in others if p not in self.files})
+        # Hidden files are nobody's rows.
         others = [name for name in others if not re.search(r"(^|/)\.", name)]
         return [f"not read in {self.label}: {some(others)}"] if others else []
 
@@ -99,6 +100,7 @@ class Source:
         with reading(self):
             if next(iter(rows), None) is None:
                 raise self.empty()
+            # A stream without types is read in its first rows, which decide them.
             return rows if rows.features else rows._resolve_features()
 
     def empty(self) -> DataError:
@@ -124,6 +126,7 @@ class Source:
                 return rows.to_iterable_dataset() if streaming else rows
             if self.loader in ("json", "csv", "text"):
                 return self._read_text(streaming)
+            # `datasets` takes names as patterns: `rows[1].parquet` would be another file.
             names = [glob.escape(str(file)) for file in self.files]
             # Its copy is found by path and time: other rows may have those of before (archives).
             name = None if streaming else f"rows-{self.fingerprint()[:16]}"
@@ -143,6 +146,7 @@ class Source:
         if streaming:
             return IterableDataset.from_generator(cells, features, gen_kwargs=given)
         code = Path(text_rows.__file__).read_text(encoding="utf-8")
+        # With the code that reads: a better reader must not be given the rows of an older one.
         made = fingerprint(self.files, self.loader, self.sample_by, code)
         return Dataset.from_generator(cells, features, gen_kwargs=given, fingerprint=made[:16])
 
@@ -305,6 +309,7 @@ def reading(source: Source) -> Iterator[None]:
         if not source.files:
             raise _not_on_the_hub(source, error) from error
         names = (None, *map(str, source.files))
+        # Not of a source: the cache of `datasets` is full or may not be written.
         if isinstance(error, OSError) and error.filename not in names:
             raise DataError(
                 f"{Path(source.label).name} could not be cached",

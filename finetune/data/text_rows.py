@@ -75,6 +75,7 @@ def columns_of(files: Iterable[Path], most: int | None, sample_by: str) -> dict[
             why="a folder or glob is one table",
             fix=f"data.path=[{one},{other}], a list of files: their formats may differ",
         )
+    # Null fits a column of any type.
     kinds = {name: seen - {"null"} or {"json"} for name, seen in found.items()}
     return {name: seen.pop() if len(seen) == 1 else "json" for name, seen in kinds.items()}
 
@@ -107,6 +108,7 @@ def cells(
     """
     for file in map(Path, files):
         for number, row in rows_of(file, sample_by):
+            # Columns that nothing reads may come and go.
             if late := (row.keys() & READ) - columns.keys():
                 raise DataError(
                     f"{file.name} has a column {min(late)!r} that its first rows do not have",
@@ -221,12 +223,15 @@ def _cells_of(
     texts = (_text(line, file, number) for number, line in enumerate(lines, 1))
     first = next(texts, "")
     names = next(csv.reader([first], delimiter=usual), [])
+    # Only where the usual separator finds one column: a comma in a name is no reason to look
+    # further.
     found = Counter(c for c in first if c in DELIMITERS) if len(names) == 1 else {}
     separator = max(found, key=lambda c: found[c], default=usual)
     table = csv.reader(itertools.chain([first], texts), delimiter=separator)
     try:
         header = _header(next(table), file)
         for row in table:
+            # pandas would shift the cells of such a row, or take the first for an index.
             if row and len(row) != len(header):
                 why = f"a row of {len(row)} cells under {len(header)} columns would be shifted"
                 raise _refused(file, table.line_num, why, CELLS)
@@ -298,6 +303,7 @@ def _json(content: bytes, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _parsed(text: str, file: Path, number: int) -> Any:
     try:
         found = json.loads(text.rstrip())
+        # Half of a surrogate pair is valid JSON, and no text that can be written anywhere.
         if "\\ud" in text or "\\uD" in text:
             json.dumps(found, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
