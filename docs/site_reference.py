@@ -479,7 +479,7 @@ API = {
         "PrecisionConfig",
     ),
     "Before and after a run": ("estimate", "compare", "benchmark", "diagnose", "report"),
-    "Layers": ("plan", "apply", "revert", "disabled", "register_parameter_matmuls"),
+    "Layers": ("plan", "apply", "revert", "disabled", "fp8_matmul"),
     "The rest": ("FinetuneError", "quiet_libraries"),
 }
 """Public names in the order of the page."""

@@ -12,10 +12,10 @@ from finetune.errors import FinetuneError as FinetuneError
 from finetune.estimator.estimate import estimate as estimate
 from finetune.export.export import export_run as export_run
 from finetune.logging import quiet_libraries as quiet_libraries
+from finetune.precision.cases.parameters import fp8_matmul as fp8_matmul
 from finetune.precision.convert import apply as apply
 from finetune.precision.convert import disabled as disabled
 from finetune.precision.convert import revert as revert
-from finetune.precision.model.layers import register_parameter_matmuls as register_parameter_matmuls
 from finetune.precision.planner import plan as plan
 from finetune.precision.settings import PrecisionConfig as PrecisionConfig
 from finetune.runs.lookup import find_runs as find_runs

@@ -20,6 +20,7 @@ from torch import nn
 
 from finetune.precision.cases import CASES
 from finetune.precision.cases.case import Site
+from finetune.precision.cases.parameters import promise
 from finetune.precision.engines.base import (
     Backend,
     ObservedMixin,
@@ -90,6 +91,7 @@ class Conversion:
         self._swap(self.model, root, fp8_observers=site.observers, **{ATTRIBUTE: self})
         self.head = site.head
         self.is_applied = True
+        promise(self)
 
     def _swap(self, module: nn.Module, mixin: type[Swapped], **facts: Any) -> None:
         self._swapped.append((module, mixin))

@@ -38,6 +38,7 @@ from finetune.precision.model.layers import (
     past_forward_here,
     records,
     why_made_anew,
+    why_multiplied_past,
     why_not_aligned,
     why_own_forward,
 )
@@ -93,7 +94,8 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         if not storing.serves(each.owner, frozen=not each.weight.requires_grad):
             served = are_served_experts(each.owner)
             made_anew = "" if served else why_made_anew(model, each.name, each.owner)
-            cannot = made_anew or (OF_ENGINE if not precision.engine.takes_parameters else cannot)
+            past = made_anew or why_multiplied_past(each.owner)
+            cannot = past or (OF_ENGINE if not precision.engine.takes_parameters else cannot)
         row = _plan_layer(each, cannot, choices)
         _check_override(
             row, "its module multiplies by it, and only linear layers have a forward to replace"

@@ -17,7 +17,7 @@ N = n / heads neurons, one level is
     x_t   <- LN(x_t + LN(y_t))                    D
 
 with E = `encoder` [D, n], V = `encoder_v` [heads, D, N] and G = `decoder` [n, D]: plain parameters
-instead of `nn.Linear`, listed in `BdhBlock.fp8_matmuls` for FP8 conversion.
+instead of `nn.Linear`, listed in `BdhBlock.fp8_matmuls` and multiplied by `fp8_matmul`.
 
 The attention has no softmax, scale or projections, and a token never reads itself (tau < t). The
 paper's recurrent form keeps a state of N x D numbers; this one computes the [T, T] table of inner
@@ -55,6 +55,8 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs, can_return_tuple
+
+from finetune.precision.cases.parameters import fp8_matmul
 
 CACHE: str = next(
     field.name
@@ -219,7 +221,7 @@ class BdhBlock(GradientCheckpointingLayer):
                 cache away where it checkpoints.
         """
         rows = x.shape[:2]
-        active = F.relu(x @ self.encoder).unflatten(-1, (self.heads, -1))  # [B, T, H, N]
+        active = F.relu(fp8_matmul(x, self.encoder)).unflatten(-1, (self.heads, -1))  # [B, T, H, N]
         query = key = rotate(active.transpose(1, 2), cos, sin)
         # The stream itself, one for all heads: that is what BDH's attention reads.
         value = x[:, None]
@@ -227,10 +229,10 @@ class BdhBlock(GradientCheckpointingLayer):
             key, value = cache.update(key, value, level)
         read = attend(query, key, value, visible)  # [B, H, T, D]
         read = normalize(read.transpose(0, 1).flatten(1, 2), self.eps)  # [H, B·T, D]
-        excited = F.relu(read @ self.encoder_v)  # [H, B·T, N]
+        excited = F.relu(fp8_matmul(read, self.encoder_v))  # [H, B·T, N]
         both = active * excited.transpose(0, 1).unflatten(0, rows)
         both = F.dropout(both, self.dropout, self.training)
-        written = both.flatten(2) @ self.decoder  # [B, T, D]
+        written = fp8_matmul(both.flatten(2), self.decoder)  # [B, T, D]
         # A token with nothing to read writes exactly 0, where LayerNorm's slope is eps^-1/2: its
         # gradient, which changes nothing, was 60 to 150 times all others and would set their scale.
         written = written.masked_fill(~visible.any(-1).mT, 0)

@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from finetune import PrecisionConfig, disabled, get_receipt, register_parameter_matmuls, revert
+from finetune import PrecisionConfig, disabled, fp8_matmul, get_receipt, revert
 from finetune.errors import ConversionError, PlanError, ProofError
 from finetune.precision import convert
-from finetune.precision.cases.contractions import group_sizes
-from finetune.precision.cases.parameters import ParameterMixin
+from finetune.precision.cases.parameters import ParameterMixin, group_sizes
 from finetune.precision.planner import plan
 from tests.conftest import batch
 
@@ -77,79 +76,56 @@ def linear_twin(weight: Tensor, bias: Tensor | None = None) -> nn.Sequential:
 
 
 FORMS = {
-    "x @ w": ((32, 48), lambda x, w: x @ w, True),
-    "torch.matmul": ((32, 48), lambda x, w: torch.matmul(x, other=w), True),
-    "mm of rows": ((32, 48), lambda x, w: x.flatten(0, 1).mm(w).unflatten(0, x.shape[:2]), True),
-    "bmm, expanded": ((32, 48), lambda x, w: torch.bmm(x, w.expand(x.shape[0], -1, -1)), True),
-    "einsum": ((32, 48), lambda x, w: torch.einsum("btk, kn -> btn", x, w), True),
-    "einsum, implicit": ((32, 48), lambda x, w: torch.einsum("...k,kn", x, w), True),
-    "weight first": ((32, 48), lambda x, w: (w.mT @ x.mT).mT, True),
-    "F.linear": ((48, 32), lambda x, w: F.linear(x, w), False),
-    "x @ w.t()": ((48, 32), lambda x, w: x @ w.t(), False),
-    "addmm": (
-        (48, 32),
-        lambda x, w: torch.addmm(w.new_zeros(48), x.flatten(0, 1), w.t()).unflatten(0, x.shape[:2]),
-        False,
-    ),
-    "heads in one": (
+    "[K, N]": ((32, 48), fp8_matmul, lambda w: w.t()),
+    "[N, K]": ((48, 32), lambda x, w: fp8_matmul(x, w.mT), lambda w: w),
+    "one of a stack": ((2, 32, 48), lambda x, w: fp8_matmul(x, w[1]), lambda w: w[1].t()),
+    "a stack of one": ((1, 32, 48), lambda x, w: fp8_matmul(x, w)[0], lambda w: w[0].t()),
+    "heads": (
         (3, 32, 16),
-        lambda x, w: (x[:, None] @ w).transpose(1, 2).flatten(2),
-        "heads",
-    ),
-    "heads contracted": (
-        (2, 16, 48),
-        lambda x, w: torch.einsum("bthk,hkn->btn", x.unflatten(-1, (2, 16)), w),
-        "contracted",
+        lambda x, w: fp8_matmul(x[:, None], w).transpose(1, 2).flatten(2),
+        lambda w: w.mT.flatten(0, 1),
     ),
 }
-
-
-def as_linear(weight: Tensor, how: bool | str) -> Tensor:
-    """The [N, K] weight of the linear layer that does the same."""
-    if how == "heads":
-        return weight.mT.flatten(0, 1)
-    if how == "contracted":
-        return weight.flatten(0, 1).t()
-    return weight.t() if how else weight
+"""Shape of a parameter, product by it, and the [N, K] weight of the linear layer that does so."""
 
 
 @pytest.mark.parametrize(("backend", "scaling"), RULES)
 @pytest.mark.parametrize("form", FORMS)
 def test_bit_equal_to_a_linear_layer(form, backend, scaling) -> None:
     """Output, dx and dw of each way to write a product are those of nn.Linear."""
-    shape, write, how = FORMS[form]
-    x = tokens(4, 8, 32)
+    shape, write, as_linear = FORMS[form]
+    x = tokens(4, 8, 32) if form != "a stack of one" else tokens(32, 32)
     model = Holder(*shape, form=write)
-    twin = linear_twin(as_linear(model.w, how))
+    twin = linear_twin(as_linear(model.w))
     chosen = precision(backend, scaling)
     y, dx, (dw,) = train(converted(nn.Sequential(model), chosen), x)
     y_twin, dx_twin, (dw_twin,) = train(converted(twin, chosen), x)
     assert torch.equal(y, y_twin)
     assert torch.equal(dx, dx_twin)
-    assert torch.equal(as_linear(dw, how), dw_twin)
+    assert torch.equal(as_linear(dw), dw_twin)
     plain = write(x, model.w.detach())
     assert not torch.equal(y, plain)
     assert float((y - plain).norm() / plain.norm()) < 0.1
 
 
-@pytest.mark.parametrize("scaling", ["rowwise_with_gw_hp", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("form", ["x @ w", "F.linear", "einsum", "weight first"])
+@pytest.mark.parametrize("scaling", ["rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("form", ["[K, N]", "[N, K]"])
 def test_bit_equal_in_other_recipes(form, scaling) -> None:
-    _, write, how = FORMS[form]
-    x, model = tokens(4, 8, 32), Holder(*((32, 64) if how else (64, 32)), form=write)
-    twin = linear_twin(as_linear(model.w, how))
+    _, write, as_linear = FORMS[form]
+    x, model = tokens(4, 8, 32), Holder(*((32, 64) if form == "[K, N]" else (64, 32)), form=write)
+    twin = linear_twin(as_linear(model.w))
     chosen = precision(scaling=scaling)
     y, dx, (dw,) = train(converted(nn.Sequential(model), chosen), x)
     y_twin, dx_twin, (dw_twin,) = train(converted(twin, chosen), x)
     assert torch.equal(y, y_twin)
     assert torch.equal(dx, dx_twin)
-    assert torch.equal(as_linear(dw, how), dw_twin)
+    assert torch.equal(as_linear(dw), dw_twin)
 
 
 @pytest.mark.parametrize(("backend", "scaling"), RULES)
 def test_batched_weights_are_as_many_linear_layers(backend, scaling) -> None:
     """x [H, T, K] times w [H, K, N]: each head has the numbers of a linear layer of its own."""
-    x, model = tokens(3, 8, 32), Holder(3, 32, 16, form=torch.matmul)
+    x, model = tokens(3, 8, 32), Holder(3, 32, 16, form=fp8_matmul)
     slices = model.w.detach().clone().unbind(0)
     y, dx, (dw,) = train(converted(model, precision(backend, scaling)), x, steps=1)
     for head, weight in enumerate(slices):
@@ -161,44 +137,34 @@ def test_batched_weights_are_as_many_linear_layers(backend, scaling) -> None:
 
 
 def grouped(x: Tensor, w: Tensor) -> Tensor:
-    ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
-    return F.grouped_mm(x, w.mT, offs=ends)
+    return fp8_matmul(x, w.mT, torch.tensor([5, 5, 12, 20], dtype=torch.int32))
 
 
 def by_hand(x: Tensor, w: Tensor) -> Tensor:
     pieces = x.split([5, 0, 7, 8])
-    return torch.cat([F.linear(piece, w[e]) for e, piece in enumerate(pieces)])
-
-
-def gathered(x: Tensor, w: Tensor) -> Tensor:
-    expert = torch.tensor([0, 2, 3]).repeat_interleave(torch.tensor([5, 7, 8]))
-    expert = expert[tokens(20).argsort()]
-    order = expert.argsort(stable=True)  # each expert's tokens stay in order: so do its sums
-    y = torch.bmm(w[expert], x[order.argsort()].unsqueeze(-1)).squeeze(-1)
-    return y[order]
+    return torch.cat([fp8_matmul(piece, w[e].mT) for e, piece in enumerate(pieces)])
 
 
 @pytest.mark.parametrize(("backend", "scaling"), RULES)
-def test_experts_in_three_implementations(backend, scaling) -> None:
-    """Grouped, gathered and one by one, expert 1 without tokens: the same bits."""
+def test_experts_grouped_and_one_by_one(backend, scaling) -> None:
+    """Expert 1 has no tokens: the same bits."""
     x = tokens(20, 32)
     results = []
-    for form in (by_hand, grouped, gathered):
+    for form in (by_hand, grouped):
         model = converted(Holder(4, 48, 32, form=form), precision(backend, scaling))
         results.append(train(model, x))
-    (y, dx, (dw,)), *others = results
-    for y_other, dx_other, (dw_other,) in others:
-        assert torch.equal(y, y_other)
-        assert torch.equal(dx, dx_other)
-        assert torch.equal(dw, dw_other)
+    (y, dx, (dw,)), (y_other, dx_other, (dw_other,)) = results
+    assert torch.equal(y, y_other)
+    assert torch.equal(dx, dx_other)
+    assert torch.equal(dw, dw_other)
     assert not dw[1].any()
     assert all(dw[e].any() for e in (0, 2, 3))
-    assert not torch.equal(y, by_hand(x, model.w))
+    assert not torch.equal(y, by_hand(x, model.w.detach()))
 
 
 def test_rows_of_nobody_come_out_as_zero() -> None:
     def tail(x: Tensor, w: Tensor) -> Tensor:
-        return torch._grouped_mm(x, w, offs=torch.tensor([3, 8], dtype=torch.int32))
+        return fp8_matmul(x, w, torch.tensor([3, 8], dtype=torch.int32))
 
     model = converted(Holder(2, 32, 16, form=tail), precision())
     y, dx, (dw,) = train(model, tokens(12, 32))
@@ -226,10 +192,10 @@ class Block(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.proj(self.table[ids])  # [T, 32]
-        x = x @ self.inner @ self.inner.t()
+        x = fp8_matmul(fp8_matmul(x, self.inner), self.inner.t())
         scores = x @ x.t()  # nobody's
-        heads = x @ self.experts  # [3, T, odd]
-        return scores.softmax(-1) @ (heads @ self.experts.mT).sum(0)
+        heads = fp8_matmul(x, self.experts)  # [3, T, odd]
+        return scores.softmax(-1) @ fp8_matmul(heads, self.experts.mT).sum(0)
 
 
 IDS = torch.arange(48) % 64
@@ -280,7 +246,7 @@ def test_wrong_declaration(names) -> None:
         plan(nn.Sequential(Wrong(32, 32)), precision())
 
 
-def test_registration_of_a_class_that_is_not_ours() -> None:
+def test_a_declaration_counts_for_subclasses_until_they_have_their_own() -> None:
     class Theirs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -291,13 +257,11 @@ def test_registration_of_a_class_that_is_not_ours() -> None:
 
     with pytest.raises(PlanError, match="no linear layers, and no parameters declared"):
         plan(Theirs(), precision())
-    register_parameter_matmuls(Theirs, ["kernel"])
+    Theirs.fp8_matmuls = ("kernel",)
     assert [r.name for r in plan(nn.Sequential(Derived()), precision()).layers] == ["0.kernel"]
-    register_parameter_matmuls(Derived, [])
+    Derived.fp8_matmuls = ()
     with pytest.raises(PlanError):
         plan(Derived(), precision())
-    with pytest.raises(PlanError, match="a list of parameter names"):
-        register_parameter_matmuls(Theirs, "kernel")
 
 
 def test_transformer_engine_takes_no_parameters() -> None:
@@ -309,34 +273,111 @@ def test_transformer_engine_takes_no_parameters() -> None:
 
 
 def test_parametrized_weights_stay_high() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), Holder(32, 32, form=torch.matmul))
+    model = nn.Sequential(nn.Linear(32, 32), Holder(32, 32, form=fp8_matmul))
     nn.utils.parametrizations.weight_norm(model[1], "w")
     row = plan(model, precision()).layers[-1]
     assert (row.name, row.compute) == ("1.w", "bf16")
     assert "computed again" in row.reason
+    convert.apply(model, plan(model, precision()))
+    assert model(tokens(8, 32)).requires_grad, "the operand is no parameter, and promised to nobody"
 
 
 # -------------------------------------------------------------------- what cannot run in FP8 raises
 
 
 @pytest.mark.parametrize(
+    ("x", "w", "offs"),
+    [
+        ((8, 32), (48, 32), None),
+        ((8, 32), (32,), None),
+        ((8, 32), (2, 2, 32, 16), None),
+        ((3, 8, 32), (2, 32, 16), None),
+        ((32,), (2, 32, 16), None),
+        ((8, 32), (2, 32, 16), 3),
+        ((8, 32), (32, 16), 2),
+        ((2, 8, 32), (2, 32, 16), 2),
+    ],
+)
+def test_operands_of_other_shapes_are_refused_wherever(x, w, offs) -> None:
+    offs = None if offs is None else torch.full((offs,), 8, dtype=torch.int32)
+    with pytest.raises(ConversionError, match=r"operands of these shapes[\s\S]*w \["):
+        fp8_matmul(tokens(*x), tokens(*w), offs)
+
+
+@pytest.mark.parametrize(
     ("form", "reason"),
     [
-        (lambda x, w: x[..., :24] @ w[:24], "K=24 of this product"),
-        (lambda x, w: x @ w[:, :8], "N=8 of this product"),
-        (lambda x, w: torch.einsum("ti,ij,jk->tk", x, w, x.new_ones(32, 16)), "is not served"),
-        (lambda x, w: torch.einsum("tk,kn->t", x, w), "no linear product"),
-        (lambda x, w: torch.mm(x, w, out=x.new_empty(8, 32)), "is not served"),
+        (lambda x, w: fp8_matmul(x[..., :24], w[:24]), "K=24 of this product"),
+        (lambda x, w: fp8_matmul(x, w[:, :8]), "N=8 of this product"),
     ],
 )
 @torch.no_grad()
-def test_products_that_cannot_be_served(form, reason) -> None:
+def test_views_that_no_gemm_takes_are_refused(form, reason) -> None:
     model = converted(Holder(32, 32, form=form), precision())
     with pytest.raises(ConversionError, match=rf"'w' is planned in FP8[\s\S]*{reason}"):
         model(tokens(8, 32))
 
 
-def test_what_is_no_product_with_tokens_passes() -> None:
+class Two(nn.Module):
+    """A linear layer, and a product with a parameter that is declared, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.w = nn.Linear(32, 32), nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8_matmul(self.proj(x), self.w.mT)
+
+
+class Declared(Two):
+    fp8_matmuls: ClassVar[tuple[str, ...]] = ("w",)
+
+
+def test_a_product_that_the_plan_does_not_know_is_refused() -> None:
+    """As FP8 it would be a promise that no row of the plan makes."""
+    model, x = Two(), tokens(8, 32)
+    plain = model(x)
+    converted(model, precision())
+    with pytest.raises(ConversionError, match=r"by 'w', which is not declared[\s\S]*fp8_matmuls"):
+        model(x)
+    assert torch.equal(revert(model)(x), plain)
+    assert torch.equal(converted(model, PrecisionConfig(compute="bf16"))(x), plain)
+    # `keep` is a choice, and a plan made again counts.
+    model = converted(Declared(), precision(keep=("w",)))
+    assert model(x).requires_grad
+    convert.apply(model, plan(model, precision()))
+    assert isinstance(model, ParameterMixin)
+
+
+def test_a_planned_parameter_outside_of_its_modules_forward_is_refused() -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Declared()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return fp8_matmul(x, self.inner.w) + self.inner(x)
+
+    model, x = Outside(), tokens(8, 32)
+    plain = model(x)
+    converted(model, precision())
+    with pytest.raises(ConversionError, match=r"'inner\.w' is planned[\s\S]*its module's forward"):
+        model(x)
+    with disabled(model):
+        assert torch.equal(model(x), plain)
+    assert torch.equal(model.eval()(x), plain)
+
+
+def test_a_part_checkpointed_inside_of_the_forward_is_refused() -> None:
+    def form(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint(fp8_matmul, x, w, use_reentrant=False)
+
+    model = converted(Holder(32, 32, form=form), precision())
+    with pytest.raises(ConversionError, match="checkpointed inside"):
+        model(tokens(16, 32).requires_grad_()).sum().backward()
+
+
+def test_other_uses_of_a_planned_parameter_are_its_modules_own() -> None:
     def form(x: Tensor, w: Tensor) -> Tensor:
         penalty = (w @ w.t()).square().mean() + w.norm()
         return x @ x.t() * penalty + F.linear(x, x, bias=w[0, :8])
@@ -344,6 +385,13 @@ def test_what_is_no_product_with_tokens_passes() -> None:
     model = Holder(32, 32, form=form)
     x = tokens(8, 32)
     assert torch.equal(form(x, model.w), converted(model, precision())(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
+def test_a_model_that_is_not_prepared_compiles_whole() -> None:
+    model, x = Two(), tokens(8, 32)
+    expected = model(x)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
 
 
 # ------------------------------------------------------------------------- a converted model's life
@@ -378,10 +426,10 @@ def test_revert_evaluation_copies(setup_backend) -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("scaling", ["delayed", "rowwise"])
 def test_checkpointing_recomputes_the_same(use_reentrant, scaling) -> None:
-    class Two(nn.Module):
+    class Layers(nn.Module):
         def __init__(self, *, checkpointed: bool) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(Holder(32, 32, form=torch.matmul) for _ in range(2))
+            self.layers = nn.ModuleList(Holder(32, 32, form=fp8_matmul) for _ in range(2))
             self.checkpointed = checkpointed
 
         def forward(self, x: Tensor) -> Tensor:
@@ -395,7 +443,7 @@ def test_checkpointing_recomputes_the_same(use_reentrant, scaling) -> None:
 
     results = []
     for checkpointed in (False, True):
-        model = converted(Two(checkpointed=checkpointed), precision(scaling=scaling))
+        model = converted(Layers(checkpointed=checkpointed), precision(scaling=scaling))
         y, dx, grads = train(model, tokens(16, 32), steps=3)
         results.append([y, dx, *grads])
     for a, b in zip(*results, strict=True):
@@ -486,18 +534,19 @@ def test_parameters_in_a_bf16_run(setup_backend, alone) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        lambda x, w: x @ w.to(torch.bfloat16),
-        lambda x, w: x @ w.clone(),
-        lambda x, w: F.linear(x, torch.cat([w, w])),
-        lambda x, w: x @ (w * x.new_full((), 0.5)),
+        lambda x, w: x @ w,
+        lambda x, w: torch.einsum("tk,kn->tn", x, w),
+        lambda x, w: fp8_matmul(x, w.to(torch.bfloat16)),
+        lambda x, w: fp8_matmul(x, w.clone()),
+        lambda x, w: fp8_matmul(x, w * x.new_full((), 0.5)),
         lambda x, w: F.conv1d(x.t()[None], w[..., None])[0].t(),
         lambda x, w: x * w.sum(),
     ],
 )
-def test_products_past_the_converter_fail_the_proof(form, setup_backend) -> None:
+def test_products_past_fp8_matmul_fail_the_proof(form, setup_backend) -> None:
     model = nn.Sequential(nn.Linear(32, 32), Holder(32, 32, form=form))
     run = prepared(model, setup_backend)
-    with pytest.raises(ProofError, match=r"did not run[\s\S]*1\.w"):
+    with pytest.raises(ProofError, match=r"did not run[\s\S]*1\.w[\s\S]*finetune\.fp8_matmul"):
         step(*run, tokens(16, 32))
 
 
@@ -507,7 +556,7 @@ def test_lookups_and_penalties_do_not_fail_the_proof(setup_backend) -> None:
     def form(x: Tensor, w: Tensor) -> Tensor:
         rows = F.embedding(IDS, w) + w[IDS]
         mixed = rows @ rows.t() @ rows  # nobody's
-        return mixed @ w.t() + (w @ w.t()).square().mean()
+        return fp8_matmul(mixed, w.t()) + (w @ w.t()).square().mean()
 
     run = prepared(Holder(64, 32, form=form), setup_backend)
     for _ in range(2):
@@ -591,7 +640,9 @@ OTHER_FAMILIES = {
 
 
 @pytest.mark.parametrize(("family", "stacks"), [("jetmoe", 4), ("dbrx", 3)])
-def test_experts_under_other_names_run_in_fp8(setup_backend, family, stacks) -> None:
+def test_experts_that_their_module_multiplies_have_a_row_that_says_so(
+    setup_backend, family, stacks
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -602,8 +653,10 @@ def test_experts_under_other_names_run_in_fp8(setup_backend, family, stacks) -> 
         step(*run, **batch())
     receipt = get_receipt()
     rows = [r for r in receipt.layers if r.name.rpartition(".")[2] in ("weight", "w1", "v1", "w2")]
+    rows = [r for r in rows if "fp8_matmul in its forward" in r.reason]
     assert len(rows) == stacks
-    assert {p for r in rows for p in (r.fprop, r.dgrad, r.wgrad)} == {"fp8"}
+    assert {p for r in rows for p in (r.fprop, r.dgrad, r.wgrad)} == {"none"}
+    assert receipt.status == "proven"
 
 
 def test_shared_experts_in_one_parameter_are_known() -> None:
@@ -612,9 +665,9 @@ def test_shared_experts_in_one_parameter_are_known() -> None:
     config = SimpleNamespace(
         n_shared_experts=2, moe_intermediate_size=64, hidden_size=32, hidden_act="silu"
     )
-    model = InklingSharedExperts(config)
-    names = {layer.name: layer.compute for layer in plan(model, precision()).layers}
-    assert names == dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "fp8")
+    model = nn.Sequential(nn.Linear(32, 32), InklingSharedExperts(config))
+    names = {layer.name: layer.compute for layer in plan(model, precision()).layers[1:]}
+    assert names == {f"1.{n}": "bf16" for n in ("gate_proj", "up_proj", "down_proj")}
 
 
 def test_experts_under_adapters_of_their_own_run_in_fp8(setup_backend) -> None:

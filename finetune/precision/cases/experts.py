@@ -37,10 +37,14 @@ from torch.nn import functional as F
 
 from finetune.precision import constants
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.cases.contractions import group_sizes
 from finetune.precision.cases.lora import Adapter
+from finetune.precision.cases.parameters import fp8_matmul, group_sizes, grouped_mm
 from finetune.precision.engines.base import ObservedMixin, Observer, Owner, Tally, multiplying
-from finetune.precision.model.layers import are_served_experts, declared_matmuls
+from finetune.precision.model.layers import (
+    are_batched_experts,
+    are_served_experts,
+    declared_matmuls,
+)
 from finetune.precision.model.swap import Swapped, swap
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.numbers.gemm import compute_dtype
@@ -127,13 +131,6 @@ def _parts(sizes: list[int]) -> Iterator[tuple[int, slice]]:
 
 def _rows(x: Tensor | None, rows: slice) -> Any:
     return x if x is None or x.numel() == 1 else x[rows]  # one scale serves all rows
-
-
-def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Rows x [S, C] sorted by expert times w [E, C, D], in the type of `w`."""
-    from transformers.integrations import moe
-
-    return moe._grouped_mm(x, w, ends)
 
 
 # ------------------------------------------------------------------------------------ the module
@@ -234,21 +231,34 @@ class ExpertsMixin(CodesMixin):
             y = FrozenExperts.apply(x, values, x_inverse, bits, inverse, route, how, owner)
         else:
             w = getattr(self, name)
-            w = w if self.is_transposed else w.mT  # [E, K, N]
-            # One that multiplies in FP8 and is not stored so (`ParameterMixin`) has to reach its
-            # product as it is, not as a copy.
-            planned = {each.layer.local for each in self.__dict__.get("fp8_parameters", ())}
-            y = grouped_mm(x, w if name in planned else w.to(x.dtype), route.ends)
+            # In FP8 where it is planned so (`ParameterMixin`). w: [E, K, N]
+            y = fp8_matmul(x, w if self.is_transposed else w.mT, route.ends)
         for adapter in adapters:
             y = y + _low_rank(x, adapter, route)  # x, not its cast: never FP8
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         return y if bias is None else y + bias[route.expert].to(y.dtype)  # bias [E, N]
 
 
-class CastExpertsMixin(ExpertsMixin):
-    """The same for plain weights that follow autocast, which `grouped_mm` does not let them."""
+class PlainExpertsMixin(ExpertsMixin):
+    """The same of plain weights: in FP8, or following autocast, as `grouped_mm` does not let them.
+
+    So experts multiply in one way, whatever implementation of Transformers' is configured.
+    """
 
     in_copies = False
+
+
+class BatchedExpertsMixin(Swapped):
+    """Mixin of Llama 4's experts (Transformers 5.23), to which tokens come in equal shares."""
+
+    keeps_name = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Tokens [E·T, H], those of each expert in turn -> [E·T, H]."""
+        this: Any = self
+        x = hidden_states.view(this.num_experts, -1, this.hidden_size)  # [E, T, H]
+        gate, up = fp8_matmul(x, this.gate_up_proj).chunk(2, dim=-1)
+        return fp8_matmul(up * this.act_fn(gate), this.down_proj).view(-1, this.hidden_size)
 
 
 def cast_experts(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -383,9 +393,12 @@ def converted_experts(site: Site) -> Iterator[Swap]:
             tile = tile_of(layer.stored, owner.codes(layer.local).shape[1:])
             stored.setdefault(layer.owner, {})[layer.local] = site.frozen.how._replace(tile=tile)
     if site.plan.precision.compute != "fp32":
-        in_fp8 = {modules[name] for name in site.plan.fp8_parameters}
-        for module in [m for m in cast_experts(modules.values()) if m not in in_fp8]:
-            yield Swap(module, CastExpertsMixin, {})
+        in_fp8 = [modules[name] for name in site.plan.fp8_parameters]
+        ours = [m for m in in_fp8 if are_served_experts(m) and not isinstance(m, ExpertsMixin)]
+        ours += [m for m in cast_experts(modules.values()) if m not in in_fp8]
+        yield from (Swap(module, PlainExpertsMixin, {}) for module in ours)
+        batched = filter(are_batched_experts, in_fp8)
+        yield from (Swap(module, BatchedExpertsMixin, {}) for module in batched)
     for name, module in modules.items():
         seen: dict[str, Any] = {"fp8_name": name, "fp8_observers": []}
         if isinstance(module, ExpertsMixin):

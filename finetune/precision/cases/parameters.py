@@ -1,56 +1,166 @@
-"""FP8 for matmuls whose weight is a plain `nn.Parameter` and not a linear layer.
+"""FP8 for weights that are plain parameters of a module, and no linear layer.
 
-There is no module to swap, so the *call* is intercepted. The module that owns declared parameters
-(`finetune.precision.model.layers`) changes class, and its forward runs inside a
-`TorchFunctionMode`. Where exactly one operand of a product
-(`finetune.precision.cases.contractions`) is a planned parameter or a view of its memory, the
-engine's linear function multiplies, in 2-D products. Everything else passes through, and gradients
-reach the parameter through the model's own views.
+There is no module to swap, so the model's own forward asks for the product, and its class tells the
+plan which parameters are multiplied so:
 
-A product that cannot be served in FP8 (K or N not aligned, `out=`, an einsum of three) raises; one
-that is not recognized (of a cast or a copy, inside a third-party kernel) fails the proof: the
-parameter was called and multiplied nothing. Outside the owner's forward it is in high precision. A
-gather of whole matrices, `weight[expert_ids]`, is remembered: each expert's matrix is quantized
-and multiplied once, not once per token.
+    class Block(nn.Module):
+        fp8_matmuls: ClassVar[tuple[str, ...]] = ("encoder",)
 
-Limits: `torch.compile` leaves these forwards out, since the mode reads tensors' memory. Parts that
-are checkpointed *inside* the forward are recomputed outside the mode; checkpoint the module or its
-parent. Tensor parallel weights (DTensors) are refused; FSDP2 shows whole ones during the forward.
+        def forward(self, x):
+            return finetune.fp8_matmul(x, self.encoder)
+
+The module that holds a planned parameter changes class, and while its forward runs `fp8_matmul`
+finds the parameter there. The engine's linear function multiplies, in 2-D products:
+
+    w [K, N]           x [..., M, K]       one
+    w [E, K, N]        x [..., E, M, K]    one for each matrix of the stack
+    w [E, K, N]        x [..., M, K]       one with E·N outputs: dgrad sums over E inside the GEMM
+    w [E, K, N], offs  x [S, K] sorted     one for each expert that has tokens
+
+Everywhere else it is `x @ w`. So that this never happens in silence, an error says if a prepared
+model multiplies by a parameter that its class does not declare, or by a planned one outside of its
+module's forward; a declared parameter that is multiplied by `@`, or as a copy, fails the proof.
+
+Limits: `torch.compile` leaves these forwards out, since experts' tokens are counted and parameters
+are found by what they are. Parts that are checkpointed *inside* the forward are recomputed outside
+of it, an error: checkpoint the module or its parent. Tensor parallel weights (DTensors) are
+refused; FSDP2 shows whole ones during the forward.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.cases.contractions import (
-    Linear,
-    contract,
-    gathered,
-    group_sizes,
-    grouped,
-    products,
-    read,
-)
 from finetune.precision.engines.base import Backend, ObservedMixin, Owner, Tally, multiplying
-from finetune.precision.model.layers import alignment
+from finetune.precision.model.layers import ATTRIBUTE, alignment
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.numbers.gemm import compute_dtype
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x [..., K], w [N, K] -> y [..., N]."""
 PLAIN = (nn.Parameter, FakeTensor)
 """Parameter types that have memory of their own, or pretend to (fake tensors of rehearsals)."""
+
+
+def fp8_matmul(x: Tensor, w: Tensor, offs: Tensor | None = None) -> Tensor:
+    """Multiply tokens by a parameter of a module, in FP8 where the model's plan has it so.
+
+    In training of a model that was prepared in FP8, all three GEMMs of the product run as those of
+    a linear layer with this weight, to the bit. Elsewhere (not prepared, in evaluation, or where
+    the plan keeps the parameter high) it is `torch.matmul(x, w)`, or a grouped product in the type
+    of `x` or of autocast.
+
+        class Block(nn.Module):
+            fp8_matmuls = ("encoder",)  # for the plan: what is multiplied so
+
+            def forward(self, x):
+                return finetune.fp8_matmul(x, self.encoder)
+
+    Args:
+        x: tokens [..., M, K]; for a stack [..., E, M, K], or [..., M, K] for all of its matrices.
+        w: the parameter or a view of it, no copy: [K, N], or a stack of matrices [E, K, N].
+            `self.weight.mT` for one that is held as [N, K], `self.experts[i]` for one of a stack.
+        offs: int [E], for tokens x [S, K] sorted by expert and a stack: the end of each expert's
+            rows, as in `torch.nn.functional.grouped_mm`. Rows past the last end come out as 0.
+
+    Returns:
+        [..., M, N]; of a stack [..., E, M, N]; with `offs` [S, N].
+
+    Raises:
+        ConversionError: shapes that are none of these; and in a model prepared in FP8, a parameter
+            that is not in `fp8_matmuls` of its class, a planned one outside of its module's
+            forward, or a view of it whose K or N is no multiple of 16 (32 for MXFP8 and NVFP4).
+    """
+    _check_shapes(x, w, offs)
+    product = None if torch.compiler.is_compiling() else _planned_product(w)
+    if offs is not None:
+        if product is None:
+            dtype = compute_dtype(x)
+            return grouped_mm(x.to(dtype), w.to(dtype), offs)
+        return _grouped(x, w, group_sizes(offs, x.shape[0]), product)
+    if product is None:
+        return torch.matmul(x, w)
+    if w.dim() == 2:
+        return product(x, w.mT)  # [M, K] @ [K, N]
+    return _stacked(x, w, product)
+
+
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [S, C] sorted by expert times w [E, C, D], in the type of `w`."""
+    from transformers.integrations import moe
+
+    return moe._grouped_mm(x, w, ends)
+
+
+def _check_shapes(x: Tensor, w: Tensor, offs: Tensor | None) -> None:
+    dims, stack = x.dim(), w.dim() == 3
+    known = w.dim() == 2 or (stack and dims > 1)
+    if stack and dims > 2 and w.shape[0] > 1:
+        known = x.shape[-3] in (1, w.shape[0])
+    if offs is not None:
+        known = stack and dims == 2 and offs.shape == w.shape[:1]
+    if not known or x.shape[-1:] != w.shape[-2:-1]:
+        by = "" if offs is None else f", offs {list(offs.shape)}"
+        raise ConversionError(
+            "fp8_matmul cannot multiply operands of these shapes",
+            where=f"x {list(x.shape)}, w {list(w.shape)}{by}",
+            why="it takes x [..., M, K] and w [K, N]; x [..., E, M, K] or [..., M, K] and a stack "
+            "w [E, K, N]; and with offs [E], x [S, K] and a stack",
+            fix="view or transpose the parameter: self.weight.mT for one held as [N, K]",
+        )
+
+
+def _stacked(x: Tensor, w: Tensor, product: Product) -> Tensor:
+    """x [..., E or 1, M, K], or [M, K], times w [E, K, N] -> [..., E, M, N]."""
+    experts, k, n = w.shape
+    x = x if x.dim() > 2 else x[None]
+    if experts == 1:
+        return product(x, w[0].mT)
+    if x.shape[-3] == 1:
+        y = product(x.squeeze(-3), w.mT.reshape(experts * n, k))  # [M, K] @ [K, E·N]
+        return y.unflatten(-1, (experts, n)).movedim(-2, -3)
+    # Unbound once, so that backward stacks gradients instead of adding E tensors of full size.
+    pairs = zip(x.unbind(-3), w.unbind(0), strict=True)
+    return torch.stack([product(x_MK, w_KN.mT) for x_MK, w_KN in pairs], dim=-3)
+
+
+def _grouped(x: Tensor, w: Tensor, sizes: Sequence[int], product: Product) -> Tensor:
+    """Tokens x [S, K] sorted by expert, with `sizes` rows each, times w [E, K, N] -> [S, N]."""
+    *pieces, rest = x.split([*sizes, x.shape[0] - sum(sizes)])
+    found = [
+        product(x_MK, w_KN.mT)  # [M, K] @ [K, N], M the tokens of one expert
+        for x_MK, w_KN in zip(pieces, w.unbind(0), strict=True)
+        if x_MK.shape[0]
+    ]
+    if not found:  # keeps the result connected to both operands
+        found = [product(pieces[0], w[0].mT)]
+    return torch.cat([*found, found[0].new_zeros(rest.shape[0], w.shape[2])])
+
+
+def group_sizes(ends: Tensor, rows: int) -> list[int]:
+    """Number of rows of each group, given their ends; one synchronization with the device.
+
+    Fake tensors, as in rehearsals, have no values: their groups are even.
+    """
+    groups = len(ends)
+    if isinstance(ends, FakeTensor):
+        return [rows // groups + (i < rows % groups) for i in range(groups)]
+    values = ends.tolist()
+    return [end - start for start, end in zip([0, *values[:-1]], values, strict=True)]
+
+
+# ----------------------------------------------------------------- which parameter, in which plan
 
 
 @dataclass
@@ -58,142 +168,99 @@ class PlannedParameter:
     """A planned parameter of a module, and its FP8 linear function."""
 
     layer: LayerPlan
-    linear: Linear
+    linear: Callable[..., Tensor]
     tally: Tally = field(default_factory=Tally)
 
 
-class Parameters:
-    """Lookup from a tensor to the parameter it is, or is a view of."""
+_running: list[ParameterMixin] = []
+"""Modules whose forward runs in FP8 now, on any thread: parameters are told by what they are."""
 
-    def __init__(self) -> None:
-        self._by_storage: dict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
-
-    def add(self, name: str, parameter: Tensor | None) -> None:
-        """Register a parameter; one of a tensor subclass has no memory of its own."""
-        if parameter is not None and type(parameter) in PLAIN:
-            # Kept alive with its storage, whose address is the key.
-            self._by_storage[parameter.untyped_storage()._cdata][id(parameter)] = name, parameter
-
-    def find(self, x: Any) -> str | None:
-        """Name of the parameter that `x` is or is a view of."""
-        if type(x) not in (Tensor, *PLAIN) or x.layout is not torch.strided:
-            return None
-        there = self._by_storage.get(x.untyped_storage()._cdata, {})
-        for name, parameter in there.values():
-            # Several parameters may be flattened into one storage: the offset tells which it is.
-            begin = parameter.storage_offset()
-            inside = begin <= x.storage_offset() < begin + max(parameter.numel(), 1)
-            if inside and x.dtype == parameter.dtype:
-                return name
-        return None
+_prepared: WeakSet[Any] = WeakSet()
+_kept = WeakTensorKeyDictionary()
+"""Parameters that may be multiplied in high precision, as `_check_kept` found."""
 
 
-_TAKES = (Tensor.__getitem__, torch.index_select, Tensor.index_select)
+def promise(conversion: Any) -> None:
+    """Hold products to the plan of a `precision.convert.Conversion`, while it is applied."""
+    _prepared.add(conversion)
+    _kept.clear()
 
 
-def taken_matrices(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The index [S] of a call that gathers whole matrices of a stack, `weight[index]`, or None."""
-    if func not in _TAKES or not isinstance(args[0], Tensor) or args[0].dim() < 3:
-        return None
-    index = args[-1]
-    if func is not Tensor.__getitem__ and (len(args) != 3 or args[1] != 0):
-        return None
-    whole = isinstance(index, Tensor) and index.dim() == 1
-    return index if whole and index.dtype in (torch.int32, torch.int64) else None
-
-
-class ParameterMode(TorchFunctionMode):
-    """Multiplies by a module's planned parameters in FP8 while its forward runs."""
-
-    def __init__(self, owner: ParameterMixin) -> None:
-        super().__init__()
-        self.planned = {each.layer.name: each for each in owner.fp8_parameters}
-        self.observers = owner.fp8_observers
-        self.multiple = alignment(owner.fp8_backend.precision)
-        self._parameters = Parameters()
-        self._taken = WeakTensorKeyDictionary()
-        for name, entry in self.planned.items():
+def _planned_product(w: Tensor) -> Product | None:
+    """The FP8 product by the parameter that `w` is, or is a view of; None in high precision."""
+    for owner in reversed(_running):
+        for entry in owner.fp8_parameters:
             parameter = getattr(owner, entry.layer.local)
-            if type(parameter) not in PLAIN:
-                raise ConversionError(
-                    f"{name!r} is planned in FP8 and is a {type(parameter).__name__} in its "
-                    "module's forward",
-                    where=name,
-                    why="its matmuls cannot be recognized; they would run in another precision",
-                    fix=f"keep it high with precision.keep={name}; with FSDP2, wrap a layer that "
-                    "contains the module; tensor parallel weights are not served",
-                )
-            self._parameters.add(name, parameter)
+            if parameter is w or parameter is w._base:
+                _check_aligned(entry.layer, w, alignment(owner.fp8_backend.precision))
+                return partial(_multiply, owner, entry)
+    whole = w if w._base is None else w._base
+    if type(whole) in PLAIN and torch.is_grad_enabled() and whole not in _kept:
+        _check_kept(whole)
+    return None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _TAKES:
-            return self._take(func, args, kwargs)
-        if func not in products():
-            return func(*args, **kwargs)
-        given = [*tensors_of(args), *tensors_of(kwargs.values())]
-        names = [name for x in given if (name := self._name_of(x)) is not None]
-        if len(names) != 1:  # of two parameters there are no tokens in the product
-            return func(*args, **kwargs)
-        return self._multiply(names[0], func, args, kwargs)
 
-    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
-        y, index = func(*args, **kwargs), taken_matrices(func, args)
-        if index is not None and self._parameters.find(args[0]) is not None:
-            # Weakly by the tensor: a copy of matrices is in no storage that is known.
-            self._taken[y] = args[0], index
-        return y
+def _multiply(owner: ParameterMixin, entry: PlannedParameter, x: Tensor, w: Tensor) -> Tensor:
+    """x [..., K], w [N, K] -> [..., N]."""
+    name, observers, shape = entry.layer.name, owner.fp8_observers, (w.shape[0], w.shape[1])
+    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    if not rows.shape[0]:  # an expert without tokens has nothing to scale
+        dtype = compute_dtype(x)
+        return x.to(dtype) @ w.to(dtype).t()  # [0, K] @ [K, N]
+    entry.tally.count(rows)
+    with multiplying(Owner(name, observers), w):
+        y = entry.linear(rows, w, None)  # [M, K] @ [K, N]
+    for observer in observers:
+        observer.watch(name, shape, y, (rows, w))
+    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
 
-    def _name_of(self, x: Tensor) -> str | None:
-        taken = self._taken.get(x)
-        return self._parameters.find(x if taken is None else taken[0])
 
-    def _multiply(self, name: str, func: Any, args: Any, kwargs: Any) -> Tensor:
-        entry, product = self.planned[name], read(func, args, kwargs)
-        if product is None:
-            raise _refused(name, func, "this form of the call is not served")
-        first = self._name_of(product.x) is not None
-        if not first and self._name_of(product.w) is None:  # it was the bias
-            return func(*args, **kwargs)
-        product = product.exchanged() if first else product
-        taken = self._taken.get(product.w)
-        linear = functools.partial(self._linear, entry)
-        if product.ends is not None:
-            if first or taken is not None:
-                raise _refused(name, func, "the parameter must be the stack of the groups' weights")
-            self._check_aligned(entry, func, (product.w.shape[2], product.w.shape[1]))
-            sizes = group_sizes(product.ends, product.x.shape[0])
-            # w: [E, K, N] -> [E, N, K]; sizes are on the host, and so are the ends made of them.
-            return grouped(product.x, product.w.mT, list(accumulate(sizes)), linear)
-        if taken is None:
-            product = product.narrowed()
-        if not product.is_linear:
-            raise _refused(name, func, "it is no linear product of tokens and weights")
-        self._check_aligned(entry, func, product.shape)
-        if taken is None:
-            return contract(product, linear)
-        source, index = taken
-        if product.batch != product.of_w[:1]:
-            raise _refused(name, func, "gathered matrices are multiplied by one token each")
-        return gathered(product, source, index, linear)
+def _check_aligned(layer: LayerPlan, w: Tensor, multiple: int) -> None:
+    name = layer.name
+    for label, size in zip("KN", w.shape[-2:], strict=True):
+        if size % multiple:
+            raise ConversionError(
+                f"{name!r} is planned in FP8 and is multiplied in a way that cannot run in FP8",
+                where=f"{name}, in fp8_matmul: w {list(w.shape)}",
+                why=f"{label}={size} of this product is not a multiple of {multiple}",
+                fix=f"multiply by more of the parameter; or precision.keep={name}",
+            )
 
-    def _check_aligned(self, entry: PlannedParameter, func: Any, shape: tuple[int, int]) -> None:
-        for label, size in zip("NK", shape, strict=True):
-            if size % self.multiple:
-                why = f"{label}={size} of this product is not a multiple of {self.multiple}"
-                raise _refused(entry.layer.name, func, why)
 
-    def _linear(self, entry: PlannedParameter, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        if not x.shape[0]:  # an expert without tokens has nothing to scale
-            dtype = compute_dtype(x)
-            return x.to(dtype) @ w.to(dtype).t()  # [0, K] @ [K, N]
-        name, shape = entry.layer.name, (w.shape[0], w.shape[1])
-        entry.tally.count(x)
-        with multiplying(Owner(name, self.observers), w):
-            y = entry.linear(x, w, bias)  # [M, K] @ [K, N]
-        for observer in self.observers:
-            observer.watch(name, shape, y, (x, w, bias))
-        return y
+def _check_kept(parameter: Tensor) -> None:
+    """Raise if a prepared model promises FP8 of this parameter, or does not know of the product."""
+    for conversion in list(_prepared):
+        model, plan = conversion.model, conversion.plan
+        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+        if not names or not conversion.is_applied or plan.precision.compute != "fp8":
+            continue
+        row = next((x for x in plan.layers if x.kind == "parameter" and x.name in names), None)
+        if row is None:
+            raise ConversionError(
+                f"fp8_matmul multiplies by {names[0]!r}, which is not declared: it would stay high",
+                where=names[0],
+                why="the plan was made without this product, and no row of it says its precision",
+                fix=f"{ATTRIBUTE} = (..., {names[0].rpartition('.')[2]!r}) in the class of its "
+                "module, before the model is prepared; a linear layer is called instead",
+            )
+        if row.compute != "fp8" or row.stored:
+            continue
+        owner: Any = model.get_submodule(row.owner)
+        # Not in FP8 now: in evaluation, or inside `finetune.disabled`.
+        if not isinstance(owner, ParameterMixin) or not owner.fp8_backend.runs_low(owner):
+            return
+        raise ConversionError(
+            f"{row.name!r} is planned in FP8 and is multiplied outside of its module's forward",
+            where=f"{row.name}, in fp8_matmul",
+            why="FP8 is on while the module runs that holds the parameter: another module's "
+            "forward, and a part that is checkpointed inside of it, run in high precision",
+            fix="multiply in the forward of the module that holds it, and checkpoint the whole "
+            f"module; or precision.keep={row.name}",
+        )
+    _kept[parameter] = True
+
+
+# ------------------------------------------------------------------------------------ the module
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
@@ -203,16 +270,6 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (x for x in value if isinstance(x, Tensor))
-
-
-def _refused(name: str, func: Any, why: str) -> ConversionError:
-    return ConversionError(
-        f"{name!r} is planned in FP8 and is multiplied in a way that cannot run in FP8",
-        where=f"{name}, in {getattr(func, '__name__', func)}",
-        why=why,
-        fix="multiply tokens by the parameter or a view of it, with matmul, F.linear, an einsum of "
-        f"two operands, bmm or grouped_mm; or keep it high with precision.keep={name}",
-    )
 
 
 class ParameterMixin(ObservedMixin):
@@ -233,8 +290,25 @@ class ParameterMixin(ObservedMixin):
                 for result in tensors_of([y]):
                     entry.tally.watch(result, result)
             return y
-        with ParameterMode(self):
-            return self.plain_class.forward(self, *args, **kwargs)
+        for entry in self.fp8_parameters:
+            _check_whole(entry.layer.name, getattr(self, entry.layer.local))
+        _running.append(self)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            _running.remove(self)
+
+
+def _check_whole(name: str, parameter: Any) -> None:
+    if type(parameter) not in PLAIN:
+        raise ConversionError(
+            f"{name!r} is planned in FP8 and is a {type(parameter).__name__} in its "
+            "module's forward",
+            where=name,
+            why="its matmuls cannot be recognized; they would run in another precision",
+            fix=f"keep it high with precision.keep={name}; with FSDP2, wrap a layer that "
+            "contains the module; tensor parallel weights are not served",
+        )
 
 
 def planned_parameters(site: Site) -> Iterator[Swap]:

@@ -6,18 +6,16 @@ norms are elementwise: no linear layers.
 
 Some modules multiply by an `nn.Parameter` of their own: `x @ self.weight`, an einsum, experts in
 one [experts, N, K] tensor. No type distinguishes such a weight from a table of positions, so it
-has to be declared:
+is declared, and its forward multiplies by `finetune.fp8_matmul`:
 
     class Block(nn.Module):
         fp8_matmuls: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
 
-or, for a third-party class, before the model is prepared:
-
-    finetune.register_parameter_matmuls(TheirBlock, ["encoder", "decoder"])
-
-Expert weights of Transformers are known: 3-D parameters `gate_up_proj` (or `gate_proj`, `up_proj`)
-and `down_proj` of a class that is its own or decorated by its `use_experts_implementation`, and
-those of DBRX and JetMoE. The nearest declaration in the class's MRO counts, an empty one included.
+The nearest declaration in the class's MRO counts, an empty one included. Expert weights of
+Transformers are known: 3-D parameters `gate_up_proj` (or `gate_proj`, `up_proj`) and `down_proj` of
+a class that is its own or decorated by its `use_experts_implementation`, and those of DBRX and
+JetMoE. Decorated ones and Llama 4's are multiplied by forwards of ours (`precision.cases.experts`);
+the others have a row in the plan, in high precision.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ ATTRIBUTE = "fp8_matmuls"
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 OTHER_EXPERTS = {"DbrxExpertGLU": ("w1", "v1", "w2"), "JetMoeParallelExperts": ("weight",)}
 """Classes of Transformers (5.23) whose experts are in parameters of other names or shapes."""
-
-_registered: dict[type[nn.Module], tuple[str, ...]] = {}
+BATCHED_EXPERTS = ("Llama4TextExperts",)
+"""Classes of Transformers (5.23) whose experts take as many tokens each."""
 
 
 # ----------------------------------------------------------------------------------- linear layers
@@ -371,35 +369,11 @@ def matched(
 # ------------------------------------------------------------------------ parameters that multiply
 
 
-def register_parameter_matmuls(cls: type[nn.Module], names: Iterable[str]) -> None:
-    """Declare the parameters of a class that are operands of its matmuls.
-
-    Args:
-        cls: the class whose forward multiplies; subclasses inherit the declaration.
-        names: parameters of 2 dimensions or more; an empty list undeclares all.
-
-    Raises:
-        PlanError: one string instead of several, or a class that is no `nn.Module`.
-    """
-    if isinstance(names, str) or not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise PlanError(
-            "register_parameter_matmuls takes a module class and a list of parameter names",
-            where=f"cls={cls!r}, names={names!r}",
-            fix='register_parameter_matmuls(Block, ["encoder", "decoder"])',
-        )
-    _registered[cls] = tuple(names)
-
-
 def declared_matmuls(module: nn.Module) -> tuple[str, ...]:
-    """Names of the module's own parameters that are declared to multiply."""
+    """Names of the module's own parameters that are declared, or known, to multiply."""
     cls = type(module)
-    for base in cls.__mro__:
-        # A registration goes before an attribute of the same class, so that it can correct one.
-        if base in _registered:
-            return _registered[base]
-        # `vars`, since an inherited attribute is met later in this loop.
-        if ATTRIBUTE in vars(base):
-            return tuple(vars(base)[ATTRIBUTE])
+    if hasattr(cls, ATTRIBUTE):
+        return tuple(getattr(cls, ATTRIBUTE))
     theirs = [base for base in cls.__mro__ if base.__module__.startswith("transformers.")]
     if not theirs and not _is_decorated(cls):
         return ()
@@ -425,6 +399,20 @@ def are_served_experts(module: nn.Module) -> bool:
     return _is_decorated(type(module)) and not spread
 
 
+def are_batched_experts(module: nn.Module) -> bool:
+    """True for Llama 4's experts, as `precision.cases.experts` multiplies them."""
+    theirs = [c for c in type(module).__mro__ if c.__module__.startswith("transformers.")]
+    return any(c.__name__ in BATCHED_EXPERTS for c in theirs) and not hasattr(module, ATTRIBUTE)
+
+
+def why_multiplied_past(module: nn.Module) -> str:
+    """The reason why a module's forward multiplies past `finetune.fp8_matmul`, or ""."""
+    ours = hasattr(type(module), ATTRIBUTE) or are_batched_experts(module)
+    if ours or are_served_experts(module):
+        return ""
+    return "multiplied by its own module, which finetune.fp8_matmul in its forward would do in FP8"
+
+
 def experts_in(model: nn.Module) -> dict[str, nn.Module]:
     """Name of each parameter that is a stack of served experts -> its module."""
     found = (record for record in records(model) if record.kind == "parameter")
@@ -446,7 +434,7 @@ def _declared(prefix: str, module: nn.Module, local: str) -> Any:
             f"{local!r} is declared to multiply and is no matrix of its module",
             where=f"{prefix or 'the model'} ({type(module).__name__}): {found}",
             why="its matmuls would silently run in high precision",
-            fix=f"correct {ATTRIBUTE}, or what was given to register_parameter_matmuls",
+            fix=f"correct {ATTRIBUTE} of its class, names of parameters of 2 dimensions or more",
         )
     return value
 

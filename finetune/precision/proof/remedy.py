@@ -29,8 +29,8 @@ def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> 
     if silent:
         return (
             "call the layer, since what is multiplied outside of it stays in high precision; a "
-            "declared parameter is multiplied itself or as a view (autocast casts it), not as a "
-            "copy; precision.keep=[NAME] leaves it in high precision"
+            "declared parameter is multiplied by finetune.fp8_matmul, itself or as a view, not as "
+            "a copy; precision.keep=[NAME] leaves it in high precision"
         )
     return (
         "replace or move layers before the model is prepared, and call the prepared model itself; "
