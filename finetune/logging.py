@@ -294,18 +294,18 @@ def quiet_libraries() -> None:
     # It logs the error that it raises, which stands in ours.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     for category in HIDDEN:
-        warnings.filterwarnings("default", category=category)  # once per place
-    quiet_imports(bars=False, places=("",))
+        warnings.filterwarnings("default", category=category)  # once per line of code
+    quiet_imports(bars=False, paths=("",))
 
 
-def quiet_imports(*, bars: bool = True, places: tuple[str, ...] = LIBRARIES) -> None:
+def quiet_imports(*, bars: bool = True, paths: tuple[str, ...] = LIBRARIES) -> None:
     """For a script, before the libraries are imported: what they say about themselves is not shown.
 
     What they say about the script, in its training too, is.
 
     Args:
         bars: show bars of loading and mapping.
-        places: parts of the paths of code whose `HIDDEN` warnings are counted, not shown.
+        paths: parts of the paths of code whose `HIDDEN` warnings are counted, not shown.
     """
     if not bars:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -315,7 +315,7 @@ def quiet_imports(*, bars: bool = True, places: tuple[str, ...] = LIBRARIES) -> 
     others = warnings.showwarning
 
     def show(message: Any, category: type[Warning], file: str, *where: Any, **more: Any) -> None:
-        if not issubclass(category, HIDDEN) or not any(place in file for place in places):
+        if not issubclass(category, HIDDEN) or not any(part in file for part in paths):
             others(message, category, file, *where, **more)
             return
         HIDDEN_WARNINGS[f"{category.__name__}: {first_line(message)}"] += 1

@@ -179,6 +179,6 @@ def import_(
     fitting = [r["recipe"] for r in rows() if (r["model"], r["method"]) == (short, "full")]
     # Those of other methods need rows of their own.
     supervised = [name for name in fitting if name.split("_")[-2:] == ["full", "fp8"]]
-    recipe, place = min(supervised, key=len, default="RECIPE"), shlex.quote(str(folder))
-    line = f"next: python -m finetune {recipe} model.name={place} model.weights=pretrained"
+    recipe, name = min(supervised, key=len, default="RECIPE"), shlex.quote(str(folder))
+    line = f"next: python -m finetune {recipe} model.name={name} model.weights=pretrained"
     console.print(whole(line), crop=False)

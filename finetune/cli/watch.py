@@ -1,7 +1,7 @@
 """The verb `watch`: follow a run from another terminal. Imports no torch.
 
-It reads the run's folder alone, each time anew, so that it works on a run of another terminal, of
-`nohup` or of another machine's disk, leaves nothing behind and cannot disturb the run.
+It reads nothing but the run's folder, again each time, so that it works on a run of another
+terminal, of `nohup` or of another machine's disk, leaves nothing behind and cannot disturb the run.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _in_place(console: Console, folder: Path) -> RunFolder:
 
 
 def _table(run: RunFolder) -> Table:
-    planned, pace = run.planned_steps, finite(run.logged("step_seconds"))
+    planned, seconds = run.planned_steps, finite(run.logged("step_seconds"))
     left = planned - run.last_step if planned else None
     health = next(filter(None, map(health_line, reversed(run.tail))), "")
     log, quiet = run.folder / "metrics.jsonl", ""
@@ -147,7 +147,7 @@ def _table(run: RunFolder) -> Table:
         "step": f"{run.last_step} of {planned or '?'}{share}",
         **{named(key)[0]: shown(key, f"{{:{named(key)[1]}}}") for key in figured},
         "speed": ", ".join(filter(None, speed)),
-        "time left": elapsed(pace * left) if left and pace and run.state == "running" else "",
+        "time left": elapsed(seconds * left) if left and seconds and run.state == "running" else "",
         "memory": f"at most {size_of_gib(memory)}" if memory else "",
         "health": health,
         "precision": run.precision,

@@ -2,7 +2,7 @@
 
     base_model: NousResearch/...           ->  model.name
     datasets: [{path: mine.jsonl, ...}]    ->  data.path, data.columns
-    fsdp_config: ...                       ->  a line: why nothing takes its place
+    fsdp_config: ...                       ->  a line: why there is no such key here
 
 Each key is looked up in `other_names.toml`: as a key of such a file, then among the names that
 errors know, then among the arguments of the method's configuration, which all three pass on. What
@@ -39,7 +39,7 @@ class Translation:
         recipe: section -> key -> value.
         taken: `section.key` -> a line, `key: value -> section.key=value`.
         same: keys whose value is how it is here anyway.
-        left: key of the file -> why nothing takes its place.
+        left: key of the file -> why there is no such key here.
     """
 
     def __init__(self, source: Path) -> None:
@@ -125,8 +125,8 @@ class Translation:
 
     def _llama_factory(self, folder: Path) -> None:
         """Data sets by the registry, `dataset_info.json`."""
-        place = str(self.given.get("dataset_dir", "data"))
-        files = [base / place / "dataset_info.json" for base in (Path(), folder)]
+        folder_of_sets = str(self.given.get("dataset_dir", "data"))
+        files = [base / folder_of_sets / "dataset_info.json" for base in (Path(), folder)]
         file = next((file for file in files if file.is_file()), files[0])
         known = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         for key in ("dataset", "eval_dataset"):
@@ -141,9 +141,9 @@ class Translation:
         """Take one data set over: where its rows lie, and the names of their columns."""
         kind, data = entry.get("type"), self.recipe["data"]
         columns = {**entry, **entry.get("columns", {}), **(kind if isinstance(kind, dict) else {})}
-        places = map(entry.get, ("data_files", "hf_hub_url", "file_name", "path"))
-        place = next(filter(None, places), None)
-        name = str(place[0] if isinstance(place, list) else place)
+        sources = map(entry.get, ("data_files", "hf_hub_url", "file_name", "path"))
+        source = next(filter(None, sources), None)
+        name = str(source[0] if isinstance(source, list) else source)
         if not Path(name).exists() and (folder / name).exists():
             name = str(folder / name)
         local = "file_name" in entry or name.endswith(SUFFIXES) or Path(name).exists()

@@ -282,9 +282,9 @@ def check_optimizer(train: TrainSection) -> None:
             )
 
 
-def cannot_have(facts: Optimizer, place: str, why: str, instead: str) -> ConfigError:
+def cannot_have(facts: Optimizer, where: str, why: str, instead: str) -> ConfigError:
     return ConfigError(
-        f"{facts.name} is not available {place}",
+        f"{facts.name} is not available {where}",
         where=f"train.optim={facts.name}",
         why=why,
         fix=f"train.optim={instead}",

@@ -171,8 +171,8 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     data = apply_overrides(config.model_dump(), overrides)
     train = data.get("train") or {}
     typed = {tuple(_key(item).split(".")[:2]) for item in overrides}
-    anew = ("train", "method") in typed  # other keys are another configuration's now
-    new = {key: value for key, value in train.items() if anew or ("train", key) in typed}
+    other_method = ("train", "method") in typed  # other keys are another configuration's now
+    new = {key: value for key, value in train.items() if other_method or ("train", key) in typed}
     if new:
         data["train"] = {**train, **convert_train(new, method=method_of(train))}
     try:

@@ -27,8 +27,8 @@ def code_of(names: Sequence[str]) -> list[Path]:
     """
     found = list[Path]()
     for name in names:
-        place, module = user_path(name.partition(":")[0]), name.rpartition(".")[0]
-        beside = [str(place.parent)] if place.suffix == ".py" else []
+        file, module = user_path(name.partition(":")[0]), name.rpartition(".")[0]
+        beside = [str(file.parent)] if file.suffix == ".py" else []
         here = [*beside, os.getcwd(), *os.getenv("PYTHONPATH", "").split(os.pathsep)]
         # Python's finder takes `datasets/`, a folder of rows beside an import of it, for a module.
         folders = [one for root in here for one in Path(root).glob("*") if one.is_dir()]
@@ -37,7 +37,7 @@ def code_of(names: Sequence[str]) -> list[Path]:
         # What is wrong with it is said when it runs.
         with contextlib.suppress(OSError, ImportError, SyntaxError, ValueError):
             if beside:
-                finder.run_script(str(place))
+                finder.run_script(str(file))
             elif module and not name.startswith(BUILTIN):
                 finder.import_hook(module)
         files = (getattr(one, "__file__", None) for one in finder.modules.values())

@@ -29,9 +29,9 @@ _OF_LONG_RUNS = (
 LENGTHS = 128
 """What lengths of batches are multiples of on a GPU, unless a recipe says otherwise.
 
-cuDNN plans attention for each length anew, in 0.1 to 2 seconds. Multiples of 64 would be as good,
-but at odd ones its backward under a mask of padding can give NaN on Hopper (pytorch/pytorch, issue
-196678; huggingface/trl, issue 7181).
+cuDNN makes a plan of attention for each new length, in 0.1 to 2 seconds. Multiples of 64 would be
+as good, but at odd ones its backward under a mask of padding can give NaN on Hopper
+(pytorch/pytorch, issue 196678; huggingface/trl, issue 7181).
 """
 
 

@@ -181,7 +181,7 @@ def dump_yaml(data: Any) -> str:
 def with_values(text: str, data: dict[str, Any]) -> str:
     """The text of a recipe with the values of `data`: lines and comments of all others stay.
 
-    Only lines of settings that differ are written anew, new ones below the last of their section.
+    Only lines of settings that differ are rewritten, new ones below the last of their section.
     A file that is not of such lines (`train: {max_steps: 1}`) is written whole, without comments.
     """
     old, lines = parse_yaml(text, "")

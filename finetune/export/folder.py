@@ -51,8 +51,8 @@ def stored_names(weights: Path) -> set[str]:
     """Names of the weights in the safetensors files of a folder."""
     names: set[str] = set()
     for file in weights.glob("*.safetensors"):
-        with safe_open(file, "pt") as held:
-            names |= {*held.keys()}
+        with safe_open(file, "pt") as tensors:
+            names |= {*tensors.keys()}
     return names
 
 

@@ -288,18 +288,18 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     """
     layers = [*decoder_layers(model)]
     inside = {id(p) for layer in layers for p in layer.parameters()}
-    held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+    narrow: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
 
     def widen(module: nn.Module, *_: Any) -> None:
         chosen = [p for p in module.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
         if module is model:
             chosen = [p for p in chosen if id(p) not in inside]
-        held[module] = [(p, p.data) for p in chosen]
+        narrow[module] = [(p, p.data) for p in chosen]
         for p in chosen:
             p.data = p.data.float()
 
     def restore(module: nn.Module, *_: Any) -> None:
-        for p, data in held.pop(module):
+        for p, data in narrow.pop(module):
             p.data = data
 
     stock: Any = model

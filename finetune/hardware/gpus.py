@@ -142,8 +142,8 @@ def gpus_with_own() -> tuple[Gpu, ...]:
     own = _read(path)
     names = {_key(gpu.name) for gpu in own}
     rest = tuple(gpu for gpu in gpu_table() if _key(gpu.name) not in names)
-    for place, gpu in enumerate(own):
-        for other in (*own[:place], *rest):
+    for number, gpu in enumerate(own):
+        for other in (*own[:number], *rest):
             if gpu.keys & other.keys:
                 raise ConfigError(
                     f"two GPUs have the same name: {gpu.name!r} and {other.name!r}",

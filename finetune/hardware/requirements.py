@@ -153,7 +153,7 @@ def backend_verdict(
 
 @dataclass(frozen=True)
 class Resolution:
-    """A precision that can be had here.
+    """A precision that this machine can train in.
 
     Attributes:
         precision: concrete: backend named, or compute changed to bf16 after a fall-back.

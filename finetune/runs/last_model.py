@@ -36,22 +36,22 @@ OF_TRAINING = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "fp8_scal
 
 @contextlib.contextmanager
 def saved_whole(folder: Path, *, writes: bool = True) -> Iterator[Path]:
-    """A place to save a run's model in, which becomes `model/` when all of it is written.
+    """A folder to save a run's model in, which becomes `model/` when all of it is written.
 
     Args:
         writes: of several processes the first one renames it.
     """
     # A leading dot: what is half written looks like no model to whoever lists the folder.
-    place = folder / ".model"
+    partial = folder / ".model"
     if writes:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     try:
-        yield place
+        yield partial
         if writes:
-            place.rename(folder / MODEL)
+            partial.rename(folder / MODEL)
     finally:
         if writes:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
@@ -89,9 +89,9 @@ def save_last_model(folder: Path, *, writes: bool = True) -> Path | None:
     with writing(
         "the model cannot be saved", where=str(folder), fix="make room there, then resume"
     ):
-        with saved_whole(folder) as place:
+        with saved_whole(folder) as partial:
             others = shutil.ignore_patterns(*OF_TRAINING, STATE, MANIFEST)
-            shutil.copytree(newest, place, ignore=others)
+            shutil.copytree(newest, partial, ignore=others)
         # Evaluation in FP8 multiplies by the scales that training ended with; without the file a
         # reloaded model would begin with others.
         if config.get("precision", {}).get("eval") == "fp8" and scales.is_file():

@@ -36,15 +36,15 @@ def log_line(
         return _fitted([(0, step), *((1, text) for text in shown_of(row, method, "eval_"))], width)
     if "loss" not in row:
         return ""
-    norm, pace = row.get("grad_norm", float("nan")), finite(row.get("step_seconds"))
+    norm, seconds = row.get("grad_norm", float("nan")), finite(row.get("step_seconds"))
     # A part's number is how soon it leaves a narrow terminal: the highest goes first, 0 never.
     parts = [(0, step), (8, f"epoch {row.get('epoch', 0.0):.2f}")]
     parts += [(3 if number else 1, text) for number, text in enumerate(shown_of(row, method))]
     parts += [(6, f"grad_norm {norm:.3f}"), (7, f"lr {row.get('learning_rate', 0.0):.2e}")]
-    parts += [(9, f"{pace:.2f} s/step")] if pace is not None else []
+    parts += [(9, f"{seconds:.2f} s/step")] if seconds is not None else []
     if left is not None:
         parts += [(4, f"{row['tokens_per_s']:,} tok/s")] if "tokens_per_s" in row else []  # ORPO
-        parts += [(2, f"{elapsed(pace * left)} left")] if pace is not None else []
+        parts += [(2, f"{elapsed(seconds * left)} left")] if seconds is not None else []
     return _fitted([*parts, (5, str(row.get("precision", "")))], width)
 
 
@@ -119,8 +119,8 @@ def health_line(row: dict[str, Any]) -> str:
     if noise := of("snr_db"):
         parts.append("least signal over noise {:.0f} dB ({})".format(*min(noise)))
     if clipped := of("overflow"):
-        share, place = max(clipped)
-        parts.append(f"clipped at most {percent(share)} ({place})" if share else "nothing clipped")
+        share, where = max(clipped)
+        parts.append(f"clipped at most {percent(share)} ({where})" if share else "nothing clipped")
     if ratios := [value for value, _ in of("update_ratio")]:
         ends = dict.fromkeys(f"{end(ratios):.1g}" for end in (min, max))
         parts.append(f"updates {' to '.join(ends)} of the weights")

@@ -439,8 +439,8 @@ class RunReport(JupyterMixin):
 
     def _costs(self) -> Iterator[str]:
         yield elapsed(self.seconds)
-        held = "GPU memory" if self.receipt.memory.get("reserved_gib") else "process memory (RSS)"
-        yield f"peak {held} {self.peak_memory_gib:.2f} GiB"
+        kind = "GPU memory" if self.receipt.memory.get("reserved_gib") else "process memory (RSS)"
+        yield f"peak {kind} {self.peak_memory_gib:.2f} GiB"
         if self.tokens_per_s:
             yield f"{self.tokens_per_s:,.0f} tok/s"
         if self.steps_per_s:

@@ -105,9 +105,9 @@ def load(
     in_codes = load_in_fp8 and said["precision"].get("compute") == "fp8"  # which are multiplied
     if load_in_4bit or (load_in_fp8 and not in_codes):
         said["model"]["storage"] = "nf4" if load_in_4bit else "fp8"
-    held = in_codes or "storage" in said["model"]
-    config = recipe_of("load", said, {"lora": {}} if held else {}).config
-    if held:
+    stored = in_codes or "storage" in said["model"]
+    config = recipe_of("load", said, {"lora": {}} if stored else {}).config
+    if stored:
         check_storage(config, None)
     check_here(config, this_device())
     say(resolve(config.precision, this_device()).fallback)
@@ -162,7 +162,7 @@ def add_lora(
 
 
 def said_of(model: Any) -> Settings:
-    """What was said of a model; of one that a script has loaded, what its configuration says.
+    """Settings that a model was loaded with; of one that a script has loaded, by its configuration.
 
     Raises:
         ConfigError: it has no name or folder, or adapters that a recipe does not know.

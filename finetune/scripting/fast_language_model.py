@@ -57,11 +57,11 @@ class FastLanguageModel:
         model, tokenizer = load(model_name, load_in_4bit=load_in_4bit, **fp8, **given)
         said = said_of(model)
         if load_in_fp8:
-            held: dict[str, Any] = (
+            stored: dict[str, Any] = (
                 {} if full_finetuning else {"frozen": "fp8", "scaling": "rowwise"}
             )
             own = {key: value for key, value in said["precision"].items() if key != "compute"}
-            setup_fp8_mixed_precision_training(**held | own)
+            setup_fp8_mixed_precision_training(**stored | own)
         else:
             teardown_fp8_mixed_precision_training()
         if max_seq_length is not None:

@@ -82,8 +82,8 @@ def _export(model: Any, said: Settings, tokenizer: Any, target: str, out: Path |
         if running and found and without_adapters(found.model) is base:
             receipt = running.receipt()
         output().print("! rows of a trainer of your own are not known: compared on packaged text")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         receipt.save(folder / "receipt.json")
         model.save_pretrained(folder / "model")

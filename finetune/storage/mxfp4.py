@@ -23,7 +23,7 @@ from finetune.storage.pretrained import in_mxfp4
 STACKS, PARTS = ("gate_up_proj", "down_proj"), ("blocks", "scales")
 
 
-def is_held(source: str, revision: str | None) -> bool:
+def in_checkpoint(source: str, revision: str | None) -> bool:
     """True if the `config.json` of a folder or hub model says so."""
     return in_mxfp4(PreTrainedConfig.get_config_dict(source, revision=revision)[0])
 

@@ -10,7 +10,7 @@ Three layouts are known, by names and shapes:
     BDH            of the published code: `encoder` [heads, D, N], `lm_head` [D, vocabulary], and
                    rotary pairs of the neurons 2i, 2i + 1, where ours are i, i + N/2
 
-Every tensor must have its place and shape in the model that is named, and every place a tensor.
+Every tensor must have its name and shape in the model that is named, and every name a tensor.
 Weights alone are taken over: moments of an optimizer fit no other trainer's parameter groups.
 
 Sources: `model.py` of karpathy/nanoGPT, `bdh.py` of pathwaycom/bdh.
@@ -84,8 +84,8 @@ def import_checkpoint(file: Path, model: str, folder: Path) -> dict[str, Any]:
     failure = f"{str(folder)!r} cannot be written"
     with writing(failure, where=str(folder.absolute()), fix="choose another folder"):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-            whole = Path(place) / "model"
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            whole = Path(temporary) / "model"
             loaded.save_pretrained(whole)
             if missing:  # ids of the one that stands in are other words
                 notes.append(f"no tokenizer of {model} here: save it in the folder")
@@ -112,13 +112,13 @@ def _tensors_in(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
                 fix = f"if you trust it, where it was trained: {PLAIN}; then import weights.pt"
         what = f"{file.name} cannot be read as tensors"
         raise ConfigError(what, where=str(file), why=why, fix=fix) from None
-    held = found if isinstance(found, Mapping) else {}
-    state = next((held[k] for k in STATES if isinstance(held.get(k), Mapping)), held)
+    whole = found if isinstance(found, Mapping) else {}
+    state = next((whole[k] for k in STATES if isinstance(whole.get(k), Mapping)), whole)
     tensors = {k: t for k, t in state.items() if isinstance(t, Tensor)}
     # Two names that differ by a wrapper alone would become one; the count below finds that.
     named = {WRAPPERS.sub("", k): t for k, t in tensors.items() if isinstance(k, str)}
     if not tensors:
-        what = f"{file.name} is a {type(found).__name__} of {some(list(map(str, held)))}"
+        what = f"{file.name} is a {type(found).__name__} of {some(list(map(str, whole)))}"
         why, fix = "it holds no weights by name", "torch.save(model.state_dict(), FILE) makes one"
         raise ConfigError(what, where=str(file), why=why, fix=fix)
     plain = [t for t in named.values() if t.layout is torch.strided and not t.is_meta | t.is_nested]
@@ -127,7 +127,7 @@ def _tensors_in(file: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         why = f"{len(tensors) - len(named):,} of {len(tensors):,} tensors have no name, or that of "
         why += f"another behind `module.`; {len(named) - len(plain)} are sparse or without numbers"
         raise ConfigError(what, where=str(file), why=why, fix=fix)
-    return {name: t.detach() for name, t in named.items() if not IDLE.search(name)}, held
+    return {name: t.detach() for name, t in named.items() if not IDLE.search(name)}, whole
 
 
 # ------------------------------------------------------------------------------------------ layout
@@ -198,10 +198,10 @@ def _follow(
 
 
 def _loaded(file: Path, model: str, shape: Any, layout: str, tensors: dict[str, Tensor]) -> Any:
-    """The model with these tensors, each in its place, after a forward with finite outputs.
+    """The model with these tensors, each under its name, after a forward with finite outputs.
 
     Raises:
-        ConfigError: names those that are missing, without a place, of another shape, or broken.
+        ConfigError: names those that are missing, unknown, of another shape, or broken.
     """
 
     def refuse(why: str, where: str) -> ConfigError:

@@ -311,7 +311,7 @@ def _load_pretrained(
     from finetune.storage.loading import load_in_fp8, load_stored
 
     source, shape = locate(model), load_shape(model)
-    published, four_bits = is_published_fp8(shape), mxfp4.is_held(source, model.revision)
+    published, four_bits = is_published_fp8(shape), mxfp4.in_checkpoint(source, model.revision)
     kwargs |= {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     if four_bits and model.storage == "nf4":
         raise ConfigError(

@@ -368,15 +368,15 @@ def test_runs_alternate_and_share_the_machine_fairly(tmp_path):
     assert "".join(job.file.parent.name for job in jobs) == "abbaab"
     assert [job.seed for job in jobs] == [42, 42, 43, 43, 44, 44]
     assert finetune.load_recipe(str(jobs[0].file)).config == pair.a.recipe.config
-    assert running.places(CPU, None, 2) == (2, 1)
-    assert running.places(CPU, None, 8) == (2, 4)
-    assert running.places(CPU, None, 1) == (1, None)
+    assert running.jobs_at_once(CPU, None, 2) == (2, 1)
+    assert running.jobs_at_once(CPU, None, 8) == (2, 4)
+    assert running.jobs_at_once(CPU, None, 1) == (1, None)
     for gpu in (H100, replace(CPU, kind="mps")):
-        assert running.places(gpu, None, 8) == (1, None)
+        assert running.jobs_at_once(gpu, None, 8) == (1, None)
     with pytest.raises(ConfigError, match="on a GPU"):
-        running.places(H100, 2, 8)
+        running.jobs_at_once(H100, 2, 8)
     with pytest.raises(ConfigError, match="2 cores"):
-        running.places(CPU, 3, 2)
+        running.jobs_at_once(CPU, 3, 2)
 
 
 # --------------------------------------------------------------------------------- runs, pretended

@@ -217,7 +217,7 @@ def test_sharded_weights_are_not_asked_and_that_is_said() -> None:
     writer.on_train_begin(None, state, None)
     writer.on_evaluate(None, state, None, model=None)
     assert "FSDP shards the weights" in screen.getvalue()
-    assert writer.at_end(None, state, anew=True) == []
+    assert writer.at_end(None, state, changed=True) == []
 
 
 def test_a_short_memory_ends_samples_and_not_the_run(monkeypatch) -> None:

@@ -192,10 +192,10 @@ class Measuring:
         return result
 
     def _measure_point(self, point: Point) -> None:
-        place = self.folder / "x".join(map(str, point if self.most > 1 else point[:2]))
+        folder = self.folder / "x".join(map(str, point if self.most > 1 else point[:2]))
         rows, tried = dict[str, Row](), list[LabeledRecipe]()
         for number, variant in enumerate(self.variants):
-            rows_at, config = place / f"rows-{number}", variant.recipe.config
+            rows_at, config = folder / f"rows-{number}", variant.recipe.config
             if not self.trained:
                 # Rows of each variant in a folder of its own: vocabularies differ, and with them
                 # random ids.
@@ -213,7 +213,7 @@ class Measuring:
             tried.append(replace(variant, recipe=replace(variant.recipe, config=config)))
         # `force`: whether a point is worth trying was decided above, with another limit.
         kept = {"force": True, "measured": not self.trained, "gpus": point.gpus}
-        for job in plan_jobs(tried, self.seeds, place, **kept):
+        for job in plan_jobs(tried, self.seeds, folder, **kept):
             if not rows[job.variant.label].error:
                 self._measure_run(job, rows[job.variant.label])
 

@@ -73,7 +73,7 @@ def matrix(
 
 
 def configs_of(recipe: Recipe, place: Place) -> tuple[dict[str, RunConfig], dict[str, str]]:
-    """The recipe in each precision of the matrix that can be had there, and why others cannot.
+    """The recipe in each precision of the matrix that the GPU has, and why others cannot.
 
     FP8 is emulated on a device of this machine without it, and never where a GPU is predicted.
     """

@@ -33,7 +33,7 @@ from finetune.analysis.experiment.fairness import requested_differences, settle
 from finetune.analysis.experiment.jobs import (
     LabeledRecipe,
     Watcher,
-    places,
+    jobs_at_once,
     plan_jobs,
     refuse_processes,
     run_jobs,
@@ -106,7 +106,7 @@ def compare(
     # Runs are processes of their own; under torchrun each rank would start all of them.
     refuse_processes("compare")
     _check_numbers(margin, confidence)
-    at_once, threads = places(device, jobs, cores())
+    at_once, threads = jobs_at_once(device, jobs, cores())
     pair = make_pair(a, b, overrides, seeds, device)
     both = [side.recipe.config for side in (pair.a, pair.b)]
     tasks = [task for config in both for task in config.eval.tasks]

@@ -107,16 +107,16 @@ def predict(
         beside = pair_of(measured)
     except FinetuneError as error:
         return None, f"nothing is predicted: {error.why or error.what}"
-    pace = measured.pace
-    if pace is None:
+    step = measured.pace
+    if step is None:
         return None, f"nothing is predicted for {device.name}"
     fp8 = measured.config.precision.compute == "fp8"
     parts: dict[StepPart, float] = {}
-    for name, seconds in pace.classes.items():
+    for name, seconds in step.classes.items():
         part = StepPart(name).profiled(fp8=fp8)
         parts[part] = parts.get(part, 0.0) + seconds
     speed, why = (beside.gain, beside.reasons) if beside is not None else (None, ())
-    return PredictedStep(pace.seconds, parts, speed, why), ""
+    return PredictedStep(step.seconds, parts, speed, why), ""
 
 
 @dataclass(frozen=True)

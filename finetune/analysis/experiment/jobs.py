@@ -204,7 +204,7 @@ def plan_jobs(
     ]
 
 
-def places(device: Device, jobs: int | None, cores: int) -> tuple[int, int | None]:
+def jobs_at_once(device: Device, jobs: int | None, cores: int) -> tuple[int, int | None]:
     """Give the number of concurrent runs, and the threads of each (None: torch's default).
 
     On a CPU with 4 cores: two runs of 2 threads each. On a GPU: one run.

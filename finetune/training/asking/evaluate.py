@@ -215,7 +215,7 @@ def _built(manager: TaskManager, name: str, eval: EvalConfig, *, is_local: bool)
                 "label, in each line of a .jsonl, or in a .parquet",
             ) from error
         raise DataNotFoundError(
-            f"the rows of {name} could not be had",
+            f"the rows of {name} could not be loaded",
             where=f"eval.tasks: {name}",
             why=why,
             fix="check your connection, or give a folder of rows: eval.data=FOLDER with "

@@ -111,11 +111,11 @@ def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
 
 
 def _found(name: str, answers: Answers | None) -> Any:
-    place, _, function = name.partition(":")
+    source, _, function = name.partition(":")
     if name.startswith(BUILTIN):
         function, known = name, PACKAGED
-    elif place.endswith(".py"):
-        known = _names_in(place, name)
+    elif source.endswith(".py"):
+        known = _names_in(source, name)
     elif "/" in name or user_path(name).is_dir():
         return name  # a reward model, which TRL loads
     else:
@@ -125,15 +125,15 @@ def _found(name: str, answers: Answers | None) -> Any:
     return checked(name, _of_names(function, known, name), answers)
 
 
-def _names_in(place: str, name: str) -> dict[str, Any]:
+def _names_in(source: str, name: str) -> dict[str, Any]:
     """Names of a file, or of a module of the folder that the command was typed in or installed."""
     if "" not in sys.path:
         # As `python -m` has it: a console script does not look into the folder that it is typed in.
         sys.path.insert(0, "")
     try:
-        if place.endswith(".py"):
-            return runpy.run_path(str(user_path(place)))
-        found = importlib.import_module(place)
+        if source.endswith(".py"):
+            return runpy.run_path(str(user_path(source)))
+        found = importlib.import_module(source)
     # Code of a user may raise anything, and `sys.exit` in it would end the run without a word.
     except (Exception, SystemExit) as error:
         raise ConfigError(
@@ -251,7 +251,7 @@ OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environ
 
 
 OF_TRAINER = ("loss", "grad_norm", "learning_rate", "epoch", "step", "reward", "reward_std")
-"""What the trainer logs itself: a reward's metric of such a name would stand in its place."""
+"""What the trainer logs itself: a reward's metric of such a name would overwrite it."""
 MOST = 3.4e38
 """Largest float32, nearly: TRL adds rewards in it, where more is infinite."""
 

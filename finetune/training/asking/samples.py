@@ -183,10 +183,14 @@ class SampleWriter(TrainerCallback):
     ) -> None:
         self.ask(model, state)
 
-    def at_end(self, model: Any, state: TrainerState, *, anew: bool) -> list[Sample]:
-        """Answers of the trained model, `anew` if its weights changed since the last evaluation."""
+    def at_end(self, model: Any, state: TrainerState, *, changed: bool) -> list[Sample]:
+        """Answers of the trained model.
+
+        Args:
+            changed: its weights are not those of the last evaluation any more.
+        """
         # The last step may have been evaluated already, and answers take time.
-        if anew or self._asked_at != state.global_step:
+        if changed or self._asked_at != state.global_step:
             self.ask(model, state)
         return self.samples
 

@@ -158,9 +158,11 @@ def refuse_other_base(config: RunConfig, weights: Path) -> None:
     Raises:
         ConfigError: the files of the base say something else now.
     """
-    held = Checkpoint(weights).manifest or json_of(weights.parent / "receipt.json").get("run") or {}
+    known = (
+        Checkpoint(weights).manifest or json_of(weights.parent / "receipt.json").get("run") or {}
+    )
     # Runs older than these facts have none, and are let through.
-    began, now = held.get("model_files") or {}, model_files(config)
+    began, now = known.get("model_files") or {}, model_files(config)
     parts = ("model.weights", "model.config.json.")
     changed = {key: pair for key, pair in _changed_keys(began, now) if key.startswith(parts)}
     if config.lora is not None and began and now and changed:  # a folder that is gone is said later

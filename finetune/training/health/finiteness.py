@@ -14,7 +14,7 @@ until the scale is down to `LEAST_SCALE`; the loss, which is not scaled, is alwa
 micro-batch whose loss is not finite, else the gradient that backward came to first. One broken
 number makes every gradient behind it NaN, so that is the last one in the order of the model.
 
-*Advice* puts the remedy of the cause that was found first. E5M2 is none: casts saturate in every
+*Advice* is about the cause that was found first. E5M2 is none: casts saturate in every
 FP8 format, so range is not missing, and E5M2 has half the digits.
 
 All processes decide together: one that stopped alone would leave the others waiting.
@@ -56,7 +56,7 @@ class Finding:
     """The first tensor that is not finite.
 
     Attributes:
-        kind: its place in a step.
+        kind: where in a step it was found.
         where: name of the parameter, or "the loss".
         tensor: which tensor of it.
         counts: number of NaN, of Inf and of all values; of a gradient its norm.
@@ -214,10 +214,10 @@ def advise(finding: Finding, plan: PrecisionPlan | None, checkpoint: Path | None
             "the weights were broken before this step, by the last update or already when "
             f"loaded: {again}, and {CALMER}"
         )
-    remedies = [*_by_precision(finding, plan), CALMER, again]
+    advice = [*_by_precision(finding, plan), CALMER, again]
     if finding.kind == "loss":
-        remedies.insert(0, "look at the rows of this step (one without a token to train on?)")
-    return "; ".join(remedies)
+        advice.insert(0, "look at the rows of this step (one without a token to train on?)")
+    return "; ".join(advice)
 
 
 def _by_precision(finding: Finding, plan: PrecisionPlan | None) -> Iterator[str]:

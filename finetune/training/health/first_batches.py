@@ -15,7 +15,7 @@ layers, so it costs a forward of a few rows, and the head's backward.
 
 Methods that write their answers have prompts alone to compare. These stand on the right of a batch,
 behind padding, and the trainer passes no positions: a model that does not make them from the mask
-(GPT-2) would score a short prompt's answer as that of another place. So two prompts are scored
+(GPT-2) would score a short prompt's answer as if it stood elsewhere. So two prompts are scored
 alone and in one batch. Where that differs, positions are made of the mask, and it is tried again.
 `python -m tests.benchmarks.first_batches` prints what becomes of each method and family.
 """
@@ -291,12 +291,12 @@ def _as_noise(backbone: nn.Module, calls: list[tuple[dict[str, Any], Tensor]]) -
 def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Tokens]:
     """Sequences of one call: rows without padding, and documents of a row that has several."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    places = inputs.get("position_ids")
+    positions = inputs.get("position_ids")
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         mask = torch.ones_like(ids)
     starts = list[int]()
-    if isinstance(places, Tensor) and places.dim() == 2 and len(ids) == 1:
-        starts = places[0].eq(0).nonzero().flatten().tolist()
+    if isinstance(positions, Tensor) and positions.dim() == 2 and len(ids) == 1:
+        starts = positions[0].eq(0).nonzero().flatten().tolist()
     for row in zip(ids, mask.bool(), gradient.abs().amax(-1).gt(0), strict=True):
         for own, whole, on in zip(*(x.cpu().tensor_split(starts) for x in row), strict=True):
             # A state foresees the next token: the gradient at a position is that of the token

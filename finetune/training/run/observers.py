@@ -95,7 +95,7 @@ class Observers:
         if not run.is_main:
             return [], {}
         model, state = trainer.accelerator.unwrap_model(trainer.model), trainer.state
-        answers = self.samples.at_end(model, state, anew=run.args.load_best_model_at_end)
+        answers = self.samples.at_end(model, state, changed=run.args.load_best_model_at_end)
         if not run.tasks:
             return answers, {}
         scores = score(model, run.tokenizer, run.tasks, run.config)

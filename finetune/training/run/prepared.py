@@ -82,8 +82,8 @@ class PreparedRun:
         self._choose_checkpoint(out, state.num_processes)
         if not force and self.resume is None:  # a run that resumes makes fewer than it was asked
             check_disk(ahead, out)
-        starts_anew = self.rows.eval is not None and self.resume is None
-        if "eval_on_start" not in config.train and starts_anew:
+        first_start = self.rows.eval is not None and self.resume is None
+        if "eval_on_start" not in config.train and first_start:
             self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
         # One process scores, and one download is enough.
         self.tasks = load_tasks(config.eval) if self.is_main else []
@@ -159,9 +159,9 @@ class PreparedRun:
         config, p = self.config, ahead.resolution.precision
         lora, stored = config.lora, config.model.storage
         method = "full fine-tuning" if lora is None else f"{'Q' * bool(stored)}LoRA r={lora.r}"
-        held = f", {stored.upper()} base" if stored else ""
+        base = f", {stored.upper()} base" if stored else ""
         emulated = emulates(p, ahead.device)
-        facts = f": {config.model.name}, {method}{held}, {ahead.resolution.described}"
+        facts = f": {config.model.name}, {method}{base}, {ahead.resolution.described}"
         facts += f"{', emulated' * emulated} on {ahead.device.name}"
         self.console.print(Text.assemble((self.recipe.name, "bold"), facts))
         if emulated and ahead.device.has_fp8:

@@ -22,7 +22,7 @@ def report_of(run: TrainingRun) -> RunReport:
     rows = metrics.rows if "loss" in method.columns else []
     losses, held_out = ([r[k] for r in rows if k in r] for k in ("loss", "eval_loss"))
     # Without the first interval: it has the witnessed step, and compiling.
-    speeds, paces = (sorted(metrics.values(k)[1:]) for k in ("tokens_per_s", "step_seconds"))
+    speeds, steps = (sorted(metrics.values(k)[1:]) for k in ("tokens_per_s", "step_seconds"))
     return RunReport(
         folder=run.folder,
         receipt=run.receipt,
@@ -37,7 +37,7 @@ def report_of(run: TrainingRun) -> RunReport:
         tasks=run.scores,
         interrupted=run.interrupted,
         own=figures(metrics.rows, method),
-        steps_per_s=1 / paces[len(paces) // 2] if paces else None,
+        steps_per_s=1 / steps[len(steps) // 2] if steps else None,
         hints=[] if run.interrupted else list(_hints(run)),
     )
 

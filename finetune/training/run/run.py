@@ -246,8 +246,8 @@ class TrainingRun(PreparedRun):
 
     def save_model(self) -> None:
         """Save the trained model."""
-        with saved_whole(self.folder, writes=self.is_main) as place:
-            self.trainer.save_model(str(place))
+        with saved_whole(self.folder, writes=self.is_main) as folder:
+            self.trainer.save_model(str(folder))
         if self.is_main and self.config.precision.eval == "fp8":
             conversion = self.session.conversion  # `generate` casts with these scales
             save_scaling(conversion.backend if conversion else None, self.folder)

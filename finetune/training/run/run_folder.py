@@ -130,8 +130,8 @@ def check_disk(run: Preflight, out: Path) -> None:
     each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
     most, stay = checkpoints_at_once(config)
     # The folder itself may not be there yet; its disk is that of the nearest one that is.
-    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
-    free = shutil.disk_usage(place).free
+    there = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(there).free
     # The model is saved when no checkpoint is being written any more.
     need = max(most * each, stay * each + model)
     if need <= free:
@@ -142,7 +142,7 @@ def check_disk(run: Preflight, out: Path) -> None:
         fix = f"checkpoints.keep_last={max(1, room - 2)}, or {fix}"
     raise CheckpointError(
         f"what the run will save has no room on the disk: {size(need)}, and {size(free)} are free",
-        where=str(place),
+        where=str(there),
         why=f"{most} checkpoints of {size(each)} at one time, and a model of {size(model)}",
         fix=f"{fix}; --force starts anyway",
     )
