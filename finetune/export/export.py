@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from finetune import __version__
 from finetune.config.methods import method_of
@@ -185,6 +186,7 @@ def export_run(
             write_adapter(finished.model, folder, *_base_name(config.model))
         else:
             model = merged(source, config, adapter, torch.bfloat16 if to in QUANTIZED else "auto")
+            reference = reference._replace(weights=parity.signed_sums(model))
             if to in QUANTIZED:
                 compressed_tensors.quantize(model, to, quantized, kept, inputs)
             weights = folder / gguf.MERGED if to in gguf.TYPES else folder
@@ -234,7 +236,7 @@ def check_export(
         wide = to == "merged" or to in gguf.TYPES
         with parity.in_float32(model) if wide else contextlib.nullcontext():
             export = parity.observe(model, batches)
-        return parity.compare(reference.outputs, export)
+        return parity.compare(reference.outputs, export, parity.furthest(model, reference.weights))
 
 
 def _loaded(folder: Path, to: str, run: FinishedRun) -> Any:
@@ -312,10 +314,11 @@ def _base_name(model: ModelConfig) -> tuple[str, str | None]:
 
 
 class Reference(NamedTuple):
-    """Outputs of the run's model, and the noise of BF16 in them."""
+    """Outputs of the run's model, the noise of BF16 in them, and sums of its merged weights."""
 
     outputs: Observation
     noise: Parity | None
+    weights: dict[str, Tensor]
 
 
 def _observe_reference(
@@ -345,7 +348,7 @@ def _observe_reference(
         inputs = compressed_tensors.input_amax(model, calibrate, batches.calibration)
     del model
     gc.collect()  # the trainer behind the batches refers to the model in cycles
-    return batches, Reference(outputs, noise), inputs
+    return batches, Reference(outputs, noise, {}), inputs
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ reference's loss is kept, and its logits at the first 2,048 labeled positions. C
                  (softmax ignores it)
     agreement    share of positions with the same top-1 token
     answer       one, greedy, to a question of the rows: it goes no further than to an end token
+    weight error ‖Ŵ - W‖ / ‖W‖ of the matrix that is furthest from the merged one, as it is loaded
 
 How far rounding alone moves logits depends on the model: its depth, its weights, its rows. So the
 reference is evaluated twice, in float32 (`in_float32`) and as it is used, in BF16; the error of the
@@ -20,8 +21,12 @@ multiple of it (`MULTIPLES`). A merged model is evaluated in float32, too: what 
 rounding of its weights. A quantized export computes in BF16, with rounded inputs. Logits that are m
 times further off have m² times the KL (`bounds_of`). Agreement is shown, and has no bound.
 
-Limits: one layer of a quantized export that is off, even by a factor of two in NVFP4, can stay
-below what rounding does to the logits.
+One of many layers that is off, in NVFP4 even by a factor of two, stays below what rounding does to
+the logits. So each matrix is compared, too, by a few products with random signs (`signed_sums`),
+which are kept while the weights themselves are not. Its bound is what rounding to the type can do
+to any number that is not tiny (`MULTIPLES`), for any model.
+
+Limits: of the scales that NVFP4 has for inputs, only the logits tell.
 """
 
 from __future__ import annotations
@@ -58,6 +63,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KEPT_POSITIONS = 2048
+SIGNS, SLAB = 4, 2**26
+"""Vectors of signs for each matrix, and numbers of it that are float32 at a time."""
 REFERENCE_GAP = 0.25
 IGNORED = -100
 ABOUT_ROWS = (
@@ -80,18 +87,20 @@ class Bounds:
     loss_gap: float
     kl: float
     logit_error: float
+    weight_error: float
     reason: str
 
 
 MULTIPLES = {
-    "adapter": (0, "the same files: equal"),
-    "merged": (1.5, "merged weights are rounded to their stored type"),
-    "fp8": (24, "E4M3 rounds weights and inputs by up to 6 %"),
-    "nvfp4": (96, "E2M1 rounds weights and inputs by up to 25 %"),
-    "gguf": (1.5, "its matrices are rounded to BF16"),
-    "gguf-q8": (6, "Q8_0 rounds weights to 1/254 of the largest of 32"),
+    "adapter": (0, 0, "the same files: equal"),
+    "merged": (1.5, 2**-8, "merged weights are rounded to their stored type"),
+    "fp8": (24, 2**-4, "E4M3 rounds weights and inputs by up to 6 %"),
+    "nvfp4": (96, 2**-2, "E2M1 rounds weights and inputs by up to 25 %"),
+    "gguf": (1.5, 2**-8, "its matrices are rounded to BF16"),
+    "gguf-q8": (6, 32**0.5 / 254, "Q8_0 rounds weights to 1/254 of the largest of 32"),
 }
-"""Target -> how many times the noise of BF16 its logits may be off, and why."""
+"""Target -> how many times the noise of BF16 its logits may be off, its largest weight error, and
+why."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ class Parity:
         answer: tokens of an answer by the export.
         ended: it came to an end token.
         ran_on: it continued after one of the reference's.
+        weight_error: of the matrix that is furthest off, and its name, `weight`.
     """
 
     loss_reference: float
@@ -136,6 +146,8 @@ class Parity:
     answer: int
     ended: bool
     ran_on: bool
+    weight_error: float = 0.0
+    weight: str = ""
 
     def failures(self, bounds: Bounds) -> list[str]:
         """Describe the figures that are out of bounds, NaN included."""
@@ -144,6 +156,9 @@ class Parity:
             for name in ("loss_gap", "kl", "logit_error")
             if not getattr(self, name) <= getattr(bounds, name)
         ]
+        if not self.weight_error <= bounds.weight_error:
+            error = f"{self.weight_error:.2%} (at most {bounds.weight_error:.2%})"
+            found.append(f"{self.weight} off by {error}")
         if self.ran_on:
             found.append("an answer that continues after its end token")
         return found
@@ -158,14 +173,15 @@ class Parity:
 
 def bounds_of(target: str, noise: Parity | None) -> Bounds:
     """Bounds of an export, from the noise of BF16 in the reference; None: nothing may differ."""
-    multiple, reason = MULTIPLES[target]
+    multiple, of_weights, reason = MULTIPLES[target]
     if noise is None:
-        return Bounds(1e-6, 1e-6, 1e-6, reason)
+        return Bounds(1e-6, 1e-6, 1e-6, of_weights, reason)
     kl = multiple**2 * noise.kl
     return Bounds(
         (2 * kl) ** 0.5,
         kl,
         multiple * noise.logit_error,
+        of_weights,
         f"{reason}: {multiple:g} times the noise of BF16",
     )
 
@@ -350,6 +366,35 @@ def observe(model: Any, batches: Sequence[dict[str, Any]], *, answers: bool = Tr
     return Observation(total / count, count, torch.cat(kept), answer, ends)
 
 
+def signed_sums(model: nn.Module) -> dict[str, Tensor]:
+    """Each matrix [N, K] of a model times random signs [K, 4], float32 on the CPU, by its name.
+
+    On average over signs v, ‖E v‖² = ‖E‖² for any E (Hutchinson, 1990): products of two matrices
+    tell how far one is from the other, and take 4/K of its memory.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            matrix = parameter.detach().flatten(0, -2)
+            k = matrix.shape[1]
+            signs = torch.randint(2, (k, SIGNS), generator=torch.Generator().manual_seed(k))
+            signs = (2 * signs - 1).to(matrix.device, torch.float32)
+            slabs = matrix.split(max(SLAB // k, 1))
+            found[name] = torch.cat([slab.float() @ signs for slab in slabs]).cpu()
+    return found
+
+
+def furthest(model: nn.Module, wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """Error of the matrix that is furthest from what gave these `signed_sums`, and its name."""
+    worst, there = (0.0, ""), signed_sums(model)
+    for name, expected in wanted.items():
+        error = torch.tensor(float("inf"))
+        if name in there and there[name].shape == expected.shape:
+            error = (there[name] - expected).norm() / expected.norm().clamp(min=1e-30)
+        worst = max(worst, (float(error.nan_to_num(float("inf"))), name))
+    return worst
+
+
 def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
     """Ids that a model writes, greedily, to what stands before the first label of a batch."""
     first = int((batch["labels"][0] != IGNORED).int().argmax())
@@ -362,8 +407,10 @@ def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
     return found[0, asked.shape[1] :].tolist()
 
 
-def compare(reference: Observation, export: Observation) -> Parity:
-    """Compare an export with its reference, over the same batches."""
+def compare(
+    reference: Observation, export: Observation, furthest: tuple[float, str] = (0.0, "")
+) -> Parity:
+    """Compare an export with its reference, over the same batches, and its `furthest` weight."""
     kl = error = signal = same = 0.0
     for ours, theirs in zip(reference.logits.split(256), export.logits.split(256), strict=True):
         r, e = (x.float() for x in (ours, theirs))
@@ -386,6 +433,8 @@ def compare(reference: Observation, export: Observation) -> Parity:
         answer=len(export.answer),
         ended=not ends.isdisjoint(export.answer[-1:]),
         ran_on=not ends.isdisjoint(export.answer[:-1]),
+        weight_error=furthest[0],
+        weight=furthest[1],
     )
 
 

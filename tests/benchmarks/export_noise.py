@@ -4,7 +4,8 @@
     python -m tests.benchmarks.export_noise 256x16 512x8   # of hidden size x layers
 
 A line of JSON for each: the noise of the logits, and for each export its logit error in multiples
-of that. `MULTIPLES` of `finetune.export.parity` is from it.
+of that and the error of its matrix that is furthest off. `MULTIPLES` of `finetune.export.parity` is
+from it.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ def study(name: str, model: Any, ids: torch.Tensor) -> dict[str, Any]:
     def note(what: str, export: Any, *, wide: bool = True) -> None:
         with parity.in_float32(export) if wide else contextlib.nullcontext():
             seen = parity.observe(export, batches, answers=False)
-        error = parity.compare(exact, seen).logit_error
-        found[what] = error / noise
+        seen = parity.compare(exact, seen, parity.furthest(export, sums))
+        found[what] = (seen.logit_error / noise, seen.weight_error)
 
     merged = copy.deepcopy(model).merge_and_unload()
+    sums = parity.signed_sums(merged)
     note("merged", merged)
     middle = f"model.layers.{len(merged.model.layers) // 2}.mlp.down_proj"
     for what in ("scaled by 1.05", "not merged", "a block transposed"):
@@ -80,13 +82,12 @@ def study(name: str, model: Any, ids: torch.Tensor) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
             model.save_pretrained(folder)
             note(to, AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval(), wide=False)
-            if to == "fp8":
-                file = Path(folder) / "model.safetensors"
-                tensors = load_file(file)
-                tensors[f"{middle}.weight_scale"] *= 1.05
-                save_file(tensors, file, metadata={"format": "pt"})
-                wrong = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-                note("an FP8 scale by 1.05", wrong, wide=False)
+            file = Path(folder) / "model.safetensors"
+            tensors = load_file(file)
+            tensors[f"{middle}.weight{'_global' * (to == 'nvfp4')}_scale"] *= 2
+            save_file(tensors, file, metadata={"format": "pt"})
+            wrong = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+            note(f"{to}, a scale by 2", wrong, wide=False)
     return found
 
 

@@ -31,6 +31,7 @@ from finetune.export import export, parity
 from finetune.export import parity as evaluation
 from finetune.export.export import FinishedRun, open_run
 from finetune.export.folder import writing_to
+from finetune.export.merge import merged
 from finetune.runs.card import TARGETS as TARGETS_OF_CARD
 from finetune.runs.card import without_paths
 from tests.conftest import slow_but
@@ -121,6 +122,7 @@ def test_export_is_complete_and_says_what_it_is(to, exported, lora_run):
     assert record["parity"]["passed"]
     bounds, noise = record["parity"]["bounds"], record["parity"]["noise"]
     if to != "adapter":
+        assert record["parity"]["weight_error"] <= 0.6 * bounds["weight_error"]
         assert bounds["logit_error"] == parity.MULTIPLES[to][0] * noise["logit_error"]
         assert 1e-3 < noise["logit_error"] < 0.02
     assert record["versions"]["peft"]
@@ -321,7 +323,10 @@ BROKEN = {
     "one merged weight": ("merged", scaled("weight", 1.05, "layers.1.mlp.down_proj")),
     "a transposed block": ("merged", transpose_a_block),
     "FP8 scales": ("fp8", scaled("weight_scale", 1.5)),
+    "one FP8 scale": ("fp8", scaled("weight_scale", 2, "layers.3.self_attn.q_proj")),
     "global scales": ("nvfp4", scaled("weight_global_scale", 0.5)),
+    "one global scale": ("nvfp4", scaled("weight_global_scale", 0.5, "layers.0.self_attn.q_proj")),
+    "one layer's scales": ("nvfp4", scaled("weight_scale", 2, "layers.3.mlp.up_proj")),
     "the order of nibbles": ("nvfp4", swap_nibbles),
     "an adapter without its B": ("adapter", forget_adapter),
 }
@@ -335,7 +340,11 @@ def said(lora_run):
         to: export._observe_reference(finished, Path(finished.config.model.name), to, [])
         for to in ("adapter", "merged")
     }
-    return found["merged"][0].evaluation, {to: reference for to, (_, reference, _) in found.items()}
+    base, config = Path(finished.config.model.name), finished.config
+    weights = parity.signed_sums(merged(base, config, finished.model, torch.bfloat16))
+    seen = {to: reference._replace(weights=weights) for to, (_, reference, _) in found.items()}
+    seen["adapter"] = seen["adapter"]._replace(weights={})
+    return found["merged"][0].evaluation, seen
 
 
 @pytest.mark.slow
@@ -388,7 +397,7 @@ def test_a_disk_that_is_full_is_said(library, tmp_path):
 
 @pytest.mark.slow
 def test_failed_export_is_left_unfinished(lora_run, tmp_path, cli, monkeypatch):
-    monkeypatch.setitem(parity.MULTIPLES, "fp8", (0, "nothing may differ"))
+    monkeypatch.setitem(parity.MULTIPLES, "fp8", (0, 0, "nothing may differ"))
     said = cli("export", lora_run, "--to", "fp8", tmp_path / "out")
     assert said.code == 2
     assert "does not say what the run's model says" in said.err

@@ -71,7 +71,7 @@ def test_what_was_trained_to_end_ends_in_generate_and_in_exports(cli, base) -> N
     model = parity.load_stock(base, finished.config, adapter=finished.model)
     batches = parity.batches_of(finished.config, model).evaluation
     seen = parity.observe(model, batches)
-    reference = Reference(seen, parity.compare(seen, seen))
+    reference = Reference(seen, parity.compare(seen, seen), {})
     shutil.copy(base / "generation_config.json", "merged")  # as a merge by hand leaves it
     found = check_export(base.parent / "merged", "merged", finished, batches, reference)
     with pytest.raises(ParityError, match="continues after its end token"):
