@@ -15,8 +15,10 @@ from finetune import get_receipt
 from finetune.errors import StorageNotComputeError
 from finetune.precision import constants, convert
 from finetune.precision.cases.experts import (
+    BatchedExpertsMixin,
     ExpertsMixin,
     FrozenExperts,
+    PlainExpertsMixin,
     Routing,
     SplitMixin,
     quantize_stack,
@@ -25,7 +27,8 @@ from finetune.precision.cases.experts import (
     stored_names,
 )
 from finetune.precision.engines.base import Owner
-from finetune.precision.model.layers import experts_in
+from finetune.precision.model.layers import are_batched_experts, are_served_experts, experts_in
+from finetune.precision.model.swap import swap
 from finetune.precision.numbers.formats import E4M3, decode_bits
 from finetune.precision.numbers.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
 from finetune.precision.planner import plan
@@ -330,3 +333,30 @@ def test_a_stack_s_codes_are_those_of_its_matrices() -> None:
         for e in range(3):
             back = dequantize_weight(bits[e], inverse[e], tile)
             assert (back - stack[e]).abs().max() < stack[e].abs().max() / 16
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "llama4"])
+def test_our_forwards_of_plain_experts_give_the_bits_of_transformers(family) -> None:
+    """Those that multiply in FP8, here where nothing is planned so."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16).train()
+    plain, swapped = copy.deepcopy(model), 0
+    for module in model.modules():
+        for is_such, mixin in (
+            (are_served_experts, PlainExpertsMixin),
+            (are_batched_experts, BatchedExpertsMixin),
+        ):
+            if is_such(module):
+                swap(module, mixin)
+                swapped += 1
+    assert swapped
+    results = []
+    for each in (model, plain):
+        loss = each(**tokens()).loss
+        loss.backward()
+        results.append((loss, [p.grad for p in each.parameters() if p.grad is not None]))
+    (loss, gradients), (expected, expected_gradients) = results
+    assert torch.equal(loss, expected)
+    assert len(gradients) == len(expected_gradients)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(one, other)
