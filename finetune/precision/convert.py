@@ -30,6 +30,7 @@ from finetune.precision.model import compiling
 from finetune.precision.model.layers import decoder_layers, records
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.model.swap import Swapped, swap, unswap
+from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.numbers import kernels
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.frozen import FrozenBackend
@@ -41,7 +42,8 @@ class Conversion:
     """A model converted to a plan, and the state needed to revert it.
 
     Attributes:
-        model: root module, whose call begins a step.
+        tree: the model's modules.
+        model: its root, whose call begins a step.
         backend: engine of layers that keep their weights, None without such FP8 layers.
         frozen: engine of layers with weights stored in FP8, None without them.
         around: context managers entered around every call of the model.
@@ -53,14 +55,15 @@ class Conversion:
 
     def __init__(
         self,
-        model: nn.Module,
+        tree: Tree,
         plan: PrecisionPlan,
         backend: Backend | None,
         frozen: FrozenBackend | None = None,
     ) -> None:
-        self.model, self.plan, self.backend, self.frozen = model, plan, backend, frozen
+        self.tree, self.model, self.plan = tree, tree.model, plan
+        self.backend, self.frozen = backend, frozen
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
-        self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+        self.trainable = set(named_trainable(tree))
         self.compiled: list[nn.Module] = []
         # `_before`: Dynamo's counters when layers were compiled, of the whole process.
         self._before, self._has_warned = (0, 0, 0), False
@@ -82,8 +85,7 @@ class Conversion:
 
     def apply(self) -> None:
         """Let each case change its modules, and put the root's own mixin before its class."""
-        modules = dict(self.model.named_modules())
-        site = Site(self.model, self.plan, self.backend, self.frozen, modules)
+        site = Site(self.model, self.plan, self.backend, self.frozen, self.tree.named)
         for case in CASES:
             for module, mixin, facts in case(site):
                 self._swap(module, mixin, **facts)
@@ -101,17 +103,16 @@ class Conversion:
         """Modules that a mixin was put before."""
         return [module for module, by in self._swapped if by is mixin]
 
-    def shares(self, model: nn.Module) -> bool:
+    def shares(self, tree: Tree) -> bool:
         """True if layers of another model are converted by this one."""
-        others = set() if model is self.model else set(map(id, model.modules()))
+        others = set() if tree.model is self.model else set(map(id, tree.modules()))
         return not others.isdisjoint(id(module) for module, _ in self._swapped)
 
     def is_current(self) -> bool:
         """True if the model is unchanged since conversion: same layers, same trainable set."""
-        now = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        if not self.is_applied or now != self.trainable:
+        if not self.is_applied or named_trainable(self.tree).keys() != self.trainable:
             return False
-        names = {record.name for record in records(self.model)}
+        names = {record.name for record in records(self.tree)}
         return names == {layer.name for layer in self.plan.layers}
 
     def revert(self) -> None:
@@ -130,7 +131,7 @@ class Conversion:
     @property
     def compilable(self) -> list[nn.Module]:
         """Decoder layers, without those that multiply by parameters of their own (`parameters`)."""
-        layers = decoder_layers(self.model)
+        layers = decoder_layers(self.tree)
         return [module for module in layers if getattr(module, "can_compile", True)]
 
     def compile_layers(self) -> int:
@@ -247,7 +248,7 @@ def make_backend(
 
 
 def apply(
-    model: nn.Module, plan: PrecisionPlan, *, hardware: bool = False, triton: bool = True
+    model: nn.Module | Tree, plan: PrecisionPlan, *, hardware: bool = False, triton: bool = True
 ) -> Conversion:
     """Make `model` equal `plan`. A model that was already converted is reverted first.
 
@@ -255,13 +256,14 @@ def apply(
         hardware: True if the device multiplies FP8; elsewhere it is emulated.
         triton: False if the device cannot start kernels of Triton: torch's own take their place.
     """
-    revert(model)
+    tree = Tree.of(model)
+    revert(tree)
     kernels.can_launch = triton
     precision, plain = plan.precision, sum(not layer.stored for layer in plan.fp8_layers)
     backend = make_backend(precision, plain, hardware=hardware, triton=triton) if plain else None
     emulate = not hardware or precision.engine.emulates
     frozen = FrozenBackend(precision, emulate=emulate, triton=triton) if plan.stored else None
-    conversion = Conversion(model, plan, backend, frozen)
+    conversion = Conversion(tree, plan, backend, frozen)
     try:
         conversion.apply()
     except BaseException:  # Ctrl-C, too, must not leave half a conversion
@@ -279,13 +281,14 @@ def conversion_of(model: nn.Module) -> Conversion | None:
     return model.__dict__.get(ATTRIBUTE)
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: nn.Module | Tree) -> nn.Module:
     """Give back the plain model, and plain models inside it: same parameters, original classes."""
-    for module in list(model.modules()):
+    tree = Tree.of(model)
+    for module in tree.modules():
         conversion = module.__dict__.get(ATTRIBUTE)
         if conversion is not None:
             conversion.revert()
-    return model
+    return tree.model
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from finetune.precision.model.layers import (
     why_own_forward,
 )
 from finetune.precision.model.plan import GEMMS, CastPlan, LayerPlan, PrecisionPlan
+from finetune.precision.model.tree import Tree
 from finetune.precision.numbers.weights import Granularity
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.codes import Fp8Bits
@@ -53,20 +54,24 @@ OF_ENGINE = "Transformer Engine's layers own their weights; precision.backend=to
 AS_CONFIGURED = "as configured"
 
 
-def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
+def plan(
+    model: nn.Module | Tree, precision: PrecisionConfig, found: list[Record] | None = None
+) -> PrecisionPlan:
     """Choose the precision of every linear layer and declared parameter, with a reason.
 
     Args:
         model: any module, also on the meta device. Adapters must already be attached.
         precision: requested precision.
+        found: its `records`, if the caller has made them.
 
     Raises:
         PlanError: a choice (`keep`, `map`, `first_n`, `last_n`) reaches nothing or cannot be
             honored, or FP8 was requested and no layer can take it.
         StorageNotComputeError: FP8 was requested and the model's weights are quantized.
     """
-    modules = dict(model.named_modules())
-    found = records(model, modules)
+    tree = Tree.of(model)
+    model, modules = tree.model, tree.named
+    found = records(tree) if found is None else found
     if precision.compute == "fp8":
         refuse_quantized(model, precision, found)
     in_head, lookups = head_modules(model), elementwise(modules)
@@ -79,7 +84,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
     blocks = "", 0
     if precision.first_n or precision.last_n:
         names = [name for name, part in parts.items() if part]
-        blocks = decoder_blocks(model, names, "precision.first_n, precision.last_n")
+        blocks = decoder_blocks(tree, names, "precision.first_n, precision.last_n")
     choices, storing = Choices(precision, parts, blocks), _Storing([*modules.values()], precision)
     layers = []
     for each in found:
@@ -93,7 +98,7 @@ def plan(model: nn.Module, precision: PrecisionConfig) -> PrecisionPlan:
         # Experts that are stored are multiplied by our own forward, whatever the backend.
         if not storing.serves(each.owner, frozen=not each.weight.requires_grad):
             served = are_served_experts(each.owner)
-            made_anew = "" if served else why_made_anew(model, each.name, each.owner)
+            made_anew = "" if served else why_made_anew(modules, each.name, each.owner)
             past = made_anew or why_multiplied_past(each.owner)
             cannot = past or (OF_ENGINE if not precision.engine.takes_parameters else cannot)
         row = _plan_layer(each, cannot, choices)
@@ -162,7 +167,7 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig, found: list[R
         )
 
 
-def refuse_half_weights(model: nn.Module) -> None:
+def refuse_half_weights(model: nn.Module | Tree) -> None:
     """Raise `PrecisionError` unless all trainable weights are float32; also on the meta device."""
     half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
     if half:

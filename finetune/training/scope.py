@@ -33,6 +33,7 @@ from finetune.precision.model.layers import (
     without_adapters,
 )
 from finetune.precision.model.plan import place_in_block
+from finetune.precision.model.tree import Tree
 from finetune.precision.stored.linear import stored_as
 from finetune.storage.pretrained import beside_text
 
@@ -207,10 +208,11 @@ def attach(model: Any, config: RunConfig) -> Any:
 
 def _names_in(model: nn.Module) -> dict[str, tuple[list[str], list[str]]]:
     """Key of the section `lora` -> all names that it may end, and those that an error proposes."""
-    modules = [name for name, _ in model.named_modules() if name]
-    linears = [record.name for record in linear_records(model)]
-    parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
-    experts = [record.name for record in records(model) if record.kind == "parameter"]
+    tree = Tree(model)
+    modules = [name for name in tree.named if name]
+    parameters = [name for name, p in tree.named_parameters() if p.dim() in (2, 3)]
+    linears = [record.name for record in linear_records(tree)]
+    experts = [record.name for record in records(tree) if record.kind == "parameter"]
     return {
         "target_modules": (modules, [n for n in linears if any(map(str.isdigit, n.split(".")))]),
         "target_parameters": (parameters, experts),
@@ -285,8 +287,8 @@ def notes(model: Any, config: RunConfig) -> list[str]:
 
 def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]:
     excluded, left = kept_out(base, config), dict[str, list[str]]()
-    head = base.get_output_embeddings()
-    for record in linear_records(base):
+    tree, head = Tree(base), base.get_output_embeddings()
+    for record in linear_records(tree):
         name, plain = record.name, plain_name(record.name)
         if "lora_" in name or ".base_layer" in name or record.owner is head:
             continue
@@ -301,10 +303,10 @@ def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]
     ]
     wrapped = {
         f"{plain_name(name)}.{module.parameter_name}"
-        for name, module in base.named_modules()
+        for name, module in tree.named_modules()
         if type(module).__name__ == "ParamWrapper"
     }
-    experts = {plain_name(r.name) for r in records(base) if r.kind == "parameter"}
+    experts = {plain_name(r.name) for r in records(tree) if r.kind == "parameter"}
     plain = sorted(experts - wrapped)
     # Whoever names modules has chosen; `all-linear` sounds as if it were all.
     if plain and lora.target_modules == ALL:

@@ -11,7 +11,9 @@ from torch import nn
 
 from finetune import get_receipt
 from finetune.errors import OrderError, ProofError
+from finetune.precision.model.tree import Tree
 from tests.conftest import batch, prepared, slow_but, step, train
+from tests.house import counting_walks
 
 LATE = 4
 
@@ -208,6 +210,48 @@ def test_prepared_again_after_a_change(make_llama, setup_backend) -> None:
     receipt = get_receipt()
     assert receipt.status == "proven"
     assert receipt.trainable["before"] == sum(p.numel() for p in model.parameters())
+
+
+def tie(model) -> None:
+    mlp = block(model).mlp
+    mlp.up_proj.lora_A.default.weight = mlp.gate_proj.lora_A.default.weight
+
+
+def wrap(model) -> None:
+    block(model).mlp = nn.Sequential(block(model).mlp)
+
+
+def append(model) -> None:
+    block(model).mlp.add_module("another", nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+
+
+def remove(model) -> None:
+    del block(model).mlp.down_proj
+
+
+@pytest.mark.parametrize("change", [wrap, append, remove, tie, freeze, None])
+def test_a_tree_answers_as_its_model_does_after_a_change(make_llama, setup_backend, change) -> None:
+    model = build(make_llama, "lora")
+    tree = Tree(model)
+    tree.modules()
+    prepared(model, setup_backend, frozen="fp8")  # which replaces classes and weights
+    if change is not None:
+        change(model)
+    for name in ("named_modules", "named_parameters"):
+        assert all(
+            ours[0] == theirs[0] and ours[1] is theirs[1]
+            for ours, theirs in zip(getattr(tree, name)(), getattr(model, name)(), strict=True)
+        )
+
+
+def test_a_model_is_walked_over_once_until_it_changes(make_llama, setup_backend) -> None:
+    model = build(make_llama, "lora")
+    with counting_walks(model) as in_prepare:
+        accelerator, model, optimizer = prepared(model, setup_backend, frozen="fp8")
+    with counting_walks(model) as in_steps:
+        train(accelerator, model, optimizer)
+    assert in_prepare["named_modules"] == 1  # Accelerate has walks of other kinds
+    assert not in_steps
 
 
 @pytest.mark.parametrize("proven", [False, True])

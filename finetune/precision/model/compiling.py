@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.checkpoint import checkpoint
 
 from finetune.errors import PrecisionError
+from finetune.precision.model.tree import Tree
 
 GRAPHS = 64
 """Graphs that Dynamo makes of one decoder layer at most."""
@@ -57,7 +58,7 @@ def compiled_later(where: str) -> PrecisionError:
 
 
 def refuse_compiled(
-    model: nn.Module, error: Callable[[str], PrecisionError] = never_compiled
+    model: nn.Module | Tree, error: Callable[[str], PrecisionError] = never_compiled
 ) -> None:
     """Raise `PrecisionError` for a model or layer that the script has compiled by itself.
 

@@ -34,6 +34,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from finetune.errors import PlanError, did_you_mean
+from finetune.precision.model.tree import Tree
 from finetune.precision.settings import PrecisionConfig
 
 Role = Literal["base", "head", "adapter", "router"]
@@ -69,17 +70,17 @@ def is_conv1d(cls: type[nn.Module]) -> bool:
     )
 
 
-def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
+def decoder_layers(model: nn.Module | Tree) -> Iterator[nn.Module]:
     """Layers that Transformers names in `_no_split_modules`, which are compiled and timed whole."""
-    models = model.modules()
-    names = {n for m in models for n in getattr(m, "_no_split_modules", None) or ()}
-    for module in model.modules():
+    modules = list(model.modules())
+    names = {n for m in modules for n in getattr(m, "_no_split_modules", None) or ()}
+    for module in modules:
         # By any class: FSDP2 puts one of its own in front, under another name.
         if not names.isdisjoint(cls.__name__ for cls in type(module).__mro__):
             yield module
 
 
-def decoder_blocks(model: nn.Module, names: list[str], where: str) -> tuple[str, int]:
+def decoder_blocks(model: nn.Module | Tree, names: list[str], where: str) -> tuple[str, int]:
     """Name and length of the list of decoder blocks: the longest list that holds these weights.
 
     Raises:
@@ -130,17 +131,15 @@ class Record:
     past: str = ""
 
 
-def records(model: nn.Module, modules: dict[str, nn.Module] | None = None) -> list[Record]:
+def records(model: nn.Module | Tree) -> list[Record]:
     """All linear layers, then all declared parameters of a model; shared modules once.
-
-    Args:
-        modules: its `named_modules()`, if the caller has walked over them.
 
     Raises:
         PlanError: a declared name is no matrix parameter of its module.
     """
-    modules = dict(model.named_modules()) if modules is None else modules
-    in_head, experts = head_modules(model), _expert_count(model)
+    tree = Tree.of(model)
+    modules = tree.named
+    in_head, experts = head_modules(tree.model), _expert_count(tree.model)
     linears: list[Record] = []
     parameters: list[Record] = []
     for name, module in modules.items():
@@ -159,12 +158,12 @@ def records(model: nn.Module, modules: dict[str, nn.Module] | None = None) -> li
     return linears + parameters
 
 
-def multiplies(module: nn.Module) -> bool:
+def multiplies(module: nn.Module | Tree) -> bool:
     """True if there is anything to convert: a linear layer or a declared parameter."""
     return any(linear_shape(m) is not None or declared_matmuls(m) for m in module.modules())
 
 
-def linear_records(model: nn.Module) -> list[Record]:
+def linear_records(model: nn.Module | Tree) -> list[Record]:
     """Those of `records` that are linear layers."""
     return [record for record in records(model) if record.kind == "linear"]
 
@@ -439,7 +438,7 @@ def _declared(prefix: str, module: nn.Module, local: str) -> Any:
     return value
 
 
-def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
+def why_made_anew(modules: dict[str, nn.Module], name: str, owner: nn.Module) -> str:
     """The reason why the operand is not the parameter but computed from it, or an empty string.
 
     Parametrizations (weight norm, and PEFT's `target_parameters`, which adds B·A to a weight)
@@ -451,7 +450,7 @@ def why_made_anew(model: nn.Module, name: str, owner: nn.Module) -> str:
     # One ParamWrapper is around another where several parameters of a module are adapted.
     while prefix.rpartition(".")[2] == "base_layer":
         prefix = prefix.rpartition(".")[0]
-        wrapper: Any = model.get_submodule(prefix)
+        wrapper: Any = modules[prefix]
         if type(wrapper).__name__ == "ParamWrapper" and wrapper.parameter_name == local:
             return "adapted by PEFT's target_parameters: the operand is W + BA, computed again"
     return ""

@@ -42,6 +42,7 @@ from torch.optim.optimizer import Optimizer
 
 from finetune.errors import some
 from finetune.precision.engines.base import in_backward
+from finetune.precision.model.tree import Tree
 from finetune.precision.proof.row import still_line
 
 EFFECTIVE_STEPS = 2
@@ -61,7 +62,7 @@ class Movement:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Tree,
         counts: dict[str, int],
         fail: Callable[..., None],
         optimizers: Collection[Optimizer] = (),

@@ -43,16 +43,12 @@ from finetune.precision.model.compiling import (
     refuse_compiled,
 )
 from finetune.precision.model.plan import GEMMS
+from finetune.precision.model.tree import named_trainable
 from finetune.precision.proof.movement import Movement, changes_nothing
 from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.row import LayerReceipt
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
-
-
-def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, tied ones once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 class Proof:
@@ -91,7 +87,7 @@ class Proof:
             optimizers: those that will step, at some time; kept as the collection changes.
         """
         self.conversion, self._after_gemms, self._compiles = conversion, after_gemms, compiles
-        self.model = conversion.model
+        self.model, self._tree = conversion.model, conversion.tree
         self.status = "not proven: no training step yet"
         self.layers: list[LayerReceipt] = []
         self.trainable = {"before": sum(trainable_before.values())} | dict.fromkeys(
@@ -102,9 +98,9 @@ class Proof:
             0,
         )
         self.is_open, self.is_released, self.is_stopped = True, False, False
-        self._witness: Witness | None = Witness(self.model, conversion.plan)
+        self._witness: Witness | None = Witness(self._tree, conversion.plan)
         self._mode: bool | None = None
-        self.movement = Movement(self.model, self.trainable, self._fail, optimizers)
+        self.movement = Movement(self._tree, self.trainable, self._fail, optimizers)
         self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
         self.flops: Flops = {}
         self._train: dict[str, nn.Parameter] = {}  # in the step that is being taken
@@ -160,7 +156,7 @@ class Proof:
             return
         if is_inside():  # `prepare` refuses a model that is compiled before
             raise never_compiled("torch.compile of the prepared model, or of what calls it")
-        refuse_compiled(self.model)
+        refuse_compiled(self._tree)
         if self._mode is not self.model.training:  # what a sanity check ran is no evidence
             witness.reset()
             self._mode = self.model.training
@@ -285,7 +281,7 @@ class Proof:
 
         PEFT's wrapper is, around a model that CorDA's preprocessing or X-LoRA has left in another.
         """
-        modules = dict(self.model.named_modules())
+        modules = self._tree.named
         return self.model.training and all(modules[name].training for name in names)
 
     def _layer_receipts(self, witness: Witness) -> list[LayerReceipt]:
@@ -314,7 +310,7 @@ class Proof:
         known = self._steppers.get(optimizer)
         if not known:
             owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            known = any(id(p) in owned for p in self.model.parameters())
+            known = any(id(p) in owned for p in self._tree.parameters())
             self._steppers[optimizer] = known
         return known
 
@@ -363,7 +359,7 @@ class Proof:
         if self._witness is None:
             self.sentinel.before_step()
         if self.is_open:
-            self._train = named_trainable(self.model)
+            self._train = named_trainable(self._tree)
             self.trainable["after"] = sum(p.numel() for p in self._train.values())
             self.movement.before_step(optimizer, self._train)
 

@@ -13,8 +13,7 @@ receipt. To change layers or what trains, prepare the model again.
 Not seen: code that multiplies a layer's weight by itself after the first steps, as a forward that
 is put in the place of another does; the layer then rests.
 
-The cost is a look at each module, less than a microsecond: the tree is walked again only where a
-module has other children than before.
+The cost is a look at each module, less than a microsecond (`finetune.precision.model.tree`).
 
 *The share of the run.* Calls count their rows, so the FLOPs of the witnessed micro-step are
 weighted with the rows of each layer over the run, other matmuls with those of the busiest layer.
@@ -40,6 +39,7 @@ from finetune.precision.engines.base import Fp8Mixin, Tally
 from finetune.precision.model.compiling import compiled_later, refuse_compiled
 from finetune.precision.model.layers import is_low_rank, linear_records
 from finetune.precision.model.plan import LayerPlan
+from finetune.precision.model.tree import named_trainable
 from finetune.precision.proof.remedy import remedy
 
 Flops = dict[tuple[str, str], int]
@@ -85,28 +85,27 @@ class Sentinel:
             fail: raises an error of what, where, why and fix.
             leave: the same for BF16 that enters, which a setting may allow.
         """
-        self.conversion, self.model, self._fail = conversion, conversion.model, fail
-        self._leave = leave
+        self.conversion, self._tree = conversion, conversion.tree
+        self._fail, self._leave = fail, leave
         self.steps, self.rests, self.entered = 0, Counter[str](), Counter[str]()
-        self._linears = {id(r.owner): (r.name, r.owner) for r in linear_records(self.model)}
+        modules, rows = self._tree.named, conversion.plan.layers
+        linears = [(row.name, modules[row.name]) for row in rows if row.kind == "linear"]
+        self._linears: dict[int, tuple[str, Any]] = {id(m): (name, m) for name, m in linears}
         self._trains = trains
         self._held: list[Held] = []
         self._adapters = self._trained_adapters()
         self._types: dict[str, torch.dtype] = {}
         self._noted: list[Any] = []  # the structure that was last found in order
-        self._tree: list[tuple[nn.Module, dict[str, Any]]] = []  # modules and their children
         self._is_begun = False
         self._task = -1  # autograd's id of the backward last looked at; -1: none was running
 
     def begin(self) -> None:
         """Begin to count, after the witnessed micro-step."""
-        modules = dict(self.model.named_modules())
-        self._held = list(self._iter_held(modules))
+        self._held = list(self._iter_held(self._tree.named))
         for held in self._held:  # calls before that micro-step were of no step
             held.tally.high = held.tally.high_rows = 0
         # Not at preparation, after which FSDP2 has its own way with types.
-        named = self.model.named_parameters()
-        self._types = {name: p.dtype for name, p in named if p.requires_grad}
+        self._types = {name: p.dtype for name, p in named_trainable(self._tree).items()}
         self._is_begun = True
 
     def _iter_held(self, modules: dict[str, nn.Module]) -> Iterator[Held]:
@@ -125,9 +124,7 @@ class Sentinel:
 
     def _as_it_is(self) -> list[Any]:
         """Objects of modules, and what may be compiled; of parameters, types and flags."""
-        if not self._tree or any(m._modules != children for m, children in self._tree):
-            self._tree = [(m, dict(m._modules)) for m in self.model.modules()]
-        modules = [m for m, _ in self._tree]
+        modules = self._tree.modules()
         calls = [(m, m._compiled_call_impl, vars(m).get("forward")) for m in modules]
         trained = [
             (id(p), p.requires_grad, p.dtype)
@@ -141,7 +138,7 @@ class Sentinel:
         """PEFT's layers with adapters that train."""
         return [
             m
-            for m in self.model.modules()
+            for m in self._tree.modules()
             if "merged_adapters" in vars(m) and any(p.requires_grad for p in m.parameters())
         ]
 
@@ -164,18 +161,18 @@ class Sentinel:
         now = self._as_it_is()
         if now == self._noted:
             return
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(self._tree.named_parameters())
         self._check_layers()
         self._check_trainable({name for name, p in parameters.items() if p.requires_grad})
         if self._is_begun:
             self._check_types(parameters)
-            refuse_compiled(self.model, compiled_later)
+            refuse_compiled(self._tree, compiled_later)
             self._adapters = self._trained_adapters()
             self._noted = now
 
     def _check_layers(self) -> None:
         """Raise unless the linear layers are those that were prepared."""
-        now = {id(r.owner): (r.name, r.owner) for r in linear_records(self.model)}
+        now = {id(r.owner): (r.name, r.owner) for r in linear_records(self._tree)}
         gone = sorted(
             name
             for key, (name, m) in self._linears.items()
@@ -244,7 +241,7 @@ class Sentinel:
         """Raise if an adapter that trains is merged into its base weight."""
         merged = [m for m in self._adapters if m.merged_adapters]
         if merged:
-            names = {id(m): name for name, m in self.model.named_modules()}
+            names = {id(m): name for name, m in self._tree.named_modules()}
             self._fail(
                 f"{len(merged)} adapters are merged into their base weights and do not train",
                 where=some([names.get(id(m), "?") for m in merged]),

@@ -37,6 +37,7 @@ from finetune.precision.cases.parameters import tensors_of
 from finetune.precision.engines.base import Hook, ObservedMixin, in_backward
 from finetune.precision.facts import Gemm
 from finetune.precision.model.plan import LayerPlan, PrecisionPlan
+from finetune.precision.model.tree import Tree
 from finetune.precision.numbers.formats import E2M1, FORMATS, FP8_DTYPES, on_grid
 from finetune.precision.numbers.gemm import EMULATED
 
@@ -149,7 +150,7 @@ class Witness:
         is_paused: True while GEMMs are not counted.
     """
 
-    def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
+    def __init__(self, model: nn.Module | Tree, plan: PrecisionPlan) -> None:
         self.seen: dict[tuple[str, Gemm, str], Seen] = defaultdict(Seen)
         self.called: set[str] = set()
         self.unknown: set[str] = set()

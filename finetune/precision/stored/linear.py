@@ -34,6 +34,7 @@ from finetune.precision.model.layers import (
     why_own_forward,
 )
 from finetune.precision.model.swap import Swapped, swap, unswap, weight_matrix
+from finetune.precision.model.tree import Tree
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.numbers.gemm import as_output, as_rows
 from finetune.precision.numbers.weights import (
@@ -283,7 +284,7 @@ def stored_as(module: nn.Module) -> str:
     return weight.quant_type if type(weight).__name__ == "Params4bit" else ""  # pyright: ignore
 
 
-def stored_weights(model: nn.Module) -> dict[str, int]:
+def stored_weights(model: nn.Module | Tree) -> dict[str, int]:
     """Number of linear layers by storage format, plain ones left out."""
     return dict(Counter(kind for r in linear_records(model) if (kind := stored_as(r.owner))))
 

@@ -37,7 +37,7 @@ from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
 from finetune.precision.model.layers import plain_name
 from finetune.precision.model.plan import PrecisionPlan
-from finetune.precision.proof.proof import named_trainable
+from finetune.precision.model.tree import named_trainable
 from finetune.runs.checkpoints import newest_checkpoint
 from finetune.training.helper.finite import is_broken, own_values
 

@@ -30,7 +30,7 @@ from finetune.data.repeats import refuse_no_batch, refuse_uneven, repeats_line
 from finetune.errors import in_words
 from finetune.hardware.unpromised import stands
 from finetune.precision.convert import conversion_of
-from finetune.precision.proof.proof import named_trainable
+from finetune.precision.model.tree import named_trainable
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.progress import OPERANDS
 from finetune.training.health.finiteness import LEAST_SCALE, Finiteness

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from finetune.errors import PrecisionError, ProofError, some
+from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.settings import Compute
 
 AUTOCAST: dict[Compute, torch.dtype | None] = {
@@ -77,11 +78,11 @@ def complete(accelerator: Any) -> dict[str, Any]:
     return settings
 
 
-def warn_of_half_weights(model: nn.Module) -> None:
+def warn_of_half_weights(model: nn.Module | Tree) -> None:
     """Warn of float16 weights that train without a loss scale: in FP8 or BF16 compute."""
     # Float16 ends at 6e-8, below which many gradients lie; a loss scale is only made for
     # `compute=fp16`.
-    half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+    half = [n for n, p in named_trainable(model).items() if p.dtype is torch.float16]
     if half:
         warnings.warn(
             f"! {len(half)} weights that train are float16 ({some(half, 3)}), and so are their "

@@ -22,8 +22,9 @@ from finetune.precision.convert import Conversion
 from finetune.precision.engines.base import Backend
 from finetune.precision.model.layers import without_adapters
 from finetune.precision.model.plan import GEMMS
+from finetune.precision.model.tree import named_trainable
 from finetune.precision.numbers.formats import E4M3
-from finetune.precision.proof.proof import Proof, named_trainable
+from finetune.precision.proof.proof import Proof
 from finetune.precision.proof.row import changed_numbers
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.linear import stored_weights
@@ -118,7 +119,7 @@ def receipt_of(
     fp8 = p.compute == "fp8"
     status = proof.status if proof else "not proven: nothing was trained"
     # What ran in FP8 may still have ended in NaN, by an update that no later step has checked.
-    if status == "proven" and conversion and (broken := not_finite(conversion.model)):
+    if status == "proven" and conversion and (broken := not_finite(conversion.tree)):
         status = f"not proven: weights are not finite ({some(broken, 3)})"
     return Receipt(
         status=status,
@@ -132,7 +133,7 @@ def receipt_of(
             "gemm": _gemm(p, device),
             "reason": r.reason,
             "fallback": r.fallback,
-            "storage": stored_weights(conversion.model) if conversion else {},
+            "storage": stored_weights(conversion.tree) if conversion else {},
             "forced": dict(conversion.plan.overrides) if conversion else {},
             "compile": compiled,
             "kernels": _kernels(conversion),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.proof.movement import local_part
-from finetune.precision.proof.proof import named_trainable
 
 
 def own_values(x: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def is_broken(x: Tensor) -> bool:
     return judged and not bool(torch.stack(torch.aminmax(own)).isfinite().all())
 
 
-def not_finite(model: nn.Module) -> list[str]:
+def not_finite(model: nn.Module | Tree) -> list[str]:
     """Names of trainable weights with NaN or infinity, which no optimizer step repairs.
 
     No health monitor runs in a hand-written loop, where moments in FP16, say, divide by zero.

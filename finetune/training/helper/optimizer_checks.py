@@ -66,7 +66,7 @@ class OptimizerChecks:
         of_it = [
             conversion
             for conversion in list(self._session.conversions)
-            if any(id(p) in owned for p in conversion.model.parameters())
+            if any(id(p) in owned for p in conversion.tree.parameters())
         ]
         # An optimizer of a model that nobody prepared is judged by what it trains, below.
         if any(conversion.is_applied for conversion in of_it) or not (of_it or is_prepared):
@@ -96,7 +96,8 @@ class OptimizerChecks:
         if optimizer in self._judged or not graded or {*map(type, graded)} - {nn.Parameter}:
             return
         self._judged.add(optimizer)
-        prepared = {id(p) for module in self.models for p in module.parameters()}
+        trees = map(self._session.tree_of, self.models)
+        prepared = {id(p) for tree in trees for p in tree.parameters()}
         others = [p for p in graded if id(p) not in prepared]
         size, left = sum(p.numel() for p in graded), sum(p.numel() for p in others)
         if not left or (left == size and is_prepared):  # for `_check_owner`

@@ -95,7 +95,7 @@ def patch_accelerator(session: Any) -> None:
             # inside.
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                session.prepare_models(models)
+                session.prepare_models([session.tree_of(model) for model in models])
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
                     session.prepare_optimizer(optimizer)
@@ -119,11 +119,12 @@ def patch_accelerator(session: Any) -> None:
 
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # What has no matrix (a loss, a temperature) is Accelerate's alone.
-            if multiplies(model):
+            tree = session.tree_of(model)
+            if multiplies(tree):
                 given = signature.bind(accelerator, model, *args, **kwargs).arguments
                 evaluation = bool(given.get("evaluation_mode"))
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                session.prepare_models([model], evaluation=evaluation)
+                session.prepare_models([tree], evaluation=evaluation)
             return original(accelerator, model, *args, **kwargs)
 
         return prepare_model

@@ -37,9 +37,11 @@ from finetune.hardware.versions import table, version
 from finetune.precision import convert
 from finetune.precision.convert import Conversion
 from finetune.precision.model.compiling import recomputed, refuse_compiled
-from finetune.precision.model.layers import multiplies, records, without_adapters
+from finetune.precision.model.layers import Record, multiplies, records, without_adapters
+from finetune.precision.model.plan import PrecisionPlan
+from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
-from finetune.precision.proof.proof import Proof, named_trainable
+from finetune.precision.proof.proof import Proof
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import Receipt
 from finetune.training.helper import compute_types
@@ -116,43 +118,53 @@ class Session:
 
     # -------------------------------------------------------------------------------- preparation
 
-    def prepare_models(self, models: Sequence[nn.Module], *, evaluation: bool = False) -> None:
+    @staticmethod
+    def tree_of(model: nn.Module) -> Tree:
+        """The tree of a model, that of its conversion if it has one."""
+        known = convert.conversion_of(model)
+        return known.tree if known is not None and known.model is model else Tree(model)
+
+    def prepare_models(self, trees: Sequence[Tree], *, evaluation: bool = False) -> None:
         """Convert models that Accelerate is about to prepare; `evaluation`: none of them trains."""
-        self._checks.models.update(models)
-        asked = [(multiplies(model), model) for model in models]
+        self._checks.models.update(tree.model for tree in trees)
+        asked = [(multiplies(tree), tree) for tree in trees]
         # The model with layers first: the second condition below asks whether there was one.
-        for converts, model in sorted(asked, key=itemgetter(0), reverse=True):
+        for converts, tree in sorted(asked, key=itemgetter(0), reverse=True):
             if evaluation:
-                self._prepare_reference(model)
+                self._prepare_reference(tree)
             # A loss or temperature module has nothing to convert.
             elif converts or not len(self.conversions):
-                self.prepare_model(model)
+                self._prepare(tree)
 
-    def _prepare_reference(self, model: nn.Module) -> None:
-        if self.precision.compute != "fp8" or convert.conversion_of(model) is not None:
+    def _prepare_reference(self, tree: Tree) -> None:
+        if self.precision.compute != "fp8" or convert.conversion_of(tree.model) is not None:
             return  # autocast is all it takes
         try:
             hardware = bool(self.device.has_fp8)
             # A plan of its own: weights of a reference are not stored anew, whatever the policy's
             # are.
-            made = plan(model, self.references.precision_of(self.precision, hardware=hardware))
+            made = plan(tree, self.references.precision_of(self.precision, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
             return
-        self._take_over(model)
-        conversion = convert.apply(model, made, hardware=hardware, triton=starts_triton())
+        self._take_over(tree)
+        conversion = convert.apply(tree, made, hardware=hardware, triton=starts_triton())
         self.conversions.add(conversion)
         self.references.add(conversion)
 
-    def _take_over(self, model: nn.Module) -> None:
+    def _take_over(self, tree: Tree) -> None:
         """Give back plain layers that were prepared with another model: PEFT's, unloaded since."""
-        for other in [c for c in self.conversions if c.shares(model)]:
+        for other in [c for c in self.conversions if c.shares(tree)]:
             other.revert()
             guard(other.model)
 
     def prepare_model(self, model: nn.Module) -> Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
+        return self._prepare(self.tree_of(model))
+
+    def _prepare(self, tree: Tree) -> Conversion:
+        model = tree.model
         known = convert.conversion_of(model)
-        before = {name: p.numel() for name, p in named_trainable(model).items()}
+        before = {name: p.numel() for name, p in named_trainable(tree).items()}
         if known is not None and known in self.conversions and known.is_current():
             # Evaluated before it trains (`trainer.evaluate()` first), it has no proof yet.
             was_reference = known.follows is not None
@@ -161,30 +173,21 @@ class Session:
             # trains.
             if not (was_reference and before) and not was_stopped:
                 return known
-        self._take_over(model)
-        convert.revert(model)  # also submodules that were prepared separately
-        unguard(model)
-        refuse_compiled(model)  # by the script: ours are plain again
-        if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
-            refuse_quantized(model, self.resolution.asked, records(model))
-        if self.precision.compute == "fp16":
-            refuse_half_weights(model)
-        else:
-            compute_types.warn_of_half_weights(model)
-        if self.precision.compute == "fp32":
-            self.undo.callback(compute_types.make_exact())
-        self._choose_engine_for(model)
-        made = plan(model, self.precision)
+        self._take_over(tree)
+        convert.revert(tree)  # also submodules that were prepared separately
+        unguard(tree)
+        refuse_compiled(tree)  # by the script: ours are plain again
+        made = self._plan(tree)
         if before:
             refuse_unsaved_experts(model, made)
         # All frozen weights before, less those that are still there: what is left has become codes.
-        self._replaced.update((id(p), p) for p in model.parameters() if not p.requires_grad)
+        self._replaced.update((id(p), p) for p in tree.parameters() if not p.requires_grad)
         hardware = bool(self.device.has_fp8)
-        conversion = convert.apply(model, made, hardware=hardware, triton=starts_triton())
+        conversion = convert.apply(tree, made, hardware=hardware, triton=starts_triton())
         _leave_head(conversion)
         self.conversions.add(conversion)
         self.has_prepared = True
-        for p in model.parameters():
+        for p in tree.parameters():
             self._replaced.pop(id(p), None)
         if made.stored:
             _describe_storage(model)
@@ -194,6 +197,20 @@ class Session:
         else:
             self._compile(conversion)
         return conversion
+
+    def _plan(self, tree: Tree) -> PrecisionPlan:
+        """Plan a model that trains. Its records, which hold weights, are gone afterwards."""
+        found = records(tree)
+        if self.resolution.asked.compute == "fp8":  # also if BF16 replaces it
+            refuse_quantized(tree.model, self.resolution.asked, found)
+        if self.precision.compute == "fp16":
+            refuse_half_weights(tree)
+        else:
+            compute_types.warn_of_half_weights(tree)
+        if self.precision.compute == "fp32":
+            self.undo.callback(compute_types.make_exact())
+        self._choose_engine_for(found)
+        return plan(tree, self.precision, found)
 
     def _begin_proof(self, conversion: Conversion, before: dict[str, int]) -> None:
         why = self._why_uncompiled(conversion)
@@ -258,11 +275,11 @@ class Session:
         )
         return "" if pays else pays.reason
 
-    def _choose_engine_for(self, model: nn.Module) -> None:
+    def _choose_engine_for(self, found: list[Record]) -> None:
         """Replace Transformer Engine, where `auto` takes it, for weights outside of layers."""
         r = self.resolution
         takes = r.asked.backend == "auto" and not self.precision.engine.takes_parameters
-        if not takes or all(record.kind == "linear" for record in records(model)):
+        if not takes or all(record.kind == "linear" for record in found):
             return
         try:
             other = resolve(r.asked.model_copy(update={"backend": "torchao"}), self.device)
@@ -391,9 +408,9 @@ def guard(model: nn.Module) -> None:
     model.__dict__[GUARD] = model.register_forward_pre_hook(before_forward)
 
 
-def unguard(model: nn.Module) -> None:
+def unguard(tree: Tree) -> None:
     """Undo `guard`, of a model and of what is in it; without one nothing happens."""
-    for module in model.modules():
+    for module in tree.modules():
         hook = module.__dict__.pop(GUARD, None)
         if hook is not None:
             hook.remove()
