@@ -166,8 +166,10 @@ class Witness:
             observers.append(self)
         for name, module in modules.items():
             # A block's GEMMs besides its layers belong to no layer, also in a checkpoint's
-            # recomputation, which begins inside an autograd node of some layer.
-            if name not in self._plan and module._modules:
+            # recomputation, which begins inside an autograd node of some layer. Lists and dicts of
+            # modules have no forward.
+            forward = getattr(module.forward, "__func__", None)
+            if name not in self._plan and module._modules and forward is not nn.Module.forward:
                 self._watch_module(module, OTHER, (0, 0))
         for layer in plan.layers:
             if layer.kind == "parameter":
