@@ -148,7 +148,7 @@ def test_updates(kind, dtype, chance, monkeypatch) -> None:
 
 
 def test_the_norm_of_gradients() -> None:
-    if not runs_kernels(torch.device("cuda")):
+    if not runs_kernels(torch.device("cuda"), 0):
         pytest.skip("Triton is not here, so torch clips")
     weights = [nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (100_000, 257)]
     update = Update(optim.AdamW8bit(weights))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import math
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 from torchao import optim
 
-from finetune.training.helper.optimizer import adamw, low_bit
+from finetune.training.helper.optimizer import adamw, adamw_host, clipping, low_bit
 from finetune.training.helper.optimizer.adamw import Draws, Update, rounded
 
 needs_triton = pytest.mark.skipif(
@@ -95,6 +98,151 @@ def test_an_8b_model_is_updated_by_two_launches_of_ten_bytes_a_number() -> None:
               for kind in ("squares", "update")]  # fmt: skip
     assert nbytes[0] / numbers == pytest.approx(2.0, abs=0.001)
     assert nbytes[1] / numbers == pytest.approx(10 + 1 / 16, abs=0.001)
+
+
+# ------------------------------------------------------------------------------------- host memory
+
+SIZES = ((32, 512), (4096,), (4352,), (3, 130, 1024), (2048,), (1,), (255,), (257,), (3, 5))
+"""Blocks in one piece and several, odd ones; below 4,096 numbers without blocks."""
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update by C++ of any size, and a reference with IEEE 754's root, which torch's is not."""
+    if adamw_host.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(adamw_host, "LEAST", 0)
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.sqrt(x.double()).float())
+
+
+def host_run(kind: type[Any], dtype: torch.dtype, **how: Any) -> list[torch.Tensor]:
+    """Weights and states after three steps, one of them clipped, with all sorts of gradients."""
+    draw = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(s, generator=draw).to(dtype)) for s in how["sizes"]]
+    groups = [{"params": weights[::2]}, {"params": weights[1::2], "weight_decay": 0.1}]
+    groups = [group for group in groups if group["params"]]
+    optimizer = kind(groups, lr=1e-2, bf16_stochastic_round=how.get("chance", True))
+    update, handed = Update(optimizer), how.get("handed", [])
+    update.attach()
+    if "handed" in how:
+        update.defer = handed.append
+    for number in range(3):
+        for p in weights:
+            gradient = torch.randn(p.shape, generator=draw) * 10.0 ** (3 * number - 3)
+            flat = gradient.view(-1, p.shape[-1])
+            flat[0] *= 1e-25
+            flat[-1, :3] = torch.tensor([0.0, float("inf"), float("nan")])[: p.shape[-1]]
+            p.grad = gradient.to(dtype)
+        update.take_factor = adamw.no_factor if number else lambda: torch.tensor(0.37)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].fill_(3e-3)
+        if "handed" in how:
+            optimizer.state[weights[0]]["step"] += 1  # as an early next step would
+            worker = threading.Thread(target=how["finish"], args=(update, handed.pop()))
+            worker.start()
+            worker.join()
+            optimizer.state[weights[0]]["step"] -= 1
+    found: list[torch.Tensor] = [p.detach() for p in weights]
+    for state in optimizer.state.values():
+        for x in (state["exp_avg"], state["exp_avg_sq"]):
+            found += [x.codes.view(torch.uint8), x.scale] if hasattr(x, "codes") else [x]
+    return found
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(
+        a.isnan().equal(b.isnan()) and a.nan_to_num().equal(b.nan_to_num()) for a, b in pairs
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_host_memory_the_update_has_the_references_bits(compiled, kind, dtype, monkeypatch):
+    for chance in (True, False)[: 2 if dtype == torch.bfloat16 else 1]:
+        found = host_run(kind, dtype, sizes=SIZES, chance=chance)
+        with monkeypatch.context() as patch:
+            patch.setattr(adamw_host, "adamw", pytest.fail)
+            patch.setattr(adamw_host, "LEAST", math.inf)
+            wanted = host_run(kind, dtype, sizes=SIZES, chance=chance)
+        assert same(found, wanted)
+
+
+@pytest.mark.slow
+def test_every_code_of_the_tables_is_found_at_its_thresholds(compiled, monkeypatch) -> None:
+    """Betas of 0.75 make moments of a quarter of g and g^2; a block's first number, the scale."""
+
+    def codes() -> list[torch.Tensor]:
+        weight = nn.Parameter(torch.zeros(blocks.shape))
+        optimizer = optim.AdamW8bit([weight], betas=(0.75, 0.75))
+        Update(optimizer).attach()
+        weight.grad = blocks
+        optimizer.step()
+        return [optimizer.state[weight][name].codes for name in ("exp_avg", "exp_avg_sq")]
+
+    maps = adamw.maps(256, torch.device("cpu"))
+    rows = [(t := maps[1][1:]), -t, maps[3][1:].sqrt()]
+    up, down = torch.tensor(2.0), torch.tensor(-2.0)
+    rows += [moved for x in rows for moved in (x.nextafter(up), x.nextafter(down))]
+    rows += [x.nextafter(to) for x in rows[-2:] for to in (up, down)]
+    blocks = torch.cat([torch.ones(len(rows), 1), torch.stack(rows).clamp(-1.0, 1.0)], 1)
+    blocks = torch.cat([blocks, torch.rand(16, 256)])
+    found = codes()
+    assert len(found[0].unique()) == 256 == len(found[1].unique())
+    monkeypatch.setattr(adamw_host, "LEAST", math.inf)
+    assert all(map(torch.equal, found, codes()))
+
+
+@pytest.mark.slow
+def test_a_step_is_finished_later_in_another_order_with_the_arguments_of_then(compiled) -> None:
+    done: list[tuple[int, ...]] = []
+
+    def finish(update: Update, noted: list[Any]) -> None:
+        for one in reversed(noted):  # a layer at a time
+            update.finish([one], lambda p: done.append(tuple(p.shape)))
+
+    late = host_run(optim.AdamW8bit, torch.bfloat16, sizes=SIZES, handed=[], finish=finish)
+    assert same(late, host_run(optim.AdamW8bit, torch.bfloat16, sizes=SIZES))
+    order = [*SIZES[::2], *SIZES[1::2]]
+    assert done == 3 * order[::-1]
+
+
+@pytest.mark.slow
+def test_in_host_memory_the_norm_is_read_once_and_the_update_clips(compiled) -> None:
+    weights = [nn.Parameter(torch.randn(3, 70_001).to(d)) for d in (torch.float32, torch.bfloat16)]
+    optimizer = optim.AdamW8bit(weights)
+    update = Update(optimizer)
+    for p in weights:
+        p.grad = torch.randn_like(p) * 3
+    before = [p.grad.clone() for p in weights if p.grad is not None]
+    norm = clipping.clip([update], weights, 1.0)
+    wanted = torch.cat([x.double().flatten() for x in before]).norm()
+    assert norm is not None
+    assert float(norm) == pytest.approx(float(wanted), rel=1e-6)
+    assert all(p.grad is not None and p.grad.equal(x) for p, x in zip(weights, before, strict=True))
+    factor = update.take_factor()
+    assert factor is not None
+    assert float(factor) == pytest.approx(1 / float(wanted), rel=1e-5)
+    weights[0].grad[1, 7] = float("inf")  # pyright: ignore[reportOptionalSubscript]
+    assert not clipping.clip([update], weights, 1.0).isfinite()  # pyright: ignore
+
+
+def test_small_optimizers_compile_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(adamw_host, "library", pytest.fail)
+    assert not adamw.runs_kernels(torch.device("cpu"), adamw_host.LEAST - 1)
+
+
+def test_without_a_compiler_the_update_is_torchaos_with_one_warning(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(adamw_host, "LEAST", 0)
+    monkeypatch.setattr(adamw_host, "library", functools.cache(adamw_host.library.__wrapped__))
+    with pytest.warns(UserWarning, match="a hundred times as long.*install g\\+\\+") as caught:
+        found = host_run(optim.AdamW8bit, torch.float32, sizes=((64, 64),))
+    assert len([x for x in caught if "host memory" in str(x.message)]) == 1
+    monkeypatch.setattr(adamw_host, "LEAST", math.inf)
+    assert same(found, host_run(optim.AdamW8bit, torch.float32, sizes=((64, 64),)))
 
 
 # ---------------------------------------------------------------------------------------- rounding

@@ -360,8 +360,8 @@ def torchao_updates(*, kernels: bool) -> Iterator[None]:
     """Finish steps of torchao's optimizers without values, by `kernels` or its own function."""
     from finetune.training.helper.optimizer import adamw
 
-    def finish(_: Any, asked: list[adamw.Asked]) -> None:
-        for x in asked:
+    def finish(_: Any, noted: list[adamw.Noted]) -> None:
+        for x in (one.asked for one in noted):
             if kernels:
                 states = [part for state in (x.first, x.second) for part in plain_tensors(state)]
                 OPS.update(x.gradient, [*plain_tensors(x.weight), *states])

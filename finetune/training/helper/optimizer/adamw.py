@@ -6,7 +6,10 @@ its arguments instead (`Update`); the update of all noted tensors follows:
 
     CUDA with Triton   one launch of a kernel for tensors of the same types and settings
                        (`adamw_kernels`): 10 bytes a number with 8-bit states and BF16
-    elsewhere          torchao's own function for each tensor, uncompiled, with the same bits
+    host memory        from `adamw_host.LEAST` numbers on, compiled C++ for each tensor
+                       (`adamw_host`), by all threads of torch, with the kernel's bits
+    elsewhere          torchao's own function for each tensor, uncompiled, with the same bits but
+                       for roots: torch's on a CPU may be off by a unit in the last place
 
     bytes a number     read: weight 2, gradient 2, codes 1 + 1;  written: weight 2, codes 1 + 1;
                        scales, 4 bytes for 256 numbers, 4 times: 1/16
@@ -26,7 +29,7 @@ import functools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,6 +44,7 @@ from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from finetune.hardware.device import has_launcher, has_triton
 from finetune.precision.proof.movement import local_part
+from finetune.training.helper.optimizer import adamw_host
 from finetune.training.helper.replacing import replaced
 
 PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)
@@ -87,9 +91,31 @@ class Draws(NamedTuple):
     first: int
 
 
-def runs_kernels(device: torch.device) -> bool:
-    """True where the update is a kernel."""
+class Noted(NamedTuple):
+    """The update of a tensor that a step has asked for, of this process's part of it.
+
+    Attributes:
+        factor: what the gradient is multiplied by, a number.
+        numbers: of all tensors of the step.
+    """
+
+    parameter: Tensor
+    asked: Asked
+    place: Draws
+    factor: Tensor | None
+    numbers: int
+
+
+def runs_kernels(device: torch.device, numbers: int) -> bool:
+    """True where the update of an optimizer of so many numbers is a kernel on a device."""
+    if in_host_memory(device):
+        return numbers >= adamw_host.LEAST and adamw_host.library() is not None
     return device.type == "cuda" and bool(has_triton() and has_launcher())
+
+
+def in_host_memory(device: torch.device) -> bool:
+    """True where kernels are those of `adamw_host`."""
+    return device.type == "cpu"
 
 
 # ---------------------------------------------------------------------------------------- rounding
@@ -148,9 +174,14 @@ class Update:
 
     Attributes:
         clips: False once a script has changed gradients between clipping and the step.
+        defer: called with what a step has asked for, instead of `finish`, which is then to be
+            called with it before the next step; None to finish within the step. Learning rates and
+            the number of the step are those of now; gradients are not copied.
         take_factor: gives what the gradients of the next step are multiplied by, once.
         tables: of launches, by number and device.
     """
+
+    defer: Callable[[list[Noted]], None] | None = None
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -185,6 +216,11 @@ class Update:
         every = [p for group in groups for p in group["params"]]
         return [(number, p) for number, p in enumerate(every) if p.grad is not None]
 
+    @property
+    def numbers(self) -> int:
+        """Numbers that a step updates in this process."""
+        return sum(local_part(p).numel() for _, p in self.graded)
+
     def _before_step(self, *_: Any) -> None:
         """Note what torchao would compile, until the step's end."""
         self._step.close()  # one that an error broke off
@@ -213,46 +249,76 @@ class Update:
     def _after_step(self, *_: Any) -> None:
         self._step.close()
         asked, self._asked = self._asked, []
-        self.finish(asked)
+        noted = self._noted(asked)
+        if self.defer is None:
+            self.finish(noted)
+        else:  # by tensors that the next step, or a schedule, counts on
+            now = ((x, x.asked.step.clone(), x.asked.lr.clone()) for x in noted)
+            self.defer([x._replace(asked=x.asked._replace(step=n, lr=lr)) for x, n, lr in now])
 
-    @torch.no_grad()
-    def finish(self, asked: list[Asked]) -> None:
-        """Update what a step has asked for."""
-        factor = self.take_factor()
-        rows: dict[Kind, list[Launched]] = defaultdict(list)
+    def _noted(self, asked: list[Asked]) -> list[Noted]:
+        factor, numbers, found = self.take_factor(), self.numbers, []
         for whole, (number, p) in zip(asked, self.graded, strict=True):
             x, place = whole, Draws(number, 0)
             if isinstance(p, DTensor):
                 x = Asked(*(local_part(one) for one in cast(Any, whole)))
-                # By the whole tensor, so that a number is rounded alike however it is sharded.
                 place = Draws(number, _first_number(p))
-            if not x.weight.numel():
-                continue  # a process without a part of it
-            row = _row(x, place) if runs_kernels(x.weight.device) else None
-            if row is None:
-                update_tensor(x, place, factor)
-            else:
-                # One launch for all of a kind: hundreds of launches would take longer than the
-                # update.
-                rows[row.kind].append(row)
-        for number, (kind, each) in enumerate(rows.items()):
-            self._launch(self.tables[number, kind.device], kind, each, factor)
+            if x.weight.numel():  # else a process without a part of it
+                found.append(Noted(p, x, place, factor, numbers))
+        return found
 
-    def _launch(
-        self, table: PointerTable, kind: Kind, rows: list[Launched], factor: Tensor | None
+    @torch.no_grad()
+    def finish(
+        self, noted: Sequence[Noted], on_done: Callable[[Tensor], Any] = lambda _: None
     ) -> None:
+        """Update what a step has asked for, all or a part of it, in this order; in any thread.
+
+        Args:
+            on_done: called with each parameter that is updated; on a GPU when that is launched.
+        """
+        rows: dict[Kind, list[Launched]] = defaultdict(list)
+        for one in noted:
+            kernel = runs_kernels(one.asked.weight.device, one.numbers)
+            row = _row(one) if kernel else None
+            if row is None:
+                update_tensor(one.asked, one.place, one.factor)
+            elif in_host_memory(row.kind.device):
+                _update_on_host(row)
+            else:
+                rows[row.kind].append(row)
+                continue
+            on_done(one.parameter)
+        for number, (kind, each) in enumerate(rows.items()):
+            self._launch(self.tables[number, kind.device], kind, each)
+            for row in each:
+                on_done(row.noted.parameter)
+
+    def _launch(self, table: PointerTable, kind: Kind, rows: list[Launched]) -> None:
         from finetune.training.helper.optimizer import adamw_kernels
 
-        like = rows[0].asked
+        like, factor = rows[0].noted.asked, rows[0].noted.factor
         factor = factor if factor is None else factor.to(kind.device)
-        columns, sizes = [row.columns for row in rows], [row.asked.weight.numel() for row in rows]
-        bias1, bias2 = (1 - beta**like.step for beta in (like.beta1, like.beta2))
-        decay = like.lr * like.decay if like.decoupled else like.decay
-        numbers = (like.lr, decay, like.eps, 1 - like.beta1, 1 - like.beta2, bias1)
+        columns = [row.columns for row in rows]
+        sizes = [row.noted.asked.weight.numel() for row in rows]
         adamw_kernels.adamw(
             table.on(kind.device, columns, sizes), maps(kind.levels, kind.device), factor,
-            int(like.step), [float(number) for number in (*numbers, bias2.sqrt())], kind,
+            int(like.step), _numbers(like), kind,
         )  # fmt: skip
+
+
+def _update_on_host(row: Launched) -> None:
+    kind, columns, (_, x, _, factor, _) = row
+    levels = maps(kind.levels, kind.device)
+    numbers, step = _numbers(x), int(x.step)
+    adamw_host.adamw(columns, x.weight.numel(), levels, factor, step, numbers, kind)
+
+
+def _numbers(x: Asked) -> list[float]:
+    """What kernels multiply by, from `lr` to `bias2`, as torchao's function rounds it."""
+    bias1, bias2 = (1 - beta**x.step for beta in (x.beta1, x.beta2))
+    decay = x.lr * x.decay if x.decoupled else x.decay
+    numbers = (x.lr, decay, x.eps, 1 - x.beta1, 1 - x.beta2, bias1, bias2.sqrt())
+    return [float(number) for number in numbers]
 
 
 class Kind(NamedTuple):
@@ -275,17 +341,20 @@ class Launched(NamedTuple):
 
     kind: Kind
     columns: list[int]
-    asked: Asked
+    noted: Noted
 
 
-def _row(x: Asked, place: Draws) -> Launched | None:
+def _row(noted: Noted) -> Launched | None:
     """The row of a tensor; None if torchao's function has to update it."""
+    x, place = noted.asked, noted.place
     levels = LEVELS.get(type(x.first), 0)
     block = x.first.block_size if levels else TILE
     plain = type(x.weight) in (Tensor, torch.nn.Parameter) and x.weight.is_contiguous()
     same = type(x.first) is type(x.second) and (levels or x.first.is_contiguous())
     usual = x.largest is None and min(x.beta1, x.beta2) > 0.5  # below, `lerp` is another formula
-    if not (block in BLOCKS and plain and same and usual):
+    types = (x.weight.dtype, x.gradient.dtype, *(() if levels else (x.first.dtype,)))
+    known = not in_host_memory(x.weight.device) or all(one in adamw_host.TYPES for one in types)
+    if not (block in BLOCKS and plain and same and usual and known):
         return None
     if not x.gradient.is_contiguous():
         x = x._replace(gradient=x.gradient.contiguous())
@@ -297,7 +366,8 @@ def _row(x: Asked, place: Draws) -> Launched | None:
         x.weight.device, x.weight.dtype, x.gradient.dtype, first[0].dtype, levels, block, even,
         x.chance, x.decoupled, (float(x.step), float(x.lr), x.beta1, x.beta2, x.decay, x.eps),
     )  # fmt: skip
-    return Launched(kind, [*pointers, place.tensor, place.first // EACH], x)
+    columns = [*pointers, place.tensor, place.first // EACH]
+    return Launched(kind, columns, noted._replace(asked=x))
 
 
 def _stored(moment: Any) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Clipping of gradients by the update that reads them anyway.
 
 `clip_grad_norm_` of torch, which Accelerate and the Trainer call, reads all gradients for their
-norm, and reads and writes them once more to multiply. Where the update is a kernel (`adamw`), one
-pass sums squares, and the factor stays on the device until the update multiplies by it, in float32:
+norm, and reads and writes them once more to multiply. Where the update is a kernel (`adamw`), on a
+GPU or in host memory, one pass sums squares, and the factor stays on the device until the update
+multiplies by it, in float32:
 
     bytes a number, BF16 gradients     torch 2 + 4, here 2;   waits of the host: none
 
@@ -25,7 +26,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import TensorWeakRef
 
 from finetune.precision.proof.movement import local_part
-from finetune.training.helper.optimizer.adamw import PointerTable, Update, no_factor, runs_kernels
+from finetune.training.helper.optimizer import adamw_host
+from finetune.training.helper.optimizer.adamw import (
+    PointerTable,
+    Update,
+    in_host_memory,
+    no_factor,
+    runs_kernels,
+)
 
 
 class Factor:
@@ -85,7 +93,8 @@ def clip(updates: Sequence[Update], parameters: Sequence[Tensor], bound: float) 
         return None
     local = [local_part(x) for x in graded.values()]
     groups = _sharded_over(list(graded.values()))
-    if groups is None or not all(runs_kernels(x.device) for x in local):
+    numbers = sum(one.numbers for one in takes)
+    if groups is None or not all(runs_kernels(x.device, numbers) for x in local):
         return None
     for one in takes:  # clipped once already: multiply now
         if (factor := one.take_factor()) is not None:
@@ -117,15 +126,17 @@ def _sharded_over(gradients: list[Any]) -> list[Any] | None:
 
 def sum_of_squares(gradients: Sequence[Tensor], tables: dict[Any, PointerTable]) -> Tensor:
     """Sum of the squares of all numbers in one pass, float32, on their device."""
-    from finetune.training.helper.optimizer import adamw_kernels
-
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
-    for x in gradients:
-        if x.numel():
-            x = x.contiguous()
-            kinds[x.device, x.dtype, not (x.data_ptr() % 16 or x.numel() % 16)].append(x)
     total = torch.zeros((), device=gradients[0].device)
+    for x in gradients:
+        x = x.contiguous()
+        if in_host_memory(x.device):
+            total += adamw_host.squares(x).to(total.device)
+        elif x.numel():
+            kinds[x.device, x.dtype, not (x.data_ptr() % 16 or x.numel() % 16)].append(x)
     for kind, each in kinds.items():
+        from finetune.training.helper.optimizer import adamw_kernels
+
         columns, sizes = [[x.data_ptr()] for x in each], [x.numel() for x in each]
         table = tables[kind].on(kind[0], columns, sizes)
         total += adamw_kernels.squares(table, *kind[1:]).sum().to(total.device)
