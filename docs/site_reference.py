@@ -311,7 +311,7 @@ LEARNS = {
 
 KEYS = {
     "num_train_epochs": "passes over the rows",
-    "max_steps": "optimizer steps; takes the place of epochs",
+    "max_steps": "optimizer steps; replaces epochs",
     "learning_rate": "highest rate of the schedule",
     "lr_scheduler_type": "`cosine`, `linear`, `constant`, `constant_with_warmup`, ...",
     "lr_scheduler_kwargs": "arguments of the schedule",

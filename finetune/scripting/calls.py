@@ -10,7 +10,7 @@ they are a recipe, and it is trained as `python -m finetune` trains one: preflig
 run folder, proof and receipt are the same, and `config.yaml` of the run folder repeats the run.
 Models, adapters and trainers are those of Transformers, PEFT and TRL.
 
-What a call says of a model is kept beside it (`_SAID`), by the model inside of adapters.
+What a call sets for a model is kept beside it (`_SETTINGS`), by the model inside of adapters.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ DEFAULTS = {True: "llama_8b_lora_fp8", False: "llama_8b_full_fp8"}
 """With adapters, or without: the recipe whose `train` section has the defaults."""
 SEED = 42
 """Of what is drawn before there is a trainer, as `train.seed` has it."""
-_SAID: WeakKeyDictionary[Any, Settings] = WeakKeyDictionary()
+_SETTINGS: WeakKeyDictionary[Any, Settings] = WeakKeyDictionary()
 
 
 # ------------------------------------------------------------------------------ load, add_lora
@@ -116,8 +116,8 @@ def load(
     if config.model.weights == "random":
         set_seed(SEED)
     model = load_model(config.model.model_copy(update={"storage": "fp8"} if in_codes else {}))
-    _SAID[model] = said
-    saving.put_on(PreTrainedModel, said_of)
+    _SETTINGS[model] = said
+    saving.put_on(PreTrainedModel, settings_of)
     return model, tokenizer
 
 
@@ -151,17 +151,17 @@ def add_lora(
             why="adapters over adapters would train one of them, and merge neither",
             fix="train it as it is; for others take model = model.unload() first, or load it again",
         )
-    said = said_of(model)
+    said = settings_of(model)
     lora = {"r": r, "alpha": 2 * r, **by_section("add_lora", settings).get("lora", {})}
     config = recipe_of("add_lora", said, {"lora": lora}).config
     set_seed(random_state)
     adapted = scope.attach(model, config)
-    saving.put_on(PeftModel, said_of)
+    saving.put_on(PeftModel, settings_of)
     said["lora"] = lora
     return adapted
 
 
-def said_of(model: Any) -> Settings:
+def settings_of(model: Any) -> Settings:
     """Settings that a model was loaded with; of one that a script has loaded, by its configuration.
 
     Raises:
@@ -169,7 +169,7 @@ def said_of(model: Any) -> Settings:
     """
     base = without_adapters(model)
     name = getattr(base, "name_or_path", "")
-    if base not in _SAID and not name:
+    if base not in _SETTINGS and not name:
         raise ConfigError(
             "this model has no name and no folder",
             where=type(base).__name__,
@@ -177,7 +177,7 @@ def said_of(model: Any) -> Settings:
             fix="model.save_pretrained('base') and the tokenizer's, then finetune.load('base')",
         )
     plain = {"name": name, "dtype": str(getattr(base, "dtype", "")).removeprefix("torch.")}
-    said = _SAID.setdefault(base, {"model": plain, "precision": {"compute": "bf16"}})
+    said = _SETTINGS.setdefault(base, {"model": plain, "precision": {"compute": "bf16"}})
     if base is model:
         said.pop("lora", None)  # unloaded since
     elif "lora" not in said:
@@ -235,7 +235,7 @@ def trainer(
         FinetuneError: anything that the user can put right, see `finetune.errors`.
     """
     abandon()
-    said = said_of(model)
+    said = settings_of(model)
     typed = by_section("trainer", settings)
     if precision is not None:
         one = precision if isinstance(precision, Mapping) else {"compute": precision}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.hardware.device import this_device
-from finetune.scripting.calls import add_lora, load, said_of, say
+from finetune.scripting.calls import add_lora, load, say, settings_of
 from finetune.training.setup import (
     setup_fp8_mixed_precision_training,
     teardown_fp8_mixed_precision_training,
@@ -55,7 +55,7 @@ class FastLanguageModel:
             {"load_in_fp8": not full_finetuning, "precision": "fp8"} if load_in_fp8 else {}
         )
         model, tokenizer = load(model_name, load_in_4bit=load_in_4bit, **fp8, **given)
-        said = said_of(model)
+        said = settings_of(model)
         if load_in_fp8:
             stored: dict[str, Any] = (
                 {} if full_finetuning else {"frozen": "fp8", "scaling": "rowwise"}
@@ -87,7 +87,7 @@ class FastLanguageModel:
                 SFTConfig has `gradient_checkpointing`, which is on if left out.
         """
         kwargs = _with_effect(kwargs)
-        said = said_of(model)
+        said = settings_of(model)
         checkpointing = {"gradient_checkpointing": bool(use_gradient_checkpointing)}
         said["train"] = said.get("train", {}) | checkpointing
         return add_lora(model, r, lora_alpha=lora_alpha, random_state=random_state, **kwargs)

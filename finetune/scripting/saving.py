@@ -36,15 +36,15 @@ KINDS = {"merged": ("save_method", MERGED), "gguf": ("quantization_method", GGUF
 UNSEEN = "not proven: trained by a trainer of the script, without FP8"
 
 
-def put_on(cls: type, said_of: Any) -> None:
-    """Give a class of models the methods; `said_of` says the recipe of one."""
+def put_on(cls: type, settings_of: Any) -> None:
+    """Give a class of models the methods; `settings_of` gives the settings of one."""
     for kind in KINDS:
         for verb in ("save_pretrained", "push_to_hub"):
-            setattr(cls, f"{verb}_{kind}", partialmethod(_save, said_of, kind, verb))
+            setattr(cls, f"{verb}_{kind}", partialmethod(_save, settings_of, kind, verb))
 
 
 def _save(
-    model: Any, said_of: Any, kind: str, verb: str,
+    model: Any, settings_of: Any, kind: str, verb: str,
     where: Any, tokenizer: Any = None, asked: Any = None, **others: Any,
 ) -> Export:  # fmt: skip
     word, known = KINDS[kind]
@@ -60,9 +60,9 @@ def _save(
     for key in filter(others.get, others):
         output().print(f"! {key} has no effect here", style="yellow")
     if verb == "save_pretrained":
-        return _export(model, said_of(model), tokenizer, known[asked], where)
+        return _export(model, settings_of(model), tokenizer, known[asked], where)
     hub.check_name(where)
-    done = _export(model, said_of(model), tokenizer, known[asked], Path(where).name)
+    done = _export(model, settings_of(model), tokenizer, known[asked], Path(where).name)
     print(hub.pushed(done.folder, where, yes=True, **access))
     return done
 

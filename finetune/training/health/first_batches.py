@@ -201,11 +201,11 @@ def _compare(
             what = "the loss is on other tokens than those that are to be trained on"
             shown = [[token for token, on in x if on] for x in (near, one)]
         beside = [key for key in ("tools", "chat_template_kwargs") if any(r.get(key) for r in rows)]
-        said_of = f" (the rows have {' and '.join(map(repr, beside))})" if beside else ""
+        columns = f" (the rows have {' and '.join(map(repr, beside))})" if beside else ""
         due, found = (decode(tokens) or "nothing" for tokens in shown)
         raise DataError(
             what,
-            where=f"{method.key} and the first rows{said_of}",
+            where=f"{method.key} and the first rows{columns}",
             why=f"it should be {due!r:.200}, and is {found!r:.200}",
             fix="leave out a column that this method does not read, take another chat template "
             "(train.chat_template_path), or train.method=sft",
