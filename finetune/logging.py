@@ -309,7 +309,7 @@ def quiet_imports(*, bars: bool = True, paths: tuple[str, ...] = LIBRARIES) -> N
     """
     if not bars:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of Transformers, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Transformers', too
     for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     others = warnings.showwarning

@@ -165,7 +165,7 @@ Steps = Sequence[dict[str, Any]]
 
 
 def step_ratios(a: Steps, b: Steps, warm_up: int) -> list[float]:
-    """ln(tokens per second of a / those of b), for each step of both."""
+    """ln(tokens per second of a / of b), for each step of both."""
     others = {step["step"]: step for step in b}
     pairs = ((step, others[step["step"]]) for step in a[warm_up:] if step["step"] in others)
     return [

@@ -38,7 +38,7 @@ def benchmark(
     ] = None,
     scaling: Annotated[
         Literal["weak", "strong"],
-        typer.Option(help="On several GPUs, keep the rows of each, or those of a step."),
+        typer.Option(help="On several GPUs, keep the rows of each, or the rows of a step."),
     ] = "weak",
     steps: Annotated[int, typer.Option(max=MOST_STEPS, help="Timed steps of each round.")] = 10,
     rounds: Annotated[

@@ -145,7 +145,7 @@ def generate(
         list[str] | None,
         typer.Argument(
             metavar="[PROMPT]...",
-            help="Each answered on its own; `-`: those of the input, a line each; left out: a "
+            help="Each answered on its own; `-`: the lines of the input; left out: a "
             "conversation, typed or piped.",
         ),
     ] = None,

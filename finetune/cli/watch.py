@@ -44,7 +44,7 @@ def watch(
     run: RunName = LAST,
     out: RunsFolder = DEFAULT_OUT,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Open TensorBoard: all runs, or those of RUN.")
+        bool, typer.Option("--tensorboard", help="Open TensorBoard: all runs, or RUN's.")
     ] = False,
 ) -> None:
     """Follow a run from another terminal: loss, speed, health, time left."""

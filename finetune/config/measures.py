@@ -78,7 +78,7 @@ MEASURES = {
 """Name in `--margins` -> its measure. The training loss contains the rounding of the FP8 forward, a
 constant few thousandths of a nat, which dominates where a run has memorized its rows; the eval loss
 is in high precision unless `precision.eval` differs: it judges the learned weights. A `loss` that
-falls to zero, as that of preferences does, has no relative gap: its points are 0.01 nats.
+falls to zero, as in preferences, has no relative gap: its points are 0.01 nats.
 """
 LOSSES = ("train", "eval")
 """Measures of a loss of words, in nats per token, which alone has a perplexity."""

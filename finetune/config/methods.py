@@ -167,7 +167,7 @@ _ODDS: dict[str, Any] = {"judged": PAIRS, "prompts_train": True, "prepared_by": 
 _ORPO, _SCORER = "trl.experimental.orpo.ORPOTrainer", "trl.RewardTrainer"
 
 # Rates: TRL's own defaults are among them (SFT 2e-5, DPO, KTO, ORPO, GRPO, RLOO 1e-6, reward 1e-4,
-# which its examples lower to 1e-5), and those of its example scripts.
+# which its examples lower to 1e-5), and its example scripts'.
 METHODS = {
     row.name: row
     for row in (
@@ -234,7 +234,7 @@ def method_in(config: Mapping[str, Any]) -> Method:
 
 
 def arguments(method: Method) -> tuple[str, ...]:
-    """Keys that the `train` section takes: those of TRL's configuration, and ours."""
+    """Keys that the `train` section takes: of TRL's configuration, and ours."""
     import dataclasses
 
     own = (*KEYS, REWARDS) if method.rewarded else KEYS

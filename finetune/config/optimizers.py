@@ -8,13 +8,13 @@ updates BF16 weights by chance (`bf16_stochastic_round`, on unless `train.optim_
 
 Storage is blockwise (Dettmers et al. 2021, arXiv 2110.02861): a block of 256 numbers shares one
 float32 scale, its largest magnitude, and every number is an index into a table of 256 (16) values
-between -1 and 1 that lie closer together near zero (those of the second moment in 4 bits are evenly
-spaced, and none is zero). FP8 moments are E4M3 numbers under such scales. So a moment costs
+between -1 and 1 that lie closer together near zero (the second moment in 4 bits has evenly
+spaced ones, none of them zero). FP8 moments are E4M3 numbers under such scales. So a moment costs
 bits/8 + 4/256 bytes for each parameter. What is too small to matter keeps plain moments: tensors of
 fewer than 4096 elements, with torchao those that 256 does not divide, and with bitsandbytes' 8 bits
 every embedding, for which the Trainer asks for 32.
 
-Names are those of `transformers.OptimizerNames`, and `adamw_torchao_fp8`, for which it has none.
+Names are from `transformers.OptimizerNames`, but for `adamw_torchao_fp8`, which it does not have.
 Limits: of optimizers from libraries outside the extras of this package no memory is known.
 """
 

@@ -32,7 +32,7 @@ def shipped_shapes() -> list[str]:
 
 
 def user_path(name: Path | str) -> Path:
-    """A path as typed, `~` replaced by the home folder; that of an unknown user stays as it is."""
+    """A path as typed, `~` replaced by the home folder; an unknown user's stays as it is."""
     return Path(os.path.expanduser(name))
 
 
@@ -54,7 +54,7 @@ def is_path(name: str) -> bool:
 
 
 def find_recipe(name: str) -> Path:
-    """The YAML file of a recipe given by name or by path; that of a run is in its folder.
+    """The YAML file of a recipe given by name or by path; a run's is in its folder.
 
     Raises:
         RecipeNotFoundError: neither a shipped recipe nor a file; names the nearest.

@@ -271,7 +271,7 @@ class ResumeConfig(Section):
 
     allow: tuple[str, ...] = Field(
         default=(),
-        description="settings that may differ from those of the checkpoint although they change "
+        description="settings that may differ from the checkpoint's although they change "
         "what is trained, such as `train.max_steps`; an error names them",
     )
 

@@ -65,7 +65,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
             method's configuration has.
 
     Returns:
-        A `trl.SFTConfig`, or that of `train.method`, with `least_rows`, for `data.min_steps`.
+        A `trl.SFTConfig`, or the class of `train.method`, with `least_rows`, for `data.min_steps`.
 
     Raises:
         ConfigError: a combination that the configuration refuses.
@@ -91,7 +91,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
     settings = {"ddp_find_unused_parameters": False, **settings}
     known = arguments(method)
     settings = {key: value for key, value in settings.items() if key in known}
-    if isinstance(own := train.accelerator_config, dict):  # others stay those of the rows
+    if isinstance(own := train.accelerator_config, dict):  # others stay the rows'
         train["accelerator_config"] = {**settings.get("accelerator_config", {}), **own}
     with refused_by(method.config, train):
         args = method.config_class(
@@ -104,7 +104,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
         )
     padded = "pad_to_multiple_of" in known and not method.writes
     if padded and not on_cpu and "pad_to_multiple_of" not in train:
-        # Up to the longest row, whose end may be that of the model's positions.
+        # Up to the longest row, which may end with the model's positions.
         args.pad_to_multiple_of = math.gcd(LENGTHS, getattr(args, "max_length", None) or LENGTHS)
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
     args._n_gpu = min(args.n_gpu, 1)
@@ -140,7 +140,7 @@ def refused(
 ) -> ConfigError:
     """The error of settings that `who`, such as `trl.SFTTrainer`, refuses.
 
-    Left out, the fix is to take those of section `train` back that the error names.
+    Left out, the fix takes back the settings of section `train` that the error names.
     """
     if (train or {}).get("push_to_hub") and is_of_the_hub(error):
         fix = "~train.push_to_hub, and `hf upload` of model/ later; or, online, `hf auth login`"

@@ -167,7 +167,7 @@ def convert_train(
     Args:
         train: key -> value as read (text for plain scalars).
         where: from a path such as `("train", "optim")` to `file:line` for messages.
-        method: that of the run, where `train` is a part of its section.
+        method: the run's, where `train` is a part of its section.
 
     Raises:
         ConfigError: an unknown or reserved key, or a value of the wrong type; others with it.

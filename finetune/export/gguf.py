@@ -85,7 +85,7 @@ def _complete(config: Path) -> None:
 
 
 def read_into(model: Any, file: Path) -> None:
-    """Replace the weights of a model by those of a GGUF file, dequantized.
+    """Replace the weights of a model by a GGUF file's, dequantized.
 
     Raises:
         ConfigError: Transformers cannot tell where the file holds a weight.

@@ -28,7 +28,7 @@ def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -
         weights: folder of plain weights, or of FP8 codes as they are published.
         config: the run's.
         adapter: folder of a PEFT adapter; None for a full run, whose `weights` are its own.
-        dtype: type to load in, or `auto`, that of the files.
+        dtype: type to load in, or `auto`, the files'.
 
     Raises:
         ConfigError: PEFT cannot merge it, or a merged weight is not finite.

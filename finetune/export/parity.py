@@ -208,7 +208,7 @@ def load_stock(
         weights: folder of plain or compressed-tensors weights.
         config: the run's.
         adapter: folder of a PEFT adapter.
-        dtype: type to load in, or `auto`, that of the files; default: the run's compute type.
+        dtype: type to load in, or `auto`, the files'; default: the run's compute type.
         to_merge: published FP8 codes as the BF16 weights that they stand for.
 
     Raises:
@@ -299,7 +299,7 @@ def _spread(rows: Dataset, count: int) -> Dataset:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Compute in float32, with the weights of one decoder layer at a time: memory stays that of
+    """Compute in float32, with the weights of one decoder layer at a time: memory is for
     the model and a layer. Fused attention that takes 16 bits alone gives way to SDPA.
     """
     layers = [*decoder_layers(model)]
@@ -462,7 +462,7 @@ def check_reference(loss: float, reported: float | None) -> None:
         raise ParityError(
             "the run's model cannot be put together again",
             where=f"eval loss {reported:.4f} in the run's report.json, {loss:.4f} now",
-            why="the weights behind model.name, or the rows, are not those of the run any more",
+            why="the weights behind model.name, or the rows, are not the run's any more",
             fix="give the run its weights and rows back (model.revision, the folder it used)",
         )
 

@@ -381,7 +381,7 @@ def gemm_engine(scaling: Scaling, capability: tuple[int, int], cuda: tuple[int, 
 
 
 def cuda_of(torch_version: tuple[int, ...], built_for: str | None) -> tuple[int, int]:
-    """CUDA of a torch: what it was built for, else that of the usual wheel of its version.
+    """CUDA of a torch: what it was built for, else of the usual wheel of its version.
 
     `pip install torch` gives CUDA 12.8 up to 2.10, 13.0 from 2.11 and 13.2 from 2.15 on.
     """

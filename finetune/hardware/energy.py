@@ -1,7 +1,7 @@
 """Energy that this process's GPU has drawn, by NVIDIA's management library (extra `energy`).
 
 GPUs since Volta count millijoules themselves. Where that counter is not there (some virtual GPUs),
-power is read after each step and taken for that of the whole step. Either is of the whole board:
+power is read after each step and taken for the whole step's. Either is of the whole board:
 of other programs on it too, and of what it draws while it waits.
 """
 

@@ -13,7 +13,7 @@ of 40 and one of 80 GB.
 
 A user's own lines stand in a file of the same form: the one that the environment variable
 `FINETUNE_GPUS` names, else `~/.config/fp8-finetune/gpus.yaml`. A line whose `name` is also in the
-table replaces that of the table, for instance to give it a price.
+table replaces the table's, for instance to give it a price.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def gpus_with_own() -> tuple[Gpu, ...]:
                     where=f"{shown(path)}: {gpu.name}",
                     why=f"one could not tell them apart by {min(gpu.keys & other.keys)!r}",
                     fix=f"another name, alias or pattern; a GPU with the name {other.name!r} "
-                    "replaces that of the table",
+                    "replaces the table's",
                 )
     return (*own, *rest)
 

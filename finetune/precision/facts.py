@@ -35,7 +35,7 @@ class ScalingFacts:
         own_scales: what scales are by definition, and no setting changes; else empty.
         high: GEMMs that stay in high precision.
         state: what carries over from one step to the next, and belongs to a checkpoint.
-        whole: True if one number spans a whole tensor: its scale, or that of its scales.
+        whole: True if one number spans a whole tensor: its scale, or the scale of its scales.
         by_row: True if a row of each GEMM operand has a scale.
         block: numbers along the contracted dimension that share a scale; 0 without blocks.
         weight_rows: rows of a weight that share one.

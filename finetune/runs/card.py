@@ -1,6 +1,6 @@
 """Model card of trained weights, and names that leave this machine, without paths of its disk.
 
-The card replaces that of PEFT or TRL, most of whose fields say that more information is needed.
+The card replaces PEFT's or TRL's, most of whose fields say that more information is needed.
 Cards, reports and receipts are shared, so a packaged model is named as recipes name it
 (`builtin:tiny_llama`), and a folder of the user by its last parts.
 """
@@ -30,7 +30,7 @@ TARGETS = {
     "gguf": "merged, in BF16 (GGUF, for llama.cpp and Ollama)",
     "gguf-q8": "merged, in 8 bits (GGUF Q8_0, for llama.cpp and Ollama)",
 }
-"""Form of the weights -> its name on the card; the first is that of a full fine-tuning's run."""
+"""Form of the weights -> its name on the card; the first is of a full fine-tuning's run."""
 
 
 def model_card(
@@ -44,7 +44,7 @@ def model_card(
     """The card as Markdown with the front matter that the hub reads.
 
     Args:
-        target: one of `TARGETS`; left out, that of the run itself.
+        target: one of `TARGETS`; left out, the run itself.
         parity: comparison of an export with the run's model.
     """
     template = Environment(

@@ -67,7 +67,7 @@ _REPORT: dict[str, Any] = {
     "samples": list, "tasks": {}, "receipt": {}, "own": {}, "hints": [str], "final_loss": _ANY,
     "eval_loss": _ANY, "tokens_per_s": _ANY, "seconds": _ANY, "peak_memory_gib": _ANY,
 }  # fmt: skip
-"""Form of each part that is read, which that of a damaged file, or of another version, may lack."""
+"""Form of each part that is read, which a damaged file, or one of another version, may lack."""
 
 
 def write_start(folder: Path, recipe: str = "") -> None:
@@ -298,7 +298,7 @@ class RunFolder:
 
     @cached_property
     def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
-        """(step, prompts with their answers), oldest first; those of the trained model last."""
+        """(step, prompts with their answers), oldest first; the trained model's last."""
         asked = ((int(row["step"]), _samples_in(row)) for row in self.rows)
         found = [(step, samples) for step, samples in asked if samples]
         final = _samples_in(self.report)
@@ -330,7 +330,7 @@ class RunFolder:
         """Summarize the run for a table; reads the end of `metrics.jsonl` only.
 
         Losses in nats per token, None where the method's says nothing; memory in GiB: the measured
-        peak of a step where there is one, else that of the process. `fallback` is why BF16 ran
+        peak of a step where there is one, else the process's. `fallback` is why BF16 ran
         where FP8 was requested, or empty.
         """
         report, memory = self.report, self.receipt.get("memory", {}).get("measured_gib")
@@ -418,7 +418,7 @@ def _samples_in(row: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def scores_in(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Scores by task in a row of metrics, without those of a damaged one."""
+    """Scores by task in a row of metrics, without a damaged one's."""
     tasks = row.get("tasks")
     scored = tasks.items() if isinstance(tasks, dict) else ()
     return {task: scores for task, scores in scored if isinstance(scores, dict)}

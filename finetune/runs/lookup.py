@@ -34,7 +34,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(out: Path | str = "runs") -> list[RunFolder]:
-    """All runs below a folder, newest first; those of comparisons that ended belong to these.
+    """All runs below a folder, newest first; runs of comparisons that ended belong to these.
 
     Raises:
         ConfigError: there is no such folder.
@@ -124,7 +124,7 @@ def find_run(name: str, out: Path | str = "runs", holding: str = "") -> Path:
     Args:
         name: a run folder, `last`, or a recipe's name.
         out: folder of runs.
-        holding: folder, such as that of trained weights, by which a recipe's name means the newest
+        holding: folder, such as trained weights', by which a recipe's name means the newest
             run that has it; what is newer is said.
 
     Raises:

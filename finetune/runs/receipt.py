@@ -118,7 +118,7 @@ class Receipt(JupyterMixin):
             `forced` (module -> type, where `precision.map` chose one of its own), `adapters` (how
             many run in one function with their base, and why others do not), `references` (models
             evaluated beside the one that trains, and their precision).
-        fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over those of all matmuls of the run, attention
+        fp8_flop_share: FLOPs of FP8 (and FP4) GEMMs over FLOPs of all matmuls of the run, attention
             and output head included; 0 to 1. Those of the observed micro-step, weighted with the
             calls of each layer until now.
         flop_share: the same for each precision.
@@ -225,7 +225,7 @@ class Receipt(JupyterMixin):
 
     @property
     def is_emulated(self) -> bool:
-        """True if FP8 was computed by exact rounding: its speed is not that of FP8."""
+        """True if FP8 was computed by exact rounding: its speed says nothing about FP8."""
         return self.precision.get("gemm") == "emulated"
 
     @property
@@ -457,7 +457,7 @@ class RunReport(JupyterMixin):
 def metrics_of(scores: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
     """Yield (metric, value, standard error or None) of the scores of one task.
 
-    lm-eval names a metric's filter behind a comma, also in that of its error:
+    lm-eval names a metric's filter behind a comma, also in the name of its error:
     `exact_match,strict-match` and `exact_match_stderr,strict-match`. Numbers of rows (`n`) and the
     task's `version` are no metrics.
     """

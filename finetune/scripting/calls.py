@@ -8,7 +8,7 @@
 Each keyword is a key of a recipe, by the name that Transformers, PEFT and TRL have for it. Together
 they are a recipe, and it is trained as `python -m finetune` trains one: preflight, session, rows,
 run folder, proof and receipt are the same, and `config.yaml` of the run folder repeats the run.
-Models, adapters and trainers are those of Transformers, PEFT and TRL.
+Models, adapters and trainers are Transformers', PEFT's and TRL's.
 
 What a call sets for a model is kept beside it (`_SETTINGS`), by the model inside of adapters.
 """

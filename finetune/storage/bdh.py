@@ -214,7 +214,7 @@ class BdhBlock(GradientCheckpointingLayer):
         """Compute the next level's stream [B, T, D].
 
         Args:
-            visible: bool [B or 1, 1, T, S], True for those of the S tokens that each token reads.
+            visible: bool [B or 1, 1, T, S], True for the S tokens that each token reads.
             cos, sin: rotary table of the positions.
             level: index of this level in the cache.
             **named: activities of earlier tokens as `CACHE`: by that name Transformers takes a

@@ -182,7 +182,7 @@ def tile_of_scale(
         why="there must be one for each "
         + (f"block of {block[0]} x {block[1]}, " if block else "")
         + "row, or one",
-        fix="look whether weight_block_size in config.json is that of the weights",
+        fix="look whether weight_block_size in config.json fits the weights",
     )
 
 

@@ -80,7 +80,7 @@ def load_in_fp8(
 
     Args:
         model_name_or_path: a folder with `config.json` and safetensors, or a hub id.
-        granularity: scope of a scale: `row`, `tensor` or `block` (128 x 128). Default: that of an
+        granularity: scope of a scale: `row`, `tensor` or `block` (128 x 128). Default: as in an
             FP8 checkpoint, else `row`.
         dtype: type of everything else, and of the matmuls.
         keep: patterns of linear layers that stay in `dtype`, as in `precision.keep`.
@@ -171,7 +171,7 @@ def _load(
     kwargs: dict[str, Any],
     head: str | None = None,
 ) -> Any:
-    """Load a checkpoint with the layers of `storage` quantized, or those of `published` kept.
+    """Load a checkpoint with the layers of `storage` quantized, or the layers of `published` kept.
 
     Args:
         published: for FP8 checkpoints, `storage` being for others: a function from the loaded model
@@ -226,7 +226,7 @@ def _source(name: str | os.PathLike[str], subfolder: str) -> str:
 
 
 def quantization_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a checkpoint; for a composite model, that of its text part."""
+    """The `quantization_config` of a checkpoint; of a composite model, its text part's."""
     parts = (config, config.get_text_config(decoder=True))
     found = next((q for c in parts if (q := getattr(c, "quantization_config", None))), None)
     return found if found is None or isinstance(found, Mapping) else found.to_dict()

@@ -37,7 +37,7 @@ def conversions() -> list[WeightConverter]:
 
 
 class _Dequantize(ConversionOps):
-    """Transformers' own takes the type of the place it fills, which here is that of codes."""
+    """Transformers' own takes the type of the tensor it fills, which here is a type of codes."""
 
     @torch.no_grad()
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]

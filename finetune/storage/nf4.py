@@ -72,7 +72,7 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
     adapted = isinstance(model, PeftModel)
     base: Any = model.get_base_model() if adapted else model
     prefix = "base_model.model." if adapted else ""
-    # Maps names inside PEFT's wrapping to those of the loaded model.
+    # Maps names inside PEFT's wrapping to the loaded model's.
     inside = re.compile(r"\.(base_layer|lora_|modules_to_save|original_module).*")
     plain = [inside.sub("", key) for key in get_keys_to_not_convert(base)]
     return {

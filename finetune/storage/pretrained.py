@@ -38,7 +38,7 @@ TEMPLATE_ERRORS = (
     *(TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RuntimeError),
     *(AssertionError, MemoryError),
 )
-"""Errors of a chat template, which is a program, besides those of Jinja."""
+"""Errors of a chat template, which is a program, besides Jinja's."""
 
 
 def locate(model: ModelConfig) -> str:

@@ -204,7 +204,7 @@ class Fp8StorageQuantizer(HfQuantizer):
         if param_name in self.stacks and not self.pre_quantized:
             return True
         module, _, tensor = param_name.rpartition(".")
-        # Transformers does not compare the shape of such a tensor; scales have that of the file.
+        # Transformers does not compare the shape of such a tensor; scales have the file's.
         return module in self._names and tensor == (
             "weight_scale" if self.pre_quantized else "weight"
         )

@@ -47,14 +47,14 @@ def make_trainer(
 ) -> Any:
     """Load a recipe's model and build the trainer around it, under the current session.
 
-    Training and measuring share it, so that measured speeds are those of the trained assembly.
+    Training and measuring share it, so that speeds are measured of what is trained.
 
     Args:
         args: trainer arguments (`finetune.config.sft`).
         train, held_out: rows in one of TRL's formats.
         stored: plan rows of weights that are stored in FP8 from the start.
         attention: resolved `model.attention`.
-        kind: trainer class, default that of `train.method` with a ledger of its rows.
+        kind: trainer class; default: the class of `train.method` with a ledger of its rows.
         given: model with the run's adapters, in place of the one that would be loaded.
 
     Raises:

@@ -27,7 +27,7 @@ from finetune.storage.pretrained import TEMPLATE_ERRORS
 def trainer_of(method: Method) -> type[Any]:
     """TRL's trainer of a method, with ledgers, as a run trains by it."""
     kind = preparing(method)
-    # RunTrainer first: its methods are around those of the ledger, and these around TRL's.
+    # RunTrainer first: its methods are around the ledger's, and these around TRL's.
     return type(kind.__name__, (RunTrainer, kind), {})
 
 
@@ -35,7 +35,7 @@ class RunTrainer(Trainer):
     """Mixin of a trainer that prepares its rows (`finetune.data.preparing.Accounted`).
 
     Attributes:
-        embedding_learning_rate: that of embeddings and output head, where it is another one.
+        embedding_learning_rate: for embeddings and output head, where it is another one.
     """
 
     embedding_learning_rate: float | None = None

@@ -433,7 +433,7 @@ def test_a_comparison_from_command_to_verdict(pretend, tmp_path):
     assert "[6/6]" in err
     assert out.startswith("equivalent: FP8 ends where BF16 ends, within 1 %, over 3 seeds")
     assert "speed: FP8 runs at 0.667x the speed of BF16 (0.667 to 0.667)" in out
-    assert "peak memory: FP8 takes 0.800x that of BF16" in out
+    assert "peak memory: FP8 takes 0.800x as much as BF16" in out
     assert "emulated" in out
     assert "hellaswag acc_norm" in out
     assert "Here." in out

@@ -53,7 +53,7 @@ class Row(BaseModel):
             processes.
         gpus: processes that trained together.
         precision, backend, scaling, compile: as executed, from the receipt.
-        proven: status of the receipts, that of the first round which is not proven if one is not.
+        proven: status of the receipts; of the first round that is not proven if one is not.
         rounds: seconds of each timed step, a list for each round (run).
         exchange, waited: median seconds of a round in which gradients were on their way, and in
             which a step did nothing else (`StepTimer`).
@@ -275,7 +275,7 @@ class Benchmark(JupyterMixin, BaseModel):
         return found
 
     def efficiency(self, row: Row, seconds: str = "step_seconds") -> float | None:
-        """tokens/s over those of one GPU times the GPUs; None where these were not measured.
+        """tokens/s over one GPU's times the number of GPUs; None where these were not measured.
 
         Args:
             seconds: `predicted_seconds` for the efficiency that is predicted.

@@ -4,7 +4,7 @@
     reward=5pt,accuracy=2pt            of other methods (`config/measures.py`)
     usual                              what guides of FP8 training allow, and the measures' own
 
-A loss without a margin of its own has `Comparison.margin`, another measure that of its row. A task
+A loss without a margin of its own has `Comparison.margin`, another measure its row's. A task
 is judged only if it has one; `tasks` stands for all that are not named. A point is 0.01 of a score
 between 0 and 1, or of a reward.
 """

@@ -144,7 +144,7 @@ class LossGap(EndGap):
 
 
 class SpeedRatio(_Part):
-    """Tokens per second of `a` over those of `b`, tokens counted without padding.
+    """Tokens per second of `a` over tokens per second of `b`, tokens counted without padding.
 
     Attributes:
         a_steps_per_s, b_steps_per_s: optimizer steps.
@@ -167,7 +167,7 @@ class MemoryRatio(_Part):
 
 
 class EnergyRatio(_Part):
-    """Tokens per joule of `a` over those of `b`, geometric means over the seeds."""
+    """Tokens per joule of `a` over `b`'s, geometric means over the seeds."""
 
     ratio: float
     a_tokens_per_joule: float
@@ -342,7 +342,7 @@ class Comparison(JupyterMixin, _Part):
             )
         if (m := self.memory) is not None:
             peaks = f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"
-            lines.append(f"peak memory: {a} takes {m.ratio:.3f}x that of {b}; {peaks}")
+            lines.append(f"peak memory: {a} takes {m.ratio:.3f}x as much as {b}; {peaks}")
         if (e := self.energy) is not None:
             each = f"{e.a_tokens_per_joule:.3g} and {e.b_tokens_per_joule:.3g} tokens per joule"
             lines.append(f"energy: {a} trains {e.ratio:.3f}x the tokens of {b} per joule; {each}")

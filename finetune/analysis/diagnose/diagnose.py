@@ -191,7 +191,7 @@ def _conclude(
         low={layer: kinds <= LOW for layer, kinds in ran.items() if kinds & LOW},
         batched=any(layer.kind == "parameter" for layer in conversion.plan.layers),
     )
-    # Without kernels the times of operators on the host would be taken for those of the GPU.
+    # Without kernels the times of operators on the host would be taken for the GPU's.
     if device.kind == "cuda" and not timeline.on_gpu:
         raise ProofError(
             "the profiler saw no kernel of the GPU",

@@ -83,7 +83,7 @@ def payoff_of(gpu: Gpu, *, fused: bool = True, rowwise: bool = False) -> Payoff 
 class PredictedStep:
     """An optimizer step as the estimator predicts it, in seconds.
 
-    `speed` is that of FP8 relative to BF16, whichever of them the run is: most likely, low, high.
+    `speed` is FP8's relative to BF16, whichever of them the run is: most likely, low, high.
     """
 
     seconds: float
@@ -240,7 +240,7 @@ class Facts:
 
     @property
     def ratio(self) -> float:
-        """Peak of FP8 (or FP4) relative to that of BF16 here; 1 without FP8 units."""
+        """Peak of FP8 (or FP4) relative to BF16's here; 1 without FP8 units."""
         if not self.device.has_fp8:
             return 1.0
         gpu, low = find_gpu(self.device), self.config.precision.low

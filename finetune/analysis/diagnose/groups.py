@@ -107,7 +107,7 @@ def groups_of_receipt(layers: Sequence[LayerReceipt]) -> list[ObservedGroup]:
     for rows in layer_groups(layers, by_kind=True):
         one, flops = rows[0], sum(row.flops for row in rows)
         calls = {gemm: sum(row.calls.get(gemm, 0) for row in rows) for gemm in GEMMS}
-        # FLOPs over those of one token are tokens, whatever experts a row went to.
+        # FLOPs over one token's are tokens, whatever experts a row went to.
         flops_of_a_token = 2 * math.prod(one.shape) * sum(calls.values())
         groups.append(
             ObservedGroup(

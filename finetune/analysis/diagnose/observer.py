@@ -8,7 +8,7 @@
 
 The order keeps the measurements apart: timed steps are not observed, and observing noise is slow.
 Clocks are read after a device synchronization. Every step sees the first micro-batch again, so that
-tokens, FLOPs and GEMM sizes, which the witness counts once, are those of the steps that are timed.
+tokens, FLOPs and GEMM sizes, which the witness counts once, hold for the steps that are timed.
 
 *Ranges* name the running layer, in forward and in recomputation. Inside them every planned linear
 layer, decoder layer and PEFT layer opens a `record_function` range around its forward; `timeline`

@@ -10,7 +10,7 @@ The events of `torch.profiler` form a tree by time on each host thread. A contex
 On a *CPU* a slice is the self time of an event; these add up to the window exactly. On a *GPU* a
 slice is a kernel, matched to its launching operator by the driver's correlation id. Overlapping
 kernels count once, computation before communication; the rest of the step is the host's. Profiling
-slows down the host but not the kernels, so the step's length is then that of steps without a
+slows down the host but not the kernels, so the step's length is then taken from steps without a
 profile. Limits: kernels in CUDA graphs have no operator each; where the GPU rests between kernels,
 as under the profiler, it may run them faster than in a step at its limit of power, and the
 difference is then among the host's.
@@ -22,7 +22,7 @@ free cast. Where a library was called past PyTorch (Transformer Engine, NCCL) a 
 whether it communicates or multiplies, and the receipt whether that layer multiplies in FP8.
 
 *Bytes moved.* A profile counts none, but has shapes and types of what each operator takes. An
-operator that launches kernels reads its operands once (those of a kernel of `torch.compile` are its
+operator that launches kernels reads its operands once (a kernel of `torch.compile` its
 outputs, too), and a GEMM writes m x n numbers of two bytes. Results of other operators, lists of
 tensors and rows looked up in a table are not counted, so a step moves at least as many.
 """
@@ -157,7 +157,7 @@ def read_profile(
         steps: optimizer steps inside the window.
         step_seconds: duration of a step without a profile; used for GPU profiles.
         low: layers with FP8 GEMMs -> True if all of them are FP8.
-        batched: batched GEMMs are those of layers.
+        batched: batched GEMMs are of layers.
     """
     ordered = sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end))
     host = [e for e in ordered if e.device_type == DeviceType.CPU and not e.is_async]
@@ -326,7 +326,7 @@ def part_of(
         kernel: name in the driver, none on a CPU.
         low: it runs in a layer with FP8 GEMMs: other operators there prepare operands, as do
             batched GEMMs (the Hadamard transform of NVFP4).
-        batched: batched GEMMs are those of layers, not of attention.
+        batched: batched GEMMs are of layers, not of attention.
     """
     if kernel.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset")):
         return StepPart.OTHER

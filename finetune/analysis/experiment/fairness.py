@@ -107,7 +107,7 @@ def settle_compile(
 
     As in a long run, also of a single configuration: `auto` compiles nothing in a short one.
     """
-    # What one side asks for holds for all: else the ratio would be that of compiling.
+    # What one side asks for holds for all: else the ratio would be compiling's.
     requested = [config.precision.compile_requested for config in configs]
     explicit = [value for value in requested if value != "auto"]
     if "auto" not in requested:

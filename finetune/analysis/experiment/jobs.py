@@ -11,7 +11,7 @@ its complete recipe, so that later edits change nothing.
 
 On a GPU they run one at a time in ABBA order, so that a drift of the clock affects all variants. On
 a CPU with two cores or more two run at once on equal shares of the threads, so that other load
-affects both; speed there is that of an emulation, and no claim.
+affects both; speed there is an emulation's, and no claim.
 
 Ctrl-C reaches each run once: it finishes its step, saves and writes its receipt. A second Ctrl-C
 stops the runs at once. A run that is only measured has nothing to save, and is killed.
@@ -302,7 +302,7 @@ _TORCHRUN = re.compile(r"^.* failed \(exitcode: (-?\d+)\)", re.MULTILINE)
 
 def _failure(job: Job) -> RunFailedError:
     """Build an error from the last `error:` in a run log, with its `where:`, `why:`, `fix:`."""
-    # torchrun's own error comes last and says less than that of the process that failed.
+    # torchrun's own error comes last and says less than the error of the process that failed.
     text, *told = _TORCHRUN.split(job.log.read_text("utf-8", errors="replace"), maxsplit=1)
     lines = [line for line in text.splitlines() if line.strip()]
     said, where, read = dict[str, str](), f"{job.name}: {job.log}", f"read its output: {job.log}"

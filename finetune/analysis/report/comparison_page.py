@@ -52,7 +52,7 @@ from finetune.runs.lookup import is_run
 from finetune.units import count, percent, size_of_gib
 
 TONES: dict[str, Tone] = {"equivalent": "good", "undecided": "plain"}
-"""Tone of a verdict; that of others is bad."""
+"""Tone of a verdict; any other's is bad."""
 COSTS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "speed": ("tokens per second", "tokens_per_s", count),
     "memory": ("peak memory of a step", "gib", size_of_gib),
@@ -147,7 +147,7 @@ def _members(found: Comparison, source: PageSource, side: str) -> dict[int, RunS
 
 
 def _gaps(c: Sides) -> tuple[list[PlotRow], Table]:
-    """Forest plot of the gaps of losses, and a table of those of all measures."""
+    """Forest plot of the gaps of losses, and a table of all measures' gaps."""
     rows = [_ends(c, f"losses.{key}", gap) for key, gap in c.found.losses.items()]
     rows += [_ends(c, f"scores.{key}", gap) for key, gap in c.found.scores.items()]
     a, b = c.labels

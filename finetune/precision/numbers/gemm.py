@@ -50,7 +50,7 @@ class Codes(NamedTuple):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Output type of matmuls here: autocast's if it is on, else that of `x`."""
+    """Output type of matmuls here: autocast's if it is on, else `x`'s."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

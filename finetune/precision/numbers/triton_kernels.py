@@ -492,7 +492,7 @@ def _twice(
 
 
 def _place(guesses: Tensor, column: int, x: Tensor) -> Tensor:
-    """Where the last scale of an operand is kept; on another device than that of `x` none is."""
+    """Where the last scale of an operand is kept; on another device than `x`'s none is."""
     here = guesses.device == x.device
     return guesses[column] if here else torch.zeros((), dtype=torch.float32, device=x.device)
 

@@ -85,7 +85,7 @@ class Fp8Bits(nn.Parameter):
     @property
     def data(self) -> Tensor:
         bits: Tensor = Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
-        # Not inside a dispatch mode: that of AOTAutograd (torch 2.13) goes by the type of a
+        # Not inside a dispatch mode: AOTAutograd's (torch 2.13) goes by the type of a
         # parameter's data, and no script merges there.
         plain = self.moving or is_in_torch_dispatch_mode()
         return bits if plain else bits.as_subclass(RawCodes)

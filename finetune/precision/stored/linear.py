@@ -157,13 +157,13 @@ class StoredMixin(CodesMixin):
         return w.t() if self.transposed_weight else w
 
     def weight_in(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K] in `dtype`, by default that of the model."""
+        """The weight [N, K] in `dtype`, by default the model's."""
         return dequantize_weight(
             self.bits, self.weight_scale, self.stored_tile, dtype or self.compute_dtype
         )
 
     def put_bits(self, bits: Tensor, inverse: Tensor) -> None:
-        """Replace the codes [N, K] and their scales by those of another weight."""
+        """Replace the codes [N, K] and their scales by another weight's."""
         self.weight = Fp8Bits(bits.t().contiguous() if self.transposed_weight else bits)
         self.weight_scale = inverse
 

@@ -13,7 +13,7 @@ generators are restored. The standard error is the resolution of a score: 1.6 po
 of two equally likely outcomes.
 
 Limits: lm-eval reads some 14,000 definitions to resolve a name, which takes several seconds unless
-the name is that of a folder of them. One process scores; FSDP's sharded weights are rejected.
+the name is a folder of them. One process scores; FSDP's sharded weights are rejected.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _check_shots(name: str, task: Any, shots: int) -> None:
 def manager_of(names: Iterable[str]) -> TaskManager:
     """Index of packaged tasks and, for other names, of lm-eval's folders of these names, or of all.
 
-    Without names it is the smallest: that of packaged tasks, for tasks that are loaded already.
+    Without names it is the smallest: of packaged tasks, for tasks that are loaded already.
     """
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
@@ -123,7 +123,7 @@ def manager_of(names: Iterable[str]) -> TaskManager:
 
 
 def _members(manager: TaskManager, asked: str) -> list[str]:
-    """Tasks of a name: itself, or those of a group or a tag."""
+    """Tasks of a name: itself, or all of a group or a tag."""
     entry = manager.task_index.get(asked.removeprefix(BUILTIN))
     if entry is None:
         packaged = f"{BUILTIN}harbour_choice"

@@ -202,7 +202,7 @@ def with_adapter(model: Any, adapter: Path, **options: Any) -> Any:
 
 
 def _as_evaluated(precision: PrecisionConfig) -> PrecisionConfig | None:
-    """Precision to prepare the model in; None if evaluation is that of a plain model."""
+    """Precision to prepare the model in; None if it is evaluated as a plain model."""
     is_fp8 = precision.compute == "fp8"
     if is_fp8 and precision.eval == "fp8":
         return precision

@@ -73,7 +73,7 @@ def last_number_of(text: str) -> float | None:
 
 
 def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 for a completion whose last number is that of column `answer`, else 0."""
+    """1 for a completion whose last number is the one in column `answer`, else 0."""
     asked = [last_number_of(str(one)) for one in answer]
     given = [last_number_of(text_of(one)) for one in completions]
     return [float(a is not None and a == b) for a, b in zip(asked, given, strict=True)]

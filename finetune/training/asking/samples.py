@@ -43,7 +43,7 @@ PROMPTS, SEARCHED = 2, 64
 
 
 def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
-    """The recipe's prompts, or those of the first evaluation rows that leave room for an answer.
+    """The recipe's prompts, or of the first evaluation rows those that leave room for an answer.
 
     Raises:
         ConfigError: a prompt of the recipe is empty, or leaves no room.

@@ -1,4 +1,4 @@
-"""Resuming: a checkpoint's recipe, rows and processes against those of the run.
+"""Resuming: a checkpoint's recipe, rows and processes against the run's.
 
 Training that resumes under other settings than it began with has no meaning that a log could tell,
 so every setting that changes the mathematics has to be allowed by name (`resume.allow`). Free are
@@ -193,7 +193,7 @@ def check_resume(
         facts: of the run (`facts_of`).
 
     Returns:
-        Settings that differ and may: key -> (in the checkpoint, now), but for those of resuming
+        Settings that differ and may: key -> (in the checkpoint, now), but for settings of resuming
         itself; empty for a checkpoint of another program, whose manifest says nothing.
 
     Raises:

@@ -35,7 +35,7 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
 class WholeFiles:
-    """Writes and reads a sharded trainer's checkpoints as those of one process."""
+    """Writes and reads a sharded trainer's checkpoints in the files of one process."""
 
     def __init__(self, trainer: Any) -> None:
         """Take the place of the trainer's own methods."""

@@ -54,11 +54,11 @@ class TimeAndEnergy(NamedTuple):
 class MetricsWriter(TrainerCallback):
     """Writes every log of the trainer to `metrics.jsonl`, one JSON object per line.
 
-    Seconds and joules of steps are those of training, without evaluations. Joules are those of the
+    Seconds and joules of steps are of training alone, without evaluations. Joules are of the
     GPUs of all processes.
 
     Attributes:
-        rows: written rows, newest last; those of a resumed run begin with what was logged before.
+        rows: written rows, newest last; in a resumed run they begin with what was logged before.
         resumed: number of these.
         trained: seconds and joules of training until the last log; in all once it has ended.
     """
@@ -109,7 +109,7 @@ class MetricsWriter(TrainerCallback):
         self.write(row, state)
 
     def _count(self) -> TimeAndEnergy:
-        """Seconds and joules since the last count, which are added to those of training."""
+        """Seconds and joules since the last count, which are added to training's."""
         now = self._now()
         spent, self._last = now - self._last, now
         # In float64: a run of days draws more joules than float32 has digits for.
@@ -320,7 +320,7 @@ class StepTimer(TrainerCallback):
 
     A row of the file is `{"step": 7, "seconds": 0.31, "tokens": 902}`. A step begins when its
     batches are ready and ends when weights are updated, without fetching rows, evaluating, saving
-    and logging. Tokens are those of its micro-batches, over all processes, without padding; packed
+    and logging. Tokens are of its micro-batches, over all processes, without padding; packed
     rows have padding only at their end, and count whole if there is no mask.
 
     On a GPU a host clock would time kernel launches. Events are recorded on the stream instead, and

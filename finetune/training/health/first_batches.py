@@ -111,7 +111,7 @@ def _refuse_one_label(trainer: Any) -> None:
         return
     with undisturbed(trainer.model):
         order: Any = get_sampler(trainer.get_train_dataloader())
-        # `undisturbed` puts the generators back: drawing an order here must not change that of
+        # `undisturbed` puts the generators back: drawing an order here must not change the order of
         # training.
         first = list(itertools.islice(order, ONE_LABEL))
     labels = {*rows.select(first)["label"]}
@@ -119,7 +119,7 @@ def _refuse_one_label(trainer: Any) -> None:
         raise DataError(
             f"the first {ONE_LABEL} rows that are read have the label {str(*labels).lower()}",
             where=trainer.method.key,
-            why="labelled rows are read in order, and those of the other label come behind them",
+            why="labelled rows are read in order, and rows of the other label come behind them",
             fix="~train.train_sampling_strategy",
         )
 
@@ -299,8 +299,8 @@ def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Tokens]:
         starts = positions[0].eq(0).nonzero().flatten().tolist()
     for row in zip(ids, mask.bool(), gradient.abs().amax(-1).gt(0), strict=True):
         for own, whole, on in zip(*(x.cpu().tensor_split(starts) for x in row), strict=True):
-            # A state foresees the next token: the gradient at a position is that of the token
-            # behind it.
+            # A state foresees the next token: the gradient at a position belongs to the
+            # token behind it.
             counts = (False, *on[whole][:-1].tolist())
             yield tuple(zip(own[whole].tolist(), counts, strict=False))
 

@@ -41,7 +41,7 @@ NOISE = 4
 def refuse_leaks(trainer: Any) -> None:
     """Reject packed or padding-free rows if a document of theirs sees another one.
 
-    The forwards, of 16 tokens, are those of an evaluation in high precision: no dropout, no scales
+    The forwards, of 16 tokens, are as in an evaluation in high precision: no dropout, no scales
     of FP8 that tokens of a row share, nothing for the proof to count. All processes run them.
 
     Args:

@@ -33,7 +33,7 @@ STEP = 3
 class Batch(NamedTuple):
     """Shape of a micro-batch, True if some of its tokens are padding, tokens of a written prompt.
 
-    The last is that of the longest prompt that the model answered in training, 0 if it wrote none.
+    The last is of the longest prompt that the model answered in training, 0 if it wrote none.
     """
 
     rows: int

@@ -60,7 +60,7 @@ def sample(value: Tensor) -> Tensor:
 def moments_of(state: dict[str, Any], numel: int) -> tuple[Tensor, Tensor, float] | None:
     """Sampled m and v (float32) and the step count of one parameter's AdamW state; None without.
 
-    The state is that of torch, torchao (8 bits, 4 bits, FP8) or bitsandbytes, of `numel` elements
+    The state is torch's, torchao's (8 bits, 4 bits, FP8) or bitsandbytes, of `numel` elements
     of this process's shard.
     """
     if "exp_avg" in state and "exp_avg_sq" in state:

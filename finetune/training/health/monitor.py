@@ -53,7 +53,7 @@ Ratios = dict[str, SummedRatio]
 OVERFLOW_WARNING = 0.01
 """Share of saturated values above which a group gets a warning: amax scaling leaves none."""
 SNR_WARNING_DB = 15.0
-"""Ratio below that of common recipes: Gaussian values read 31 dB in E4M3, 25 in E5M2, about 20 in
+"""Ratio below what common recipes have: Gaussian values read 31 dB in E4M3, 25 in E5M2, about 20 in
 NVFP4 and 17 with its stochastic rounding."""
 
 

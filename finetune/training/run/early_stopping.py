@@ -82,7 +82,7 @@ def stopped_early(train: TrainSection, state: Any) -> str:
     patience = train.early_stopping_patience
     if not patience or state.global_step >= state.max_steps:
         return ""
-    best = f"the weights are those of step {state.best_global_step:,}"
+    best = f"the weights are from step {state.best_global_step:,}"
     return (
         f"stopped early at step {state.global_step:,} of {state.max_steps:,}: {patience} "
         f"evaluations in a row were no better; {best}"

@@ -1,7 +1,7 @@
 """Hints at the end of a run, each with its evidence; none where there is nothing to say.
 
 What is judged is what the method is judged by: an evaluated loss that rises, a reward that falls.
-Of answers that the model writes, TRL (1.16) logs the share that was cut, and that of groups whose
+Of answers that the model writes, TRL (1.16) logs the shares that were cut, and of groups whose
 rewards are equal, from which nothing is learned.
 
 A loss falls, or an evaluation rises, if a line through its values has a slope of `SURE` standard
@@ -64,7 +64,7 @@ def hints(
         more = f"train.num_train_epochs={2 * float(config.train.num_train_epochs):g}"
         more = f"train.max_steps={2 * steps}" if int(config.train.max_steps) > 0 else more
         yield f"{better}: more steps may lower it further ({more})"
-    # The usual rates are those of published weights: others, and packaged toys, take larger ones.
+    # The usual rates are for published weights: others, and packaged toys, take larger ones.
     published = config.model.weights != "random" and not config.model.name.startswith("builtin:")
     lora = config.lora is not None
     if published and method.is_unusual(rate, lora=lora):

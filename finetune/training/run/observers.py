@@ -87,7 +87,7 @@ class Observers:
         return steps[-1:] == [self.metrics.rows[-1]["step"]] and not self.keeper.loaded_best
 
     def energy(self) -> dict[str, Any]:
-        """`Receipt.energy`: that of the steps, and tokens for it."""
+        """`Receipt.energy`: of the steps, and tokens for it."""
         return self.metrics.energy(sum(row["tokens"] for row in self.timer.rows))
 
     def ask_and_score(self, run: PreparedRun, trainer: Any) -> tuple[list[Sample], dict[str, Any]]:

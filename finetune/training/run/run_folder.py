@@ -129,7 +129,7 @@ def check_disk(run: Preflight, out: Path) -> None:
     config = run.config
     each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
     most, stay = checkpoints_at_once(config)
-    # The folder itself may not be there yet; its disk is that of the nearest one that is.
+    # The folder itself may not be there yet; its disk is the nearest existing folder's.
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(there).free
     # The model is saved when no checkpoint is being written any more.

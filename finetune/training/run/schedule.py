@@ -119,7 +119,7 @@ def schedule_of(
         rows: rows of an epoch, as they are trained on; None of a stream, which has `max_steps`.
         least: steps for which accumulation, and then the micro-batch, is lowered, down to 1
             (`data.min_steps`); None: they stay as they are.
-        method: that of the run: of answers that are written, or compared in a batch, the
+        method: the run's: of answers that are written, or compared in a batch, the
             micro-batch stays.
         length: tokens of a packed row, of which fewer were taken for the same reason.
         kept: accumulation and micro-batch of the checkpoint that is resumed from.
