@@ -167,8 +167,12 @@ class MemoryShortError(FinetuneError, MemoryError):
 
 
 REFUSED = (
-    *(ConfigError, DataError, DataNotFoundError, ModelNotFoundError),
-    *(PrecisionError, PlanError),
+    ConfigError,
+    DataError,
+    DataNotFoundError,
+    ModelNotFoundError,
+    PrecisionError,
+    PlanError,
 )
 """Errors on what a run is given, rather than on what happened in it."""
 

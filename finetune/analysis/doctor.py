@@ -95,7 +95,10 @@ class Findings(JupyterMixin):
             ),
             Text(f"memory {size_of_gib(d.memory_gib)}, {size_of_gib(self.free_gib)} free"),
             Text("  ".join(f"{k} {v}" for k, v in self.versions.items()), style="dim"),
-            *(Text(), table, Text(), Text(f"auto: {self.auto}")),
+            Text(),
+            table,
+            Text(),
+            Text(f"auto: {self.auto}"),
             *(Text(f"! {line}", style="bold red") for line in self.known_bad),
             Text(f"next: {self.advice}"),
         )

@@ -43,8 +43,12 @@ def _of(section: str, *keys: str) -> tuple[str, ...]:
 
 
 OF_SFT = (
-    *("packing", "packing_strategy", "eval_packing", "padding_free"),
-    *("assistant_only_loss", "completion_only_loss"),
+    "packing",
+    "packing_strategy",
+    "eval_packing",
+    "padding_free",
+    "assistant_only_loss",
+    "completion_only_loss",
 )
 """Keys of `trl.SFTConfig` about rows of the recipe's own method."""
 LENGTHS = ("train.num_train_epochs", "train.max_steps", "data.max_tokens")

@@ -169,7 +169,8 @@ class DataConfig(Section):
         if not self.streaming and self._changed("shuffle_buffer"):
             raise RefusedError(
                 "shuffle_buffer is about streaming; rows are shuffled whole without it",
-                *("~shuffle_buffer", "streaming=true"),
+                "~shuffle_buffer",
+                "streaming=true",
             )
         return self
 
@@ -261,7 +262,8 @@ class CheckpointsConfig(Section):
         if self.keep_last is None and self._changed("keep_best"):
             raise RefusedError(
                 "keep_best is about checkpoints that keep_last would delete, and it is not given",
-                *("keep_last=2", "~keep_best"),
+                "keep_last=2",
+                "~keep_best",
             )
         return self
 

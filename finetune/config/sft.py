@@ -21,9 +21,18 @@ from finetune.config.train_section import decides_checkpointing
 from finetune.errors import ConfigError
 
 _OF_LONG_RUNS = (
-    *("num_train_epochs", "eval_on_start", "eval_steps", "per_device_eval_batch_size"),
-    *("save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
-    *("logging_steps", "logging_first_step", "resume_from_checkpoint", *EARLY_STOPPING),
+    "num_train_epochs",
+    "eval_on_start",
+    "eval_steps",
+    "per_device_eval_batch_size",
+    "save_steps",
+    "save_total_limit",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "logging_steps",
+    "logging_first_step",
+    "resume_from_checkpoint",
+    *EARLY_STOPPING,
 )
 
 LENGTHS = 128
@@ -125,7 +134,13 @@ def refuse_sharding_on_cpu() -> None:
 
 
 REFUSALS = (
-    *(ValueError, TypeError, ImportError, KeyError, AttributeError, OSError, NotImplementedError),
+    ValueError,
+    TypeError,
+    ImportError,
+    KeyError,
+    AttributeError,
+    OSError,
+    NotImplementedError,
 )
 """Errors by which libraries refuse settings while they build something."""
 

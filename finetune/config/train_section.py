@@ -42,8 +42,12 @@ OWNED_BY_US = {
 """Keys of TRL's configurations that a recipe may not set, and why."""
 CHECKPOINTING = "gradient_checkpointing"
 CHECKPOINT_ARGUMENTS = (
-    *("use_reentrant", "preserve_rng_state", "determinism_check"),
-    *("debug", "early_stop", "context_fn"),
+    "use_reentrant",
+    "preserve_rng_state",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "context_fn",
 )
 """Of `torch.utils.checkpoint.checkpoint`, torch 2.10."""
 OPEN = (CHECKPOINTING, "max_length")
@@ -313,11 +317,23 @@ def _members(annotation: Any) -> set[type]:
 # `trl.SFTConfig` takes numbers as they come: a NaN, an infinite or a negative one trains nothing,
 # trains everything, or ends in a traceback minutes later.
 AT_LEAST_ONE = (
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("max_length", "dataset_num_proc", "torch_empty_cache_steps", "eval_accumulation_steps"),
-    *("ddp_bucket_cap_mb", "dataloader_prefetch_factor", "pad_to_multiple_of", "ddp_timeout"),
-    *("max_completion_length", "num_iterations", "steps_per_generation", "generation_batch_size"),
-    *("ref_model_sync_steps", "precompute_ref_batch_size"),
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "dataset_num_proc",
+    "torch_empty_cache_steps",
+    "eval_accumulation_steps",
+    "ddp_bucket_cap_mb",
+    "dataloader_prefetch_factor",
+    "pad_to_multiple_of",
+    "ddp_timeout",
+    "max_completion_length",
+    "num_iterations",
+    "steps_per_generation",
+    "generation_batch_size",
+    "ref_model_sync_steps",
+    "precompute_ref_batch_size",
     PATIENCE,
 )
 ABOVE_ZERO = ("temperature", "repetition_penalty", "discopop_tau")

@@ -68,9 +68,20 @@ SIGNS, SLAB = 4, 2**26
 REFERENCE_GAP = 0.25
 IGNORED = -100
 ABOUT_ROWS = (
-    *("assistant_only_loss", "chat_template_path", "completion_only_loss", "dataset_kwargs"),
-    *("dataset_text_field", "eos_token", "eval_packing", "max_length", "packing"),
-    *("packing_strategy", "pad_to_multiple_of", "pad_token", "padding_free", "seed"),
+    "assistant_only_loss",
+    "chat_template_path",
+    "completion_only_loss",
+    "dataset_kwargs",
+    "dataset_text_field",
+    "eos_token",
+    "eval_packing",
+    "max_length",
+    "packing",
+    "packing_strategy",
+    "pad_to_multiple_of",
+    "pad_token",
+    "padding_free",
+    "seed",
     "truncation_mode",
 )
 """Settings of `train` that shape a batch."""

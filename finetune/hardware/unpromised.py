@@ -61,8 +61,15 @@ def _scores(module: Any) -> None:
 
 
 HEAD_TAKES = [
-    *("hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
-    *("final_logit_softcapping", "logit_scale", "outputs"),
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
 ]
 """Arguments, in order, that `precision.cases.head.Head.apply` stands in for."""
 

@@ -181,7 +181,8 @@ class PrecisionConfig(Section):
                 raise RefusedError(
                     f"{name} belongs to {other} scaling and scaling is {self.scaling!r}, which has "
                     f"no {rule.state}",
-                    *(f"scaling={other}", f"~{name}"),
+                    f"scaling={other}",
+                    f"~{name}",
                 )
         if self.rule.format is None and self.format is not None:
             what = f"{self.scaling} has one format, E2M1 with E4M3 block scales"
@@ -193,7 +194,8 @@ class PrecisionConfig(Section):
         for name in self._changed(*FP8_ONLY) if self.compute != "fp8" else ():
             raise RefusedError(
                 f"{name} belongs to FP8 compute and compute is {self.compute!r}",
-                *("compute=fp8", f"~{name}"),
+                "compute=fp8",
+                f"~{name}",
             )
         if self.compute == "fp8" and len(self.gemms_kept_high) == 3:
             what = "fprop, dgrad and wgrad are all kept in high precision, so nothing would run "

@@ -20,9 +20,20 @@ from finetune.training.setup import (
 )
 
 WITHOUT_EFFECT = (
-    *("device_map", "fast_inference", "gpu_memory_utilization", "max_lora_rank", "loftq_config"),
-    *("token", "fix_tokenizer", "disable_log_stats", "use_exact_model_name", "rope_scaling"),
-    *("load_in_16bit", "max_seq_length", "random_state", "use_gradient_checkpointing"),
+    "device_map",
+    "fast_inference",
+    "gpu_memory_utilization",
+    "max_lora_rank",
+    "loftq_config",
+    "token",
+    "fix_tokenizer",
+    "disable_log_stats",
+    "use_exact_model_name",
+    "rope_scaling",
+    "load_in_16bit",
+    "max_seq_length",
+    "random_state",
+    "use_gradient_checkpointing",
 )
 """Arguments of Unsloth that change nothing here, which is said where they are given."""
 

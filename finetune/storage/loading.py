@@ -58,8 +58,15 @@ from finetune.storage.pretrained import check_folder, in_mxfp4, load_whole, load
 from finetune.storage.quantizer import Fp8StorageConfig, Fp8StorageQuantizer, adopt
 
 HUB = (
-    *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision"),
-    *("subfolder", "token", "trust_remote_code"),
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
 )
 """Arguments of `from_pretrained` that are passed on to the loading of the configuration."""
 

@@ -35,8 +35,14 @@ if TYPE_CHECKING:
 LONGEST = 300
 """Characters of another library's message that are shown."""
 TEMPLATE_ERRORS = (
-    *(TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RuntimeError),
-    *(AssertionError, MemoryError),
+    TypeError,
+    LookupError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+    MemoryError,
 )
 """Errors of a chat template, which is a program, besides Jinja's."""
 

@@ -92,7 +92,10 @@ def benchmark(
         for label, one, config in zip(labels, recipes, configs, strict=True)
     ]
     measuring = Measuring(
-        *(variants, points_of(grid, configs[0]), place_here(device), steps),
+        variants,
+        points_of(grid, configs[0]),
+        place_here(device),
+        steps,
         strong=scaling == "strong",
         # A speed alone needs no interval; a ratio without one says nothing.
         rounds=rounds if rounds is not None else ROUNDS if vs else 1,

@@ -65,7 +65,7 @@ def matrix(
         gpu=gpu or "",
     )  # fmt: skip
     measuring = Measuring(
-        *(variants, points_of(grid, recipe.config), place, steps, rounds), force=force, say=say,
+        variants, points_of(grid, recipe.config), place, steps, rounds, force=force, say=say,
         refused=refused, seeds=chosen,
     )  # fmt: skip
     measuring.measure(found, new_folder(Path(out) / f"{recipe.name}-matrix", out))

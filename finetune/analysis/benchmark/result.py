@@ -36,8 +36,20 @@ BENCHMARK = "benchmark.json"
 OUT_OF_MEMORY = "out of memory"
 STATES = (OUT_OF_MEMORY, "skipped", "failed", "not proven")
 RIGHT = (
-    *("tokens/s", "tokens/J", "peak", "predicted", "efficiency", "waits", "memory"),
-    *("optimizer", "weights", "activations", "total", "steps/s", "said", "here"),
+    "tokens/s",
+    "tokens/J",
+    "peak",
+    "predicted",
+    "efficiency",
+    "waits",
+    "memory",
+    "optimizer",
+    "weights",
+    "activations",
+    "total",
+    "steps/s",
+    "said",
+    "here",
 )
 WARM_UP = 5
 """Steps before timing: the first has the witness, the second completes the proof and compiles, on
@@ -382,7 +394,9 @@ class Benchmark(JupyterMixin, BaseModel):
             *("-" if x is None else size_of_gib(x) for x in (row.allocated_gib, row.predicted_gib)),
             *[f"{row.tokens_per_joule or math.nan:.3g}"] * self._has_energy,
             *(self._scaling_of(row) if several else ()),
-            *(*ratios, row.precision or "-", row.state),
+            *ratios,
+            row.precision or "-",
+            row.state,
         ]
 
     def _scaling_of(self, row: Row) -> Iterator[str]:

@@ -119,7 +119,8 @@ def diagnose(
         console.print(f"{name}: {observer.total} steps; data: {rows.description}", highlight=False)
         set_seed(args.seed)
         trainer = make_trainer(
-            *(short, args),
+            short,
+            args,
             train=rows.train,
             held_out=None,
             tokenizer=tokenizer,
@@ -225,7 +226,11 @@ def _conclude(
     # For rows as long as those that were seen, not for the longest possible.
     prediction, why_not = predict(config, device, processes(), max(1, padded // facts.rows))
     return Diagnosis(
-        *(name, receipt, facts, tuple(causes_of(facts)), data),
+        name,
+        receipt,
+        facts,
+        tuple(causes_of(facts)),
+        data,
         tokens=real * facts.micro_batches,
         padding=1 - real / padded if padded else 0.0,
         step_seconds=observer.step_seconds,

@@ -203,7 +203,8 @@ def _layer_table(facts: Facts) -> Table:
     for group in facts.groups:
         noise = (group.snr_db.get(operand) for operand in "xwg")  # `-`: the operand is not cast
         table.add_row(
-            *(str(len(group.layers)), group.kind),
+            str(len(group.layers)),
+            group.kind,
             "x".join(map(str, group.shape)) if all(group.shape) else "",
             f"{group.tokens:,}" if group.tokens and group.role != "head" else "",
             "/".join(group.ran.get(gemm, "-") for gemm in GEMMS),

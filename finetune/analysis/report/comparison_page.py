@@ -157,7 +157,9 @@ def _gaps(c: Sides) -> tuple[list[PlotRow], Table]:
     if not any(gap.interval for gap in gaps.values()):  # single dots, which the table has
         return [], table
     forest = Forest(
-        *("gap", "Gap of losses", "%"),
+        "gap",
+        "Gap of losses",
+        "%",
         "; ".join(f"{title}: {signed(gap.gap)}" for title, gap in gaps.items()),
         note=f"dot: gap over all seeds; thin line: {percent(c.found.confidence, 0)} interval; "
         "thick line: the interval that has to lie inside the margin (shaded) to be equivalent; "

@@ -167,7 +167,10 @@ def plot_of(
         series.append(replace(_line(label, x, line), color=color, dash=dash, weight=weight))
         ends.append(f"{label} from {line[0]:.4g} to {line[-1]:.4g}".lstrip())
     return Plot(
-        *(name, title, unit, f"{title} over {more.get('over', 'step')}: {'; '.join(ends)}."),
+        name,
+        title,
+        unit,
+        f"{title} over {more.get('over', 'step')}: {'; '.join(ends)}.",
         tuple(series),
         note=treatment(longest, window),
         sources=tuple({link.text: link for one in drawn for link in one.sources}.values()),
@@ -287,11 +290,11 @@ MEASURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"least": 4.0},
     ),
     "overflow": (
-        *("Overflow", "", "Share of values that a cast saturated."),
+        "Overflow", "", "Share of values that a cast saturated.",
         {"from_zero": True, "percent": True},
     ),
     "underflow": (
-        *("Underflow", "", "Share of values that a cast made zero."),
+        "Underflow", "", "Share of values that a cast made zero.",
         {"from_zero": True, "percent": True},
     ),
     "amax": ("Largest magnitude", "", "The amax that scales follow.", {"log": True}),

@@ -79,10 +79,14 @@ def table_of(runs: Sequence[RunSource]) -> Table:
     head = ("run", "precision", "verdict", "state", "steps", *names)
     rows = [
         (
-            *(s.link(s.label), s.num(s.run.precision, RECEIPT, "precision"), s.verdict[0]),
-            *(s.run.state, s.last_step),
+            s.link(s.label),
+            s.num(s.run.precision, RECEIPT, "precision"),
+            s.verdict[0],
+            s.run.state,
+            s.last_step,
             *(own[name].last if name in own else MISSING for name in names),
-            *(s.speed, s.memory),
+            s.speed,
+            s.memory,
         )
         for s, own in zip(runs, learned, strict=True)
     ]

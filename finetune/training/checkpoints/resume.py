@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 RULES = {
     "logged, reported, saved or evaluated, not trained": (
-        *("eval.*", "checkpoints.*", "data.prompts", "train.logging_*", "train.log_*"),
-        *("train.save_*", "train.eval_*", "train.per_device_eval_*", "train.report_to"),
-        *("train.run_name", "train.project", "train.trackio_*", "train.disable_tqdm"),
-        *("train.hub_*", "train.push_to_hub", "train.load_best_model_at_end"),
-        *("train.metric_for_best_model", "train.greater_is_better", "train.include_*"),
+        "eval.*", "checkpoints.*", "data.prompts", "train.logging_*", "train.log_*",
+        "train.save_*", "train.eval_*", "train.per_device_eval_*", "train.report_to",
+        "train.run_name", "train.project", "train.trackio_*", "train.disable_tqdm",
+        "train.hub_*", "train.push_to_hub", "train.load_best_model_at_end",
+        "train.metric_for_best_model", "train.greater_is_better", "train.include_*",
         "train.skip_memory_metrics",
     ),
     "how a step is computed, which changes rounding alone": (
-        *("model.attention", "train.gradient_checkpointing*", "train.activation_*"),
-        *("train.use_liger_kernel", "train.ddp_*", "train.fsdp*", "train.torch_empty_*"),
-        *("train.dataloader_num_workers", "train.dataloader_pin_memory"),
-        *("train.dataloader_persistent_workers", "train.dataloader_prefetch_factor"),
+        "model.attention", "train.gradient_checkpointing*", "train.activation_*",
+        "train.use_liger_kernel", "train.ddp_*", "train.fsdp*", "train.torch_empty_*",
+        "train.dataloader_num_workers", "train.dataloader_pin_memory",
+        "train.dataloader_persistent_workers", "train.dataloader_prefetch_factor",
         "train.dataset_num_proc",
     ),
     "where rows lie: the rows themselves are compared": (
-        *("data.path", "data.name", "data.eval_path"),
+        "data.path", "data.name", "data.eval_path",
     ),
     "precision: said in a line, in the receipt and in the folder's name": ("precision.*",),
     "resuming itself": ("resume.*", "train.resume_from_checkpoint"),
@@ -57,8 +57,15 @@ RULES = {
 """Settings that may differ, by why they may."""
 FREE = tuple(pattern for patterns in RULES.values() for pattern in patterns)
 FIXED = (
-    *("lora", "lora.r", "lora.target_modules", "lora.modules_to_save", "lora.use_dora"),
-    *("lora.bias", "lora.target_parameters", "lora.exclude_modules", "lora.layers_to_transform"),
+    "lora",
+    "lora.r",
+    "lora.target_modules",
+    "lora.modules_to_save",
+    "lora.use_dora",
+    "lora.bias",
+    "lora.target_parameters",
+    "lora.exclude_modules",
+    "lora.layers_to_transform",
     "train.optim",
 )
 """Settings that a checkpoint's tensors are shaped by."""
@@ -66,8 +73,14 @@ FIXED = (
 PIECE = 1000
 """Rows that are hashed at a time: chunks of a table depend on how many processes made it."""
 TOKENIZER = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("vocab*", "merges.txt", "*.model", "*.py"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.py",
 )
 """Files of a model's folder that say what text is as ids, or are code."""
 WEIGHTS, SHOWN = ("*.safetensors", "*.bin"), 12

@@ -56,8 +56,14 @@ class Observers:
         self.monitor: HealthMonitor
         self.callbacks: list[TrainerCallback] = [
             # Samples come before what measures speed.
-            *(self.samples, self.metrics, self.bar, self.stop),
-            *(self.keeper, self.meter, self.timer, self.judged),
+            self.samples,
+            self.metrics,
+            self.bar,
+            self.stop,
+            self.keeper,
+            self.meter,
+            self.timer,
+            self.judged,
             *stoppers(config.train, run.resume),
         ]
 

@@ -136,7 +136,9 @@ class PreparedRun:
         count = each * len(rows) if has_length(rows) else None
         ledger = trainer.ledgers.get("train")  # of a stream there is none
         found = schedule_of(
-            *(args, count, self.config.data.min_steps),
+            args,
+            count,
+            self.config.data.min_steps,
             method=method_of(self.config.train),
             length=ledger and ledger.max_length,
             kept=self.fitted.get("batch"),
