@@ -323,7 +323,7 @@ def quiet_imports(*, bars: bool = True, paths: tuple[str, ...] = LIBRARIES) -> N
     warnings.showwarning = show
 
 
-COUNT_PERIOD = {True: 0.2, False: 15.0}
+COUNT_PERIOD, COUNT_PERIOD_OF_LINES = 0.2, 15.0
 """Seconds between two counts, in a terminal and in a pipe, where each is a line."""
 
 
@@ -339,7 +339,7 @@ def counting_rows(console: Console, what: str) -> Iterator[None]:
     from tqdm import tqdm
 
     with busy(console, what) as status:
-        period = COUNT_PERIOD[status is not None]
+        period = COUNT_PERIOD_OF_LINES if status is None else COUNT_PERIOD
 
         class Counter(tqdm):
             """A bar that shows nothing itself."""

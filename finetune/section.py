@@ -51,6 +51,12 @@ def check_text(value: Any) -> None:
             check_text(item)
 
 
+def typed_key(word: str, section: str) -> str:
+    """A setting as it is typed: `~margin` of `precision` is `~precision.margin`."""
+    key = f"{section}.{word.removeprefix('~')}"
+    return f"~{key}" if word.startswith("~") else key
+
+
 class RefusedError(ValueError):
     """Values of a section that do not go together, with the settings that solve it.
 
@@ -72,7 +78,7 @@ class RefusedError(ValueError):
         """The settings as they are typed in a shell, which would take braces apart."""
 
         def full(word: str) -> str:
-            key = f"{'~' * word.startswith('~')}{section}.{word.removeprefix('~')}"
+            key = typed_key(word, section)
             return shlex.quote(key) if "{" in key else key
 
         return ", or ".join(" ".join(map(full, way.split())) for way in self.ways)

@@ -90,7 +90,8 @@ class Findings(JupyterMixin):
             shown_before.add(verdict.reason)
         return Group(
             Text(
-                f"{d.name} ({d.kind})" + f", compute capability {shown}, x{d.count}" * bool(shown),
+                f"{d.name} ({d.kind})"
+                + (f", compute capability {shown}, x{d.count}" if shown else ""),
                 style="bold",
             ),
             Text(f"memory {size_of_gib(d.memory_gib)}, {size_of_gib(self.free_gib)} free"),

@@ -197,7 +197,7 @@ def _of_usage(error: Any) -> ConfigError:
         fix = "python -m finetune --help lists the verbs, and a verb's own --help its options"
         return ConfigError(said, fix=fix)
     given, *choices = re.findall(r"'([^']*)'", error.message) or [""]
-    fixes = ["leave it out, or quote a value with spaces"] * ("extra argument" in said)
+    fixes = ["leave it out, or quote a value with spaces"] if "extra argument" in said else []
     fixes = list(getattr(error, "possibilities", None) or fixes)
     if about := getattr(getattr(error, "param", None), "help", None):
         name = next(iter(re.findall(r"'([^']*)'", said)), "it")  # of the option or argument

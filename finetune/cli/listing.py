@@ -100,7 +100,8 @@ def ls(
             fp8, ratio = ran["tokens_per_s"], ran["over_bf16"]
         star = "*" if ran else " "
         loses = ratio is not None and ratio < LOSES
-        losing += [name] * loses
+        if loses:
+            losing.append(name)
         shown_ratio = "-" if ratio is None else f"{ratio:.2f}x{star}"
         ratio = Text(shown_ratio, style="yellow" if loses else "")
         facts = (*memory, f"{fp8:,}{star}" if fp8 else "-", ratio)
@@ -300,5 +301,5 @@ def _comparison_row(one: dict[str, Any]) -> dict[str, Any]:
         "loss": figure(one["gap"].get("train"), "+z.2%"),
         "eval loss": figure(one["gap"].get("eval"), "+z.2%"),
         "score": scores,
-        "speed": figure(one["speed"], ".2f") + "x" * (one["speed"] is not None),
+        "speed": figure(one["speed"], ".2f") + ("x" if one["speed"] is not None else ""),
     }

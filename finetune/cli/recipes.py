@@ -211,7 +211,7 @@ def show_ledger(console: Console, found: CountedRows, config: RunConfig) -> None
     for line in found.rows.notes:
         console.print(Text(f"! {line}", style="yellow"))
     for name, ledger in found.ledgers.items():
-        for warns, line in ledger.lines("eval " * (name == "eval")):
+        for warns, line in ledger.lines("eval " if name == "eval" else ""):
             console.print(Text(f"! {line}", style="yellow") if warns else f"      {line}")
     if found.ledger.trained:
         _show_lengths(console, found, config)
@@ -358,7 +358,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
     console.print(whole(f"{checked.name}: valid ({origin})", "bold"), crop=False)
     stored = f"; frozen base stored in {config.model.storage}" if config.model.storage else ""
     console.print(f"parameters: {need.parameters:,}, {need.trainable:,} of them trained{stored}")
-    red = (f"; too small here: {short}" * bool(short), "red")
+    red = (f"; too small here: {short}" if short else "", "red")
     console.print(Text.assemble(f"memory: at least {need}", red))
     console.print(f"precision here: {here}", style=None if resolution else "yellow")
     console.print(f"attention here: {attention}")

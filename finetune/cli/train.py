@@ -239,7 +239,8 @@ def serve(
             code = {"trust_remote_code": trust_remote_code}
             export_run(found.folder, "merged", folder, console=output(stderr=True), **code)
     words = ["serve", str(folder), "--port", str(port), *(options or ())]
-    words += ["--trust-remote-code"] * trust_remote_code
+    if trust_remote_code:
+        words.append("--trust-remote-code")
     ask = """-d '{"messages": [{"role": "user", "content": "Hello."}]}'"""
     url = f"localhost:{port}/v1/chat/completions -H 'Content-Type: application/json'"
     output().print(whole(f"next: curl {url} {ask}"), crop=False)

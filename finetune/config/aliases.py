@@ -17,6 +17,7 @@ from typing import Any
 
 from finetune.config.paths import ASSETS
 from finetune.precision.settings import TORCH_NAMES, plain_dtype
+from finetune.section import typed_key
 
 _TABLE = tomllib.loads((ASSETS / "other_names.toml").read_text("utf-8"))
 SETTINGS: dict[str, str] = _TABLE["settings"]
@@ -110,10 +111,7 @@ def as_arguments(ways: Iterable[str]) -> str:
     "fp8_format='hybrid', or leave margin out"
     """
     return ", or ".join(
-        " and ".join(
-            in_python(f"{'~' * word.startswith('~')}precision.{word.removeprefix('~')}")
-            for word in way.split()
-        )
+        " and ".join(in_python(typed_key(word, "precision")) for word in way.split())
         for way in ways
         if "compute=" not in way  # it is always fp8 there
     )

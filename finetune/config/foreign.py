@@ -177,7 +177,7 @@ class Translation:
         if self.tool == "LLaMA-Factory":
             lora.setdefault("alpha", PlainText(str(2 * int(lora.get("r", 8)))))
         asked = self.given.get("adapter", self.given.get("finetuning_type"))
-        if str(asked or "lora" * (self.tool == "LLaMA-Factory")) not in ("lora", "qlora"):
+        if str(asked or ("lora" if self.tool == "LLaMA-Factory" else "")) not in ("lora", "qlora"):
             self.left |= {"lora_...": "no adapter is asked for: all weights train"} if lora else {}
             del self.recipe["lora"]
         idle, why = ["save_strategy", "save_steps"], "early stopping saves at each evaluation"

@@ -72,9 +72,11 @@ def refuse_open_length(
     Raises:
         ConfigError: rows of a stream, or text that is cut anywhere.
     """
-    wrapped = train.packing and train.packing_strategy == "wrapped"
-    why = "a stream's rows are read while it trains" * streams
-    why = why or "packing_strategy=wrapped cuts text anywhere, and fills every row" * bool(wrapped)
+    why = ""
+    if streams:
+        why = "a stream's rows are read while it trains"
+    elif train.packing and train.packing_strategy == "wrapped":
+        why = "packing_strategy=wrapped cuts text anywhere, and fills every row"
     if train.max_length == "auto" and why:
         raise ConfigError(
             "no longest row is known before training, for train.max_length=auto",

@@ -150,7 +150,7 @@ def _refuse_taken(
             f"{str(out)!r} is not empty",
             where=where,
             why=f"no export wrote {some(others, 3)}" if others else "an export is there already",
-            fix="choose another folder" + ", or --force to replace it" * (not others),
+            fix="choose another folder" + (", or --force to replace it" if not others else ""),
         )
     for rest in rests:
         if not _record(rest) and {*_files(rest)} - {RECORD, f"{RECORD}.partial"}:

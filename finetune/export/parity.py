@@ -178,7 +178,7 @@ class Parity:
         return (
             f"loss {self.loss_reference:.4f} -> {self.loss_export:.4f}, KL {self.kl:.2g}, "
             f"logit error {self.logit_error:.2%}, top-1 agreement {self.agreement:.1%}, "
-            f"an answer of {self.answer} tokens{' that ends' * self.ended}"
+            f"an answer of {self.answer} tokens{' that ends' if self.ended else ''}"
         )
 
 

@@ -55,7 +55,7 @@ def model_card(
     environment = receipt.get("environment", {})
     target = target or ("adapter" if config.lora else "")
     trained = method_of(config.train)
-    kind = f"{trained.name.upper()}, " * (trained.name != "sft")
+    kind = f"{trained.name.upper()}, " if trained.name != "sft" else ""
     return template.from_string(text).render(
         adapter=target == "adapter",
         title=f"{short_name(base)} on {short_name(data)}",

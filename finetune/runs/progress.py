@@ -89,7 +89,7 @@ def named(key: str) -> tuple[str, str]:
     """Name of a loss, of a column of `SHOWN` or of its evaluation, and the form of its values."""
     kind = key.removeprefix("eval_")
     name, form = SHOWN.get(kind, (kind, ".4f"))
-    return "eval " * (kind != key) + name, form
+    return ("eval " if kind != key else "") + name, form
 
 
 def _way(first: float | None, last: float, form: str) -> str:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from trl import SFTTrainer
 
-DEFAULTS = {True: "llama_8b_lora_fp8", False: "llama_8b_full_fp8"}
+LORA_DEFAULTS, FULL_DEFAULTS = "llama_8b_lora_fp8", "llama_8b_full_fp8"
 """With adapters, or without: the recipe whose `train` section has the defaults."""
 SEED = 42
 """Of what is drawn before there is a trainer, as `train.seed` has it."""
@@ -249,7 +249,8 @@ def trainer(
     typed["data"] = _source_of(data, Path(out)) | typed.get("data", {})
     if template := typed.get("train", {}).get("chat_template_path"):
         tokenizer.chat_template = template_of(str(template))
-    usual = read_recipe(DEFAULTS["lora" in said], check_train=False).config
+    defaults = LORA_DEFAULTS if "lora" in said else FULL_DEFAULTS
+    usual = read_recipe(defaults, check_train=False).config
     method = method_of(typed.get("train", {}))
     if method.head == "score":
         raise ConfigError(

@@ -117,6 +117,6 @@ class FastLanguageModel:
 def _with_effect(asked: dict[str, Any]) -> dict[str, Any]:
     for word, value in asked.items():
         if value and word in WITHOUT_EFFECT:
-            say(f"{word} has no effect here" + "; `hf auth login`" * (word == "token"))
+            say(f"{word} has no effect here" + ("; `hf auth login`" if word == "token" else ""))
     given = {key: value for key, value in asked.items() if key not in WITHOUT_EFFECT}
     return {key: value for key, value in given.items() if value is not None and value is not False}

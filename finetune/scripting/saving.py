@@ -54,7 +54,7 @@ def _save(
             f"a model is not saved as {asked!r} here",
             where=f"{verb}_{kind}({word}={asked!r})",
             fix=f"{word}= one of {', '.join(known)}"
-            + "; llama.cpp's llama-quantize makes more of that of bf16" * (kind == "gguf"),
+            + ("; llama.cpp's llama-quantize makes more of that of bf16" if kind == "gguf" else ""),
         )
     access = {key: others.pop(key, None) for key in ("private", "token")}
     for key in filter(others.get, others):

@@ -13,7 +13,8 @@ from finetune import logging as progress
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_mapped_rows_are_counted(terminal, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "COUNT_PERIOD", {True: 0.0, False: 0.0})
+    monkeypatch.setattr(progress, "COUNT_PERIOD", 0.0)
+    monkeypatch.setattr(progress, "COUNT_PERIOD_OF_LINES", 0.0)
     monkeypatch.setattr("datasets.arrow_dataset.config.PBAR_REFRESH_TIME_INTERVAL", 0.0)
     out, bar = io.StringIO(), arrow_dataset.hf_tqdm
     console = Console(file=out, force_terminal=terminal, width=100)

@@ -167,7 +167,8 @@ class Measuring:
                 where=f"--grid gpus={most}",
                 why="two processes on one would wait for each other",
                 fix=f"gpus={here} or less; others are predicted: "
-                f"python -m finetune estimate {name} --gpus {most}{' --gpu H100' * on_cpu}",
+                f"python -m finetune estimate {name} --gpus {most}"
+                + (" --gpu H100" if on_cpu else ""),
             )
         if self.strong and most == 1:
             raise ConfigError(

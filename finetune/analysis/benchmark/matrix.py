@@ -135,14 +135,17 @@ class Matrix(Benchmark):
     def notes(self) -> list[str]:
         said: dict[tuple[str, str], list[str]] = {}
         for row in self._rows:
-            if why := row.error or row.note * (row.note != _state(row)):
+            note = "" if row.note == _state(row) else row.note
+            if why := row.error or note:
                 said.setdefault((row.label, why), []).append(row.at)
         lines = [f"{label}, {' and '.join(points)}: {why}" for (label, why), points in said.items()]
         if self.gpu:
             lines.append(f"all figures are predicted for {self.gpu}: nothing was run")
         else:
             lines.append("in parentheses: measured over predicted")
-        return lines + [self.alike] * bool(self.alike)
+        if self.alike:
+            lines.append(self.alike)
+        return lines
 
 
 def _memory(row: Row) -> tuple[list[float | None], list[float | None]]:

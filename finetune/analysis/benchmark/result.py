@@ -354,8 +354,11 @@ class Benchmark(JupyterMixin, BaseModel):
         against = [title for name in self.references for title in (f"over {name}", "memory")]
         head = ["", "batch x length", "ms a step (quartiles)", "tokens/s", "peak", "predicted"]
         several = any(row.gpus > 1 for row in self.rows)
-        head += ["tokens/J"] * self._has_energy
-        head += [*["efficiency", "waits"] * several, *against, "precision", "proven"]
+        if self._has_energy:
+            head.append("tokens/J")
+        if several:
+            head += ["efficiency", "waits"]
+        head += [*against, "precision", "proven"]
         return [[head, *(self._cells_of(row, several) for row in self.rows)]]
 
     def shown_tables(self) -> Iterator[list[list[str]]]:
@@ -392,7 +395,7 @@ class Benchmark(JupyterMixin, BaseModel):
             _ms(row.step_seconds) + within if row.step_seconds else "-",
             count(row.tokens_per_s) if row.tokens_per_s else "-",
             *("-" if x is None else size_of_gib(x) for x in (row.allocated_gib, row.predicted_gib)),
-            *[f"{row.tokens_per_joule or math.nan:.3g}"] * self._has_energy,
+            *([f"{row.tokens_per_joule or math.nan:.3g}"] if self._has_energy else []),
             *(self._scaling_of(row) if several else ()),
             *ratios,
             row.precision or "-",

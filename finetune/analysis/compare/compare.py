@@ -271,7 +271,7 @@ def make_pair(
             if not shared:
                 raise
             one = "an override behind a. or b., such as a.precision.format=e4m3, is for the first "
-            fix = f"{error.fix}; " * bool(error.fix) + one + "or the second recipe alone"
+            fix = (f"{error.fix}; " if error.fix else "") + one + "or the second recipe alone"
             what = f"{name}: {error.what}"
             raise type(error)(what, where=error.where, why=error.why, fix=fix) from None
     a, b = sides
@@ -294,7 +294,7 @@ def alike_over_seeds(configs: Sequence[RunConfig], seeds: Sequence[int]) -> list
     # Where rows are given, or the recipe has a seed for them, all runs have the same ones already.
     drawn = all(map(_draws_held_out_rows, configs))
     return ["train.logging_strategy=steps", "train.logging_steps=1"] + (
-        [f"data.seed={seeds[0]}"] * drawn
+        [f"data.seed={seeds[0]}"] if drawn else []
     )
 
 

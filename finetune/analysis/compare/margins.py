@@ -54,7 +54,9 @@ def parse_margins(text: str, judged: Collection[str], tasks: Collection[str]) ->
                 if unscored
                 else "losses have relative margins in %, tasks and other measures margins in "
                 f"points (pt) of their score, each once; these runs are judged by {', '.join(own)}",
-                fix=f"eval.tasks=[{name}]" * unscored or f"--margins {example}, or --margins usual",
+                fix=f"eval.tasks=[{name}]"
+                if unscored
+                else f"--margins {example}, or --margins usual",
             )
         found[name] = float(number[1]) / 100
     return found

@@ -338,7 +338,7 @@ class Comparison(JupyterMixin, _Part):
                 f"speed: {a} runs at {s.ratio:.3f}x the speed of {b}{between}; "
                 f"{s.a_tokens_per_s:,.0f} and {s.b_tokens_per_s:,.0f} tok/s, "
                 f"{s.a_steps_per_s:.3g} and {s.b_steps_per_s:.3g} steps/s"
-                f"{', emulated' * self.emulated}"
+                + (", emulated" if self.emulated else "")
             )
         if (m := self.memory) is not None:
             peaks = f"{m.a_gib:.3f} and {m.b_gib:.3f} GiB"

@@ -114,7 +114,9 @@ def judge(found: Comparison, pairs: Pairs) -> Comparison:
     judged |= {(task, f"{task} {metric}"): score for (task, metric), score in scores.items()}
     # A margin that the user set and no score can be judged by must not pass in silence.
     missing = found.margins.keys() - {TASKS, *MEASURES} - {task for task, _ in scores}
-    verdicts = [gap.verdict for gap in judged.values()] + ["undecided"] * bool(missing)
+    verdicts = [gap.verdict for gap in judged.values()]
+    if missing:
+        verdicts.append("undecided")
     found.verdict = next(v for v in WORSE if v in verdicts)
     found.reasons = [_reason(found, *names, gap) for names, gap in judged.items()]
     found.reasons += [f"{task}: no score between 0 and 1 of all runs" for task in sorted(missing)]

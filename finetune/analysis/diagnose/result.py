@@ -178,13 +178,15 @@ class Diagnosis(JupyterMixin):
         yield from (Text(note, style="dim") for note in self.notes)
 
     def _time_table(self) -> Table:
-        right = ("", "share", *(("predicted",) if self.prediction else ()))
+        right = ("", "share", "predicted") if self.prediction else ("", "share")
         table = plain_table("time of a step", *right, right=right)
         for row in self._parts():
             predicted = row["predicted_share"]
             if row["share"] or predicted:
-                shown = row["part"], short_time(row["seconds"]), percent(row["share"])
-                table.add_row(*shown, *(() if predicted is None else (percent(predicted),)))
+                shown = [row["part"], short_time(row["seconds"]), percent(row["share"])]
+                if predicted is not None:
+                    shown.append(percent(predicted))
+                table.add_row(*shown)
         return table
 
 

@@ -118,7 +118,10 @@ class Job:
 
     def start(self, threads: int | None) -> None:
         words = [str(self.file), f"train.seed={self.seed}", "--out", str(self.out), "--json"]
-        words += ["--force"] * self.force + ["--no-save"] * self.measured
+        if self.force:
+            words.append("--force")
+        if self.measured:
+            words.append("--no-save")
         environment = os.environ | {"PYTHONPATH": import_path()}
         if self.measured:
             # Random weights and rows need nothing of the hub, whose checks would take seconds of

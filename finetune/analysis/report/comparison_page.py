@@ -124,7 +124,7 @@ def comparison_page(found: Comparison, source: PageSource) -> Page:
         title=Line((f"{versus}: ", *first.title)) if first else Line((versus,)),
         setting=first.setting if first else Line(),
         verdict=c.num(
-            "verdict", found.verdict.capitalize() + within * (found.verdict != "refused")
+            "verdict", found.verdict.capitalize() + ("" if found.verdict == "refused" else within)
         ),
         tone=TONES.get(found.verdict, "bad"),
         template="comparison.j2",
@@ -219,7 +219,7 @@ def _trajectories(c: Sides) -> list[PlotRow]:
         gap_title = f"{title}: gap over steps", between
         rows += row_of(
             plot_of([Drawn(*one) for one in zip(c.labels, every, links, (0, 1), strict=True)],
-                    re.sub(r"\W", "_", column), title, UNIT * relative,
+                    re.sub(r"\W", "_", column), title, UNIT if relative else "",
                     log=relative, size="half"),
             plot_of([Drawn("gap", gap, [*links[0], *links[1]], 0)],
                     f"gap_{key}", *gap_title, lines=lines, percent=relative, size="half"),

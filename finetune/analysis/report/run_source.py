@@ -178,7 +178,7 @@ class RunSource(PageSource):
         for key, values in figures(self.run.rows, self.run.method).items():
             name, form = named(key)
             first, last = (self.num(format(value, form), METRICS, key) for value in values)
-            found[name] = Course(first, last, last, 1 + (first != last))
+            found[name] = Course(first, last, last, 1 if first == last else 2)
         return found
 
     @property

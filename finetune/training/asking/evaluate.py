@@ -159,7 +159,9 @@ def _read_locally(entry: Any, rows: Path, folder: Path) -> None:
         (s for split in published for s in FORMATS if _has_rows(rows / f"{split}{s}")), None
     )
     if suffix is None:
-        there = sorted(path.name + " (empty)" * (not _has_rows(path)) for path in rows.glob("*"))
+        there = sorted(
+            path.name + (" (empty)" if not _has_rows(path) else "") for path in rows.glob("*")
+        )
         raise DataNotFoundError(
             f"there are no rows of {task} in {str(rows)!r}",
             where=f"eval.data: {rows.resolve()}",

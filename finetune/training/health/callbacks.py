@@ -195,7 +195,7 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
     whole, rest = divmod(state.max_steps, math.ceil(batches / each))
     epochs = whole + rest * each / batches
     shown = f"{epochs:.2g}"
-    line = f"{plural(state.max_steps, 'step')} = {shown} epoch{'s' * (shown != '1')}"
+    line = f"{plural(state.max_steps, 'step')} = {shown} {'epoch' if shown == '1' else 'epochs'}"
     if args.max_steps <= 0 or epochs >= 0.995:
         return line
     unread = f"{1 - epochs:.0%} of your rows are never read"

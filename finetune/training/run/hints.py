@@ -58,7 +58,7 @@ def hints(
     # More steps are not proposed to a run whose evaluation gets worse.
     worse = rising(evaluations, method.evaluated)
     if worse:
-        watched = f"train.metric_for_best_model={column} " * (not losses)
+        watched = f"train.metric_for_best_model={column} " if not losses else ""
         yield f"{worse}: fewer steps, or {watched}train.early_stopping_patience=3"
     elif better := falling([(r["step"], r["loss"]) for r in rows if losses and "loss" in r]):
         more = f"train.num_train_epochs={2 * float(config.train.num_train_epochs):g}"

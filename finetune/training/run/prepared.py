@@ -160,11 +160,12 @@ class PreparedRun:
         """Print model, method, precision, engine and device."""
         config, p = self.config, ahead.resolution.precision
         lora, stored = config.lora, config.model.storage
-        method = "full fine-tuning" if lora is None else f"{'Q' * bool(stored)}LoRA r={lora.r}"
+        method = "QLoRA" if stored else "LoRA"
+        method = "full fine-tuning" if lora is None else f"{method} r={lora.r}"
         base = f", {stored.upper()} base" if stored else ""
         emulated = emulates(p, ahead.device)
         facts = f": {config.model.name}, {method}{base}, {ahead.resolution.described}"
-        facts += f"{', emulated' * emulated} on {ahead.device.name}"
+        facts += f"{', emulated' if emulated else ''} on {ahead.device.name}"
         self.console.print(Text.assemble((self.recipe.name, "bold"), facts))
         if emulated and ahead.device.has_fp8:
             self.warn(ahead.resolution.reason)

@@ -183,7 +183,7 @@ class TrainingRun(PreparedRun):
             console.print(f"      answers end with {names}: added to generation_config.json")
         keep_generation(plain)
         for name, ledger in self.ledgers.items():
-            for warns, line in ledger.lines("eval " * (name == "eval")):
+            for warns, line in ledger.lines("eval " if name == "eval" else ""):
                 self.warn(line) if warns else console.print(f"      {line}")
         scales_loss = session.precision.compute == "fp16"
         self.observers.watch(self.trainer, self.warn, scales_loss=scales_loss)

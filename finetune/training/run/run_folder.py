@@ -121,7 +121,8 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
         limit = kept.keep_last + kept.keep_best
     stay = min(made, limit or made)
     # One more than stay at a time: the older one is deleted when the new one is whole.
-    return stay + (made > stay or kept.first_step), stay
+    more = made > stay or kept.first_step
+    return stay + 1 if more else stay, stay
 
 
 def check_disk(run: Preflight, out: Path) -> None:

@@ -19,6 +19,7 @@ from finetune.config.sft import REFUSALS
 from finetune.config.train_keys import BATCH
 from finetune.errors import ConfigError
 from finetune.training.health.learning_rate import LEAST_SHARE, reached
+from finetune.units import plural
 
 FEW = 50
 """Steps below which a run by epochs gets a line: an adapter or a model has hardly moved."""
@@ -85,7 +86,7 @@ class Schedule:
         rows, rate = math.prod(each), f"{self.peak * args.learning_rate:.3g}"
         rate += f" of {args.learning_rate:.3g}" if rate != f"{args.learning_rate:.3g}" else ""
         return (
-            f"{self.steps:,} steps of {rows} row{'s' * (rows != 1)} "
+            f"{self.steps:,} steps of {plural(rows, 'row')} "
             f"({' x '.join(map(str, each))}), highest learning rate {rate}"
         )
 
@@ -94,8 +95,8 @@ class Schedule:
         if self.peak >= LEAST_SHARE:
             return
         raise ConfigError(
-            f"the learning rate would get to {self.peak:.0%} of its value in {self.steps:,} "
-            f"step{'s' * (self.steps != 1)}",
+            f"the learning rate would get to {self.peak:.0%} of its value in "
+            f"{plural(self.steps, 'step')}",
             where=f"train.warmup_steps={self.args.warmup_steps:g}",
             why="the first step of a warm-up has a rate of zero: the run would end without having "
             "learned",
