@@ -31,7 +31,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, Literal
 
 from finetune.config.measures import MEASURES
 from finetune.config.methods import Method, method_in
@@ -41,6 +41,7 @@ from finetune.config.train_keys import TrainSection
 from finetune.config.yaml import parse_yaml, plain_data, read_text
 from finetune.errors import ConfigError, writing
 
+State = Literal["finished", "stopped", "running", "killed"]
 COMPARISON = "comparison.json"
 QUIET = 900.0
 """Seconds without a change after which a run whose process cannot be asked counts as killed."""
@@ -187,8 +188,8 @@ class RunFolder:
             return self.folder.stat().st_mtime
 
     @cached_property
-    def state(self) -> str:
-        """`finished`, `stopped`, `running` or `killed`."""
+    def state(self) -> State:
+        """How far it came; `killed` is a run that ended without a word."""
         # In this order: a receipt's own word comes first, since a process number may live on as
         # another's.
         ended = self.receipt.get("run", {})

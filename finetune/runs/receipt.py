@@ -224,6 +224,11 @@ class Receipt(JupyterMixin):
         return f"{'frozen base' if engine == 'frozen' else engine}, {scales}{self.emulated}"
 
     @property
+    def is_proven(self) -> bool:
+        """True if the proof passed: `status` says so, or why not."""
+        return self.status == "proven"
+
+    @property
     def is_emulated(self) -> bool:
         """True if FP8 was computed by exact rounding: its speed says nothing about FP8."""
         return self.precision.get("gemm") == "emulated"
@@ -236,7 +241,7 @@ class Receipt(JupyterMixin):
 
     @property
     def _verdict(self) -> str:
-        return "verified" if self.status == "proven" else self.status
+        return "verified" if self.is_proven else self.status
 
     def __str__(self) -> str:
         return as_text(self)
@@ -248,7 +253,7 @@ class Receipt(JupyterMixin):
     def verdict(self) -> Iterator[Text]:
         """Headline, and the warnings among the facts, which are yellow."""
         # Green is for what was asked for: a fallback that is proven is still not what was asked.
-        verified = self.status == "proven" and not self.precision.get("fallback")
+        verified = self.is_proven and not self.precision.get("fallback")
         yield Text(self.headline, style="bold green" if verified else "bold yellow")
         if self.precision.get("fallback"):
             yield Text(f"! {self.precision['fallback']}", style="bold yellow")
@@ -415,7 +420,7 @@ class RunReport(JupyterMixin):
             yield whole(f"Interrupted. {self._after_interrupt}", "yellow")
             return
         # Not an error: too short a run (a smoke test of one step) is a result, but no evidence.
-        if self.receipt.status != "proven":
+        if not self.receipt.is_proven:
             yield Text(
                 "! this run is not verified: the proof needs two optimizer steps with a learning "
                 "rate above zero and gradients that are not all zero",
@@ -450,8 +455,8 @@ class RunReport(JupyterMixin):
         """The report without the receipt, which has a file of its own."""
         values = asdict(self) | {"folder": str(self.folder)}
         del values["receipt"]
-        status = self.receipt.status
-        return json.dumps(values | {"status": status, "proven": status == "proven"}, indent=1)
+        values |= {"status": self.receipt.status, "proven": self.receipt.is_proven}
+        return json.dumps(values, indent=1)
 
 
 def metrics_of(scores: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:

@@ -129,9 +129,7 @@ class Diagnosis(JupyterMixin):
         padding = f", {percent(self.padding)} padding" if self.padding else ""
         many = facts.micro_batches > 1
         batches = f" in {facts.micro_batches} micro-batches" if many else ""
-        yield Text(
-            receipt.headline, style="bold green" if receipt.status == "proven" else "bold yellow"
-        )
+        yield Text(receipt.headline, style="bold green" if receipt.is_proven else "bold yellow")
         yield Text(
             f"{receipt.environment['device']['name']}; {self.data}; {self.tokens:,} tokens a step"
             f"{batches}{padding}; {short_time(self.step_seconds)} a step, "
