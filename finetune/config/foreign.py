@@ -118,6 +118,7 @@ class Translation:
         for kind in ("eval", "save"):
             key, train = f"{kind}s_per_epoch", self.recipe["train"]
             if (count := float(self.given.get(key, 1))) > 1:
+                # Transformers takes an interval below 1 as a share of all steps.
                 every = 1 / (count * float(self.given.get("num_epochs", 1)))
                 self.put(f"{key}: {count:g}", f"train.{kind}_steps", PlainText(f"{every:.4g}"))
             by = "steps" if f"{kind}_steps" in train else "epoch"
@@ -175,6 +176,7 @@ class Translation:
             if key not in self.recipe[section]:
                 self.put(f"{self.tool}'s default", setting)
         if self.tool == "LLaMA-Factory":
+            # LLaMA-Factory's default is twice the rank.
             lora.setdefault("alpha", PlainText(str(2 * int(lora.get("r", 8)))))
         asked = self.given.get("adapter", self.given.get("finetuning_type"))
         if str(asked or ("lora" if self.tool == "LLaMA-Factory" else "")) not in ("lora", "qlora"):

@@ -207,6 +207,7 @@ _WORD = r"[\"']([\w-]+)[\"']"
 def _compared(module: str, name: str) -> tuple[str, ...]:
     """Words that the source of a module, not imported, compares a name with."""
     source = importlib.util.find_spec(module)
+    # Read rather than imported: a trainer's module imports its libraries, which takes seconds.
     text = Path(str(source.origin)).read_text("utf-8") if source else ""
     sides = re.findall(rf"\b{name} (?:==|!=|not in|in) (\[[^\]]*\]|{_WORD})", text)
     return tuple(dict.fromkeys(word for side, _ in sides for word in re.findall(_WORD, side)))

@@ -200,6 +200,7 @@ def _override_value(text: str, item: str) -> Any:
         )
     if text in ("null", "~"):
         return None
+    # Lists, mappings and quoted texts as YAML has them; any other text is meant as it stands.
     if text[0] in "[{\"'":
         return parse_yaml(text, f"override {item!r}")[0]
     return PlainText(text)
@@ -269,6 +270,7 @@ def read_recipe(name: str, overrides: Sequence[str] = (), *, check_train: bool =
     overridden = {tuple(_key(item).split(".")): item for item in overrides}
     written, data = data, apply_overrides(data, overrides)
     _check_unset(written, data, overrides, check_train=check_train)
+    # Before anything is written: the recipe is kept in each run folder, which may be shared.
     check_secrets(data)
 
     def where(at: KeyPath) -> str:

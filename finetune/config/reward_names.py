@@ -33,6 +33,7 @@ def code_of(names: Sequence[str]) -> list[Path]:
         # Python's finder takes `datasets/`, a folder of rows beside an import of it, for a module.
         folders = [one for root in here for one in Path(root).glob("*") if one.is_dir()]
         plain = [one.name for one in folders if not (one / "__init__.py").exists()]
+        # Modules are found by their bytecode: a reward may do anything when it is imported.
         finder = ModuleFinder(here, excludes=["finetune", *plain])
         # What is wrong with it is said when it runs.
         with contextlib.suppress(OSError, ImportError, SyntaxError, ValueError):

@@ -134,6 +134,7 @@ class RunConfig(Section):
         precision = values.get("precision") if isinstance(values, dict) else None
         if not isinstance(precision, dict) or not values.get("lora"):
             return values
+        # An explicit `frozen` stays; the codes of a frozen base are E4M3 alone.
         stored = (
             precision.get("compute") == "fp8"
             and precision.get("frozen") is None

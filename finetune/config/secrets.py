@@ -56,6 +56,8 @@ def redacted(words: Sequence[str]) -> list[str]:
     for word in words:
         name, separator, value = word.partition("=")
         option = NAMES.match(name.lstrip("-").rpartition(".")[2].replace("-", "_"))
+        # `--token VALUE`: the word behind an option that names a secret is one, whatever it looks
+        # like.
         if hide or (is_secret(word) and not separator):
             found.append(HIDDEN)
         elif separator and (option or is_secret(value) or is_secret(name)):

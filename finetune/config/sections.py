@@ -130,6 +130,7 @@ class DataConfig(Section):
                 f"each of a list of {key} and weight needs {key}, and nothing else is known",
                 f'{key}=[{{"{key}":"a","weight":2}},{{"{key}":"b"}}]',
             )
+        # Weights are relative: a source without one counts as 1.
         return {x[key]: x.get("weight", 1.0) for x in value}
 
     @property

@@ -99,6 +99,7 @@ def steps_of_tokens(
     """
     length, rows = train.max_length, train.per_device_train_batch_size
     rows *= train.gradient_accumulation_steps
+    # Read from the launcher, since nothing here may import torch.
     processes = os.environ.get("WORLD_SIZE", "1")
     each = int(rows) * int(length or 1) * (int(processes) if processes.isdigit() else 1)
     steps, given = tokens // each, int(train.max_steps or -1)
@@ -132,6 +133,7 @@ def with_stopping(train: TrainSection) -> TrainSection:
         return train
     strategies = ("eval_strategy", "save_strategy")
     given = [train[key] for key in strategies if key in train]
+    # `best` saves at evaluations, and says nothing of when these are.
     strategy = next((str(one) for one in given if one not in (None, "best")), "steps")
     needed: dict[str, Any] = dict.fromkeys(strategies, strategy)
     needed |= {"load_best_model_at_end": True, "save_total_limit": 2}

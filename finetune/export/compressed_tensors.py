@@ -65,6 +65,7 @@ def layers_to_quantize(
         ConfigError: none can be, or the model has experts in one parameter.
     """
     experts = experts_in(model)
+    # FP8 needs no calibration, and experts that the files have one by one can be quantized there.
     if experts and (to != "fp8" or not any(map(EXPERT.search, stored))):
         raise ConfigError(
             f"a model with experts in one parameter is not quantized to {to.upper()} yet",
@@ -83,6 +84,7 @@ def layers_to_quantize(
             is_aligned = not any(size % BLOCK for size in weight.shape)
             can = is_aligned and layer is not head and id(layer) not in unreached
             (chosen if can and type(layer) is nn.Linear else kept).append(name)
+    # A server multiplies fused layers in one GEMM, which has one type.
     unfit = {name for odd in kept for name in fused_with(odd)}
     kept += [name for name in chosen if name in unfit]
     chosen = [name for name in chosen if name not in unfit]

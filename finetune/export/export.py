@@ -191,6 +191,7 @@ def export_run(
                 compressed_tensors.quantize(model, to, quantized, kept, inputs)
             weights = folder / gguf.MERGED if to in gguf.TYPES else folder
             weights.mkdir(exist_ok=True)
+            # Before the model is saved, whose config.json replaces the original one.
             copy_companions(source, weights, finished.model)
             model.save_pretrained(weights)
             del model
@@ -207,6 +208,7 @@ def export_run(
         measured = check_export(folder, to, finished, batches.evaluation, reference)
         layers = {"quantized": quantized, "kept_in_high_precision": kept}
         record = _record(finished, to, source, batches.rows, measured, reference.noise) | layers
+        # Before the figures are judged: an export that fails keeps them beside it.
         write_json(folder / RECORD, record, indent=1)
         parity.check(measured, to, reference.noise, str(folder))
         shutil.rmtree(folder / gguf.MERGED, ignore_errors=True)
@@ -250,6 +252,7 @@ def _loaded(folder: Path, to: str, run: FinishedRun) -> Any:
         return model
     from peft import PeftConfig
 
+    # By the export's own words: whether a base is found by them is a part of what is checked.
     named = PeftConfig.from_pretrained(str(folder))
     base = str(named.base_model_name_or_path)
     original = run.config.model.model_copy(update={"name": base, "revision": named.revision})
@@ -288,6 +291,7 @@ def _outline(source: Path, model: ModelConfig) -> Any:
     trust = {"trust_remote_code": model.trust_remote_code}
     with loading(str(source)):
         shape = AutoConfig.from_pretrained(source, **trust)
+        # Which layers can be quantized follows from shapes: no weight is read for it.
         with torch.device("meta"):
             outline = auto_class(shape).from_config(shape, **trust)
     if is_published_fp8(shape):  # merged into the BF16 weights that the codes stand for
@@ -332,6 +336,7 @@ def _observe_reference(
     with _naming_the_rows(run):
         batches = batches_of(run.config, model)
     with contextlib.ExitStack() as rounding:
+        # A run in FP16 or float32: the noise that bounds are multiples of is BF16's.
         if to != "adapter" and model.dtype != torch.bfloat16:
             rounding.enter_context(parity.in_float32(model))
             rounding.enter_context(torch.autocast(this_device().kind, torch.bfloat16))

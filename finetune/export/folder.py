@@ -86,6 +86,7 @@ def writing_to(out: Path, *, force: bool, keep_clear: tuple[Path, ...]) -> Itera
         write_whole(partial / RECORD, UNFINISHED)
     try:
         yield partial
+    # Complete, but not what the run's model says: it stays in `partial`, to be looked at.
     except ParityError:
         raise
     except BaseException as error:

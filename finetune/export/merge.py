@@ -40,6 +40,7 @@ def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -
     pairs = dict(model.all_tied_weights_keys)
     try:
         adapted = with_adapter(model, adapter)
+        # An adapter of one of two tied layers would be merged into both.
         _untie(model)
         model = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:  # PEFT's: of any of its many kinds of layers
@@ -50,6 +51,7 @@ def merged(weights: Path, config: RunConfig, adapter: Path | None, dtype: Any) -
             fix="--to adapter keeps the adapter as it is",
         ) from error
     tensors = model.state_dict()
+    # Still equal: stored once, as the original is.
     if pairs and all(torch.equal(tensors[one], tensors[other]) for one, other in pairs.items()):
         _tie(model, pairs)
     keep_generation(model)

@@ -361,9 +361,11 @@ def observe(model: Any, batches: Sequence[dict[str, Any]], *, answers: bool = Tr
             counts = labels != IGNORED
             # With a cache Transformers would not keep packed documents apart.
             logits = model(**inputs, use_cache=False).logits[:, :-1][counts]
+            # In pieces: in float32 the logits of a batch over 150,000 words are gigabytes.
             for part, wanted in zip(logits.split(1024), labels[counts].split(1024), strict=True):
                 total += float(F.cross_entropy(part.float(), wanted, reduction="sum"))
             count += len(logits)
+            # In host memory, since the reference is gone when the export is observed.
             kept.append(logits[:room].cpu())
             room -= len(kept[-1])
     if not count:
@@ -410,6 +412,7 @@ def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
     """Ids that a model writes, greedily, to what stands before the first label of a batch."""
     first = int((batch["labels"][0] != IGNORED).int().argmax())
     room = positions(model.config) or first + 2 * ANSWER
+    # Of a short context half is left for the question.
     most = min(ANSWER, room // 2)
     asked = batch["input_ids"][:1, : max(first, 1)][:, -(room - most) :]
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": most}

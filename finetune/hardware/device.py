@@ -186,6 +186,8 @@ def this_device() -> Device:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         gpus = map(torch.cuda.get_device_properties, range(min(_together(), count)))
+        # The weakest decides for all: processes train in one precision, and with batches of one
+        # size.
         least = min(gpus, key=lambda gpu: (gpu.major, gpu.minor, gpu.total_memory))
         return Device(
             "cuda",
@@ -279,6 +281,7 @@ def expand_segments() -> Verdict:
     own = next((f"{name}={os.environ[name]}" for name in ALLOCATOR if os.environ.get(name)), "")
     if own:
         return Verdict("expandable_segments:true" in own.lower(), f"{own}, from the environment")
+    # A private name: where a torch does not have it, segments stay as torch makes them.
     tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if not torch.cuda.is_available() or torch.version.hip or sys.platform != "linux" or not tell:
         return Verdict(False, "as torch has it")

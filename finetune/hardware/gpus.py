@@ -208,6 +208,7 @@ def named_gpu(text: str) -> Gpu:
         if key in gpu.keys:
             return gpu
     where = f"--gpu {text}"
+    # A beginning is answered with the names that have it: a GPU is never guessed.
     several = [gpu.name for gpu in gpus if key and any(k.startswith(key) for k in gpu.keys)]
     if several:
         raise ConfigError(

@@ -405,6 +405,7 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
             named = precision.backend != "auto" and not precision.engine.extra
             if engine or named:
                 raise
+            # Here nothing runs it without Transformer Engine, which may be installed there.
             return resolve(precision, place.device, TAKEN)
     except PrecisionError as error:
         why, fix = error.why, "--gpu H100, or another GPU, which need not be here"

@@ -160,6 +160,8 @@ def _wrong(module: Any, names: tuple[str, ...], feature: Feature) -> str:
             found = getattr(found, part, None)
         if found is None:
             return f"{path} is gone"
+        # A method that is there and does not read the name any more would be replaced without
+        # effect.
         if read and read not in inspect.unwrap(found).__code__.co_names:
             return f"{path} reads no {read}"
     try:

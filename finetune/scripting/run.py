@@ -116,6 +116,7 @@ class OneRun:
             OrderError: it has trained, or another trainer or set-up took its place.
             FinetuneError: what ended the run.
         """
+        # The run itself calls `train` once more, and then means the trainer's own.
         if self.began and session.in_force() is self.run.session:
             inner: Any = super()
             return inner.train(resume_from_checkpoint=resume_from_checkpoint)

@@ -89,5 +89,6 @@ def _export(model: Any, said: Settings, tokenizer: Any, target: str, out: Path |
         model.save_pretrained(folder / "model")
         tokenizer = tokenizer or load_tokenizer(config.config.model)[0]
         tokenizer.save_pretrained(folder / "model")
+        # The export loads models of its own, which a set-up of FP8 in the script would convert.
         with session.aside():
             return export_run(folder, target, out, force=True)
