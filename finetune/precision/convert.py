@@ -34,6 +34,7 @@ from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.numbers import kernels
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.frozen import FrozenBackend
+from finetune.precision.stored.trained import TrainedBackend, TrainedMixin
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -122,6 +123,8 @@ class Conversion:
             unswap(module)
         for module in self.compiled:
             module._compiled_call_impl = None  # undoes `nn.Module.compile`
+        if self.is_applied and isinstance(self.backend, TrainedBackend):
+            self.model.cpu()  # its weights are there
         self._swapped, self.compiled, self.head = [], [], None
         self.around.clear()
         self.is_applied = False
@@ -230,6 +233,9 @@ def make_backend(
         hardware: True if the device multiplies FP8; if not, torchao emulates.
         triton: True if kernels of ours start there.
     """
+    if precision.fp8_params:
+        emulate = not hardware or precision.engine.emulates
+        return TrainedBackend(precision, emulate=emulate, triton=triton)
     match precision.backend:  # a library is imported only where its engine is wanted
         case "emulated":
             from finetune.precision.engines.emulated import EmulatedBackend
@@ -296,11 +302,15 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
     layers: list[Any] = [m for m in model.modules() if getattr(m, "multiplies", False)]
     classes = [type(module) for module in layers]
-    try:
-        for module, cls in zip(layers, classes, strict=True):
-            # Facts stay in the `__dict__` of a module: to set its class again is enough afterwards.
-            module.__class__ = cls.plain_class
-        yield
-    finally:
-        for module, cls in zip(layers, classes, strict=True):
-            module.__class__ = cls
+    away = {m.fp8_backend for m in model.modules() if isinstance(m, TrainedMixin)}
+    with contextlib.ExitStack() as stack:
+        for backend in away:  # of weights that no plain class has at hand
+            stack.enter_context(backend.computing(low=False))
+        try:
+            for module, cls in zip(layers, classes, strict=True):
+                # Facts stay in the `__dict__` of a module: its class again is enough afterwards.
+                module.__class__ = cls.plain_class
+            yield
+        finally:
+            for module, cls in zip(layers, classes, strict=True):
+                module.__class__ = cls

@@ -105,6 +105,14 @@ def plan(
         _check_override(
             row, "its module multiplies by it, and only linear layers have a forward to replace"
         )
+        if precision.fp8_params and row.compute == "fp8":
+            raise PlanError(
+                "fp8_params holds linear layers as codes, and this model multiplies by a parameter",
+                where=each.name,
+                why="its module reads the parameter itself, which would be in host memory",
+                fix="~precision.fp8_params, or in high precision: precision.keep=["
+                f"{each.name.rpartition('.')[0]}]",
+            )
         layers.append(storing.parameter_row(_as_parameter(row), each.owner))
     casts = [
         CastPlan(n, choice.compute, choice.reason) for n in lookups if (choice := choices.of(n))

@@ -100,6 +100,12 @@ class PrecisionConfig(Section):
         "`tensorwise`); `bf16`: in `model.dtype`, cast at each use; left out: `fp8` in recipes "
         "with adapters where the scaling has it",
     )
+    fp8_params: bool = Field(
+        default=False,
+        description="full fine-tuning: the device holds the linear layers that train as FP8 codes "
+        "alone; weights, gradients and optimizer states of them, of embeddings and head are in "
+        "host memory, where the update runs (scaling `tensorwise` or `rowwise`)",
+    )
     keep: tuple[str, ...] = Field(
         default=(),
         description="patterns of layers that stay in high precision: `fnmatch` over module names "
@@ -201,13 +207,33 @@ class PrecisionConfig(Section):
             what = "fprop, dgrad and wgrad are all kept in high precision, so nothing would run "
             raise RefusedError(what + "in FP8", "high_gemms=[wgrad]", "compute=bf16 ~high_gemms")
         self._check_frozen()
+        self._check_fp8_params()
         return self
+
+    def _check_fp8_params(self) -> None:
+        if not self.fp8_params:
+            return
+        if self.frozen == "fp8":
+            what = "fp8_params is for weights that train, frozen=fp8 for weights that do not"
+            raise RefusedError(what, "~fp8_params", "~frozen")
+        ways = [f"scaling={scaling}" for scaling in FROZEN_SCALINGS]
+        if self.scaling not in FROZEN_SCALINGS:
+            what = (
+                f"fp8_params casts weights under current scaling, and scaling is {self.scaling!r}"
+            )
+            raise RefusedError(what, *ways, "~fp8_params")
+        if self.rule.by_row and self.fp8_format != "e4m3" or self.fp8_format == "e5m2":
+            what = f"fp8_params has weights in E4M3, and format is {self.format!r}"
+            raise RefusedError(what, "~format", "~fp8_params")
+        if self.engine.extra:
+            what = f"{self.engine.shown} owns its weights, whose masters it keeps on the GPU"
+            raise RefusedError(what, "backend=torchao", "~fp8_params")
 
     def _check_frozen(self) -> None:
         own = self._changed(*FROZEN_ONLY)
         without = " ".join(f"~{name}" for name in own)
         if self.frozen != "fp8":
-            if own:
+            if own and not self.fp8_params:
                 fitting = "" if self.scaling in FROZEN_SCALINGS else " scaling=rowwise"
                 what = f"{own[0]} belongs to weights stored in FP8"
                 raise RefusedError(what, f"frozen=fp8{fitting}", without)
@@ -230,7 +256,7 @@ class PrecisionConfig(Section):
 
 
 FROZEN_ONLY = ("kernels",)
-FP8_ONLY = ("high_gemms", "eval", "frozen", *FROZEN_ONLY)
+FP8_ONLY = ("high_gemms", "eval", "frozen", "fp8_params", *FROZEN_ONLY)
 
 
 def plain_dtype(value: object) -> str:

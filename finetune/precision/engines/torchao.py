@@ -28,12 +28,13 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
 from finetune.precision.engines.base import Backend
-from finetune.precision.engines.whole import INNER_MULTIPLE, Tensorwise, WholeMixin, whole_linear
+from finetune.precision.engines.whole import Tensorwise, WholeMixin, whole_linear
 from finetune.precision.facts import Gemm
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.numbers.formats import E4M3, E5M2
 from finetune.precision.numbers.gemm import as_output, as_rows
 from finetune.precision.numbers.scaling import OPERANDS, formats_of
+from finetune.precision.numbers.weights import INNER_MULTIPLE
 from finetune.precision.settings import PrecisionConfig
 
 

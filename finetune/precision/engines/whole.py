@@ -36,10 +36,8 @@ from finetune.precision.numbers.kernels import (
     transpose_codes,
 )
 from finetune.precision.numbers.scaling import OPERANDS, Operand
-from finetune.precision.numbers.weights import of_type
+from finetune.precision.numbers.weights import INNER_MULTIPLE, of_type
 
-INNER_MULTIPLE = 16
-"""`torch._scaled_mm` takes an inner dimension that is a multiple of this."""
 X, W, G = (OPERANDS.index(operand) for operand in OPERANDS)
 FORMULA = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 """Source of what an MLP computes, in Transformers' models."""

@@ -29,13 +29,14 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
 from finetune.precision.facts import Gemm
 from finetune.precision.numbers.formats import (
     E4M3,
+    Format,
     amax,
     block_amax,
     decode_bits,
@@ -58,6 +59,8 @@ SLAB = {"cpu": 2**16}
 allocator is not affected, and its kernels want more.
 """
 SLAB_ELSEWHERE = 2**24
+INNER_MULTIPLE = 16
+"""`torch._scaled_mm` takes an inner dimension that is a multiple of this."""
 
 
 def tile_of(granularity: Granularity, shape: tuple[int, int]) -> Tile:
@@ -77,10 +80,13 @@ def check_stack(name: str, bits: Tensor, inverse: Tensor) -> None:
         )
 
 
-def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+def quantize_weight(w: Tensor, tile: Tile, *, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """E4M3 codes of a weight [N, K] under the largest scale that saturates nothing.
 
     Some rows at a time: the float32 products of a whole weight would take four times its codes.
+
+    Args:
+        pow2: round scales down to powers of two.
 
     Returns:
         bits, uint8 [N, K]; inverse scales, float32, one per tile [ceil(N/r), ceil(K/c)]. A tile
@@ -91,18 +97,19 @@ def quantize_weight(w: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     bits = torch.empty(n, k, dtype=torch.uint8, device=w.device)
     # One scale for all slabs has to be known before the first one is cast.
     if tile == (n, k):
-        scale = scale_from_amax(torch.stack([amax(slab) for slab in slabs]).amax(), E4M3)
+        largest = torch.stack([amax(slab) for slab in slabs]).amax()
+        scale = scale_from_amax(largest, E4M3, pow2=pow2)
         inverses.append(scale.reciprocal().reshape(1, 1))
     row = 0
     for slab in slabs:
         if scale is not None:
             codes = scaled(slab, scale).to(E4M3.dtype)
         elif tile == (1, k):
-            codes, inverse = cast_current(slab, E4M3, 1, packed=True)
+            codes, inverse = cast_current(slab, E4M3, 1, pow2=pow2, packed=True)
             inverses.append(inverse)
         else:
             tiles = split(slab.float(), tile)  # a slab has whole tiles (`slab_rows`)
-            own = scale_from_amax(block_amax(tiles), E4M3)
+            own = scale_from_amax(block_amax(tiles), E4M3, pow2=pow2)
             codes = join(tiles * widen(own), slab).to(E4M3.dtype)
             inverses.append(own.reciprocal())
         bits[row : row + len(slab)] = codes.view(torch.uint8)
@@ -143,6 +150,7 @@ class Arithmetic(NamedTuple):
         own: True if operators of `finetune.precision.numbers.kernels` transpose codes for
             `torch._scaled_mm`, and cast its operands by row where nothing is compiled.
         own_cast: True if they cast in compiled layers, too, where Inductor joins casts to others.
+        gradients: format of g.
     """
 
     tile: Tile
@@ -154,6 +162,7 @@ class Arithmetic(NamedTuple):
     fast_accum: bool = True
     own: bool = False
     own_cast: bool = False
+    gradients: Format = E4M3
 
 
 def dequantizing(tile: Tile) -> Arithmetic:
@@ -161,30 +170,34 @@ def dequantizing(tile: Tile) -> Arithmetic:
     return Arithmetic(tile, high=frozenset({"fprop", "dgrad"}))
 
 
-def cast(x: Tensor, how: Arithmetic, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def cast(
+    x: Tensor, how: Arithmetic, fold: Tensor | None = None, fmt: Format = E4M3
+) -> tuple[Tensor, Tensor]:
     """Codes of an activation or gradient [M, C], and their inverse scale: [M, 1], or one number.
 
     Args:
         fold: float32 [1, C], multiplied into the columns before they are cast.
     """
     own = how.own_cast or (how.own and not torch.compiler.is_compiling())
-    if own and how.per_row and not how.emulate:
+    if own and how.per_row and fmt is E4M3 and not how.emulate:
         return cast_rows(x, fold, pow2=how.pow2)
     wide = x if fold is None else x.float() * fold
     dim = 1 if how.per_row else None
-    return cast_current(wide, E4M3, dim, pow2=how.pow2, packed=not how.emulate)
+    return cast_current(wide, fmt, dim, pow2=how.pow2, packed=not how.emulate)
 
 
 def multiply(
-    a: tuple[Tensor, Tensor], bits: Tensor, inverse: Tensor, how: Arithmetic, dtype: torch.dtype
-) -> Tensor:
+    a: tuple[Tensor, Tensor], bits: Tensor, inverse: Tensor, how: Arithmetic, dtype: torch.dtype,
+    fmt: Format = E4M3,
+) -> Tensor:  # fmt: skip
     """Multiply a `cast` operand by stored codes: [M, C] @ [C, D] -> [M, D] in `dtype`.
 
-    `bits` are uint8 in any layout, with a float32 inverse scale per column, [1, D], or one number.
+    `bits` are uint8 in any layout, with a float32 inverse scale per column, [1, D], or one number;
+    `fmt` is the format of `a`.
     """
     if how.emulate:
         b = Codes(decode_bits(bits), inverse, E4M3, how.in_bf16)
-        return scaled_mm(Codes(*a, E4M3, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
+        return scaled_mm(Codes(*a, fmt, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
     if how.per_row:
         # torch._scaled_mm takes [M, 1] and [1, N], contiguous.
         inverse = inverse.expand(1, bits.shape[1]).contiguous()
@@ -226,11 +239,32 @@ def dgrad(g: Tensor, bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
     """`g W`: g [M, N], bits [N, K], inverse scales of the weight -> [M, K]."""
     if "dgrad" in how.high:
         return g @ dequantize_weight(bits, inverse, how.tile, g.dtype)  # [M, N] @ [N, K]
+    fmt = how.gradients
     if inverse.numel() == 1:
-        return multiply(cast(g, how), bits, inverse, how, g.dtype)  # [M, N] @ [N, K]
-    folded = cast(g, how, inverse.t())
+        return multiply(cast(g, how, fmt=fmt), bits, inverse, how, g.dtype, fmt)  # [M, N] @ [N, K]
+    folded = cast(g, how, inverse.t(), fmt)
     # The scales of W are in the codes of g already: 1 in their place.
-    return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype)  # [M, N] @ [N, K]
+    return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype, fmt)  # [M, N] @ [N, K]
+
+
+def wgrad(g: Tensor, x: Tensor, how: Arithmetic) -> Tensor:
+    """`gᵀ x`: g [M, N], x [M, K] -> [N, K] in the type of `g`, each cast along tokens."""
+    if "wgrad" in how.high:
+        return g.t() @ x.to(g.dtype)  # [N, M] @ [M, K]
+    fmt = how.gradients
+    if how.emulate:
+        dim = 0 if how.per_row else None
+        gq, xq = (
+            Codes(*cast_current(each, f, dim, pow2=how.pow2), f, how.in_bf16)
+            for each, f in ((g, fmt), (x, E4M3))
+        )
+        return scaled_mm(gq.t(), xq, g.dtype)  # [N, M] @ [M, K]
+    if missing := -len(g) % INNER_MULTIPLE:
+        g, x = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (g, x))
+    # Turned before they are cast: a scale for each row, and tokens innermost, as FP8 GEMMs want.
+    gq, xq = (cast(each.t().contiguous(), how, fmt=f) for each, f in ((g, fmt), (x, E4M3)))
+    bits, inverse = xq[0].view(torch.uint8).t(), xq[1].t() if how.per_row else xq[1]
+    return multiply(gq, bits, inverse, how._replace(fast_accum=False), g.dtype)  # [N, M] @ [M, K]
 
 
 class FrozenLinear(torch.autograd.Function):

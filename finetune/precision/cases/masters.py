@@ -1,0 +1,39 @@
+"""What trains and stays in host memory besides FP8 layers: embeddings and the head, by a copy.
+
+Norms and biases stay on the device, with their gradients and their part of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from finetune.precision.cases.case import Site, Swap
+from finetune.precision.model.layers import decoder_layers, head_modules
+from finetune.precision.stored.trained import (
+    AwayMixin,
+    DeviceMixin,
+    LayerMixin,
+    TableMixin,
+    TrainedBackend,
+)
+
+
+def masters_in_host_memory(site: Site) -> Iterator[Swap]:
+    """Tables, decoder layers that wait for their weights, and the model itself."""
+    if not isinstance(site.backend, TrainedBackend):
+        return
+    masters = site.backend.masters
+    heads = set(head_modules(site.model))
+    for module in site.modules.values():
+        weight = module._parameters.get("weight")
+        if weight is None or isinstance(module, AwayMixin) or not weight.requires_grad:
+            continue
+        if isinstance(module, nn.Embedding) or module in heads:
+            yield Swap(module, TableMixin, {"fp8_master": masters.of(weight, None)})
+    for layer in decoder_layers(site.model):
+        inside = [m.fp8_master for m in layer.modules() if isinstance(m, AwayMixin)]
+        yield Swap(layer, LayerMixin, {"fp8_masters": inside})
+    masters.settle()
+    yield Swap(site.model, DeviceMixin, {"fp8_sent": masters})
