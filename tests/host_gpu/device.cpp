@@ -264,7 +264,8 @@ at::Tensor host(const at::Tensor& t) { return t.is_cuda() ? on_host(t) : t; }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.numel() && self.is_cuda() != source.is_cuda()) {
-    if (self.is_cpu()) waits("a copy to the host");
+    // Of our own copies those that do not block go to pinned memory, and wait for nothing.
+    if (self.is_cpu() && !non_blocking) waits("a copy to the host");
     if (self.is_cuda() && !non_blocking) waits("a blocking copy to the device");
   }
   auto to = host(self);

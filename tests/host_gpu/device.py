@@ -10,6 +10,7 @@ What the device would have to wait for is reported, with the stack that asked fo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import itertools
@@ -183,6 +184,7 @@ def _python_of_cuda(device: Any, name: str, capability: tuple[int, int], gib: fl
     cuda.default_generators = (torch.Generator("cuda"),) * COUNT
     cuda.Event = cuda.streams.Event = torch.Event = Event
     cuda.Stream, cuda.current_stream = Stream, lambda _=None: Stream()
+    cuda.stream = contextlib.nullcontext
     cuda.is_current_stream_capturing = lambda: False
     # Functions of their own, since Dynamo knows each of these by its object.
     cuda.synchronize = lambda _=None: synchronize()

@@ -78,14 +78,12 @@ class Head:
     Attributes:
         owner: its name and observers.
         stored: its layer, if that is stored and multiplied in FP8.
-        master: of a head that trains in host memory, what stands for it on the device.
         has_bonus: True once a gradient of entropies has been asked for. Logits are made once more
             for it, so from then on nothing is gained by a gradient in forward.
     """
 
     owner: Owner
     stored: Any = None
-    master: Any = None
     has_bonus: bool = False
 
     @contextlib.contextmanager
@@ -121,8 +119,6 @@ class Head:
         a gradient, the last three none.
         """
         x, low = hidden.to(gemm.compute_dtype(hidden)), False
-        if self.master is not None:
-            weight = self.master.lend()
         head: Any = self.stored
         # By kind: of a head under FSDP2, TRL gathers the codes itself.
         if weight.dtype is torch.uint8:
@@ -409,7 +405,6 @@ def fused_head(site: Site) -> Iterator[Swap]:
     for layer in site.plan.layers:
         if layer.role == "head":
             stored = site.modules[layer.name] if layer.stored else None
-            master = getattr(site.modules[layer.name], "fp8_master", None)
-            site.head = Head(Owner(layer.name, site.observers), stored, master)
+            site.head = Head(Owner(layer.name, site.observers), stored)
             break
     return iter(())

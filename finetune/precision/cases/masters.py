@@ -25,15 +25,16 @@ def masters_in_host_memory(site: Site) -> Iterator[Swap]:
     if not isinstance(site.backend, TrainedBackend):
         return
     masters = site.backend.masters
-    heads = set(head_modules(site.model))
+    heads, tables = head_modules(site.model), list[nn.Module]()
     for module in site.modules.values():
         weight = module._parameters.get("weight")
         if weight is None or isinstance(module, AwayMixin) or not weight.requires_grad:
             continue
         if isinstance(module, nn.Embedding) or module in heads:
+            tables.append(module)
             yield Swap(module, TableMixin, {"fp8_master": masters.of(weight, None)})
     for layer in decoder_layers(site.model):
         inside = [m.fp8_master for m in layer.modules() if isinstance(m, AwayMixin)]
-        yield Swap(layer, LayerMixin, {"fp8_masters": inside})
+        yield Swap(layer, LayerMixin, {"fp8_inside": inside})
     masters.settle()
-    yield Swap(site.model, DeviceMixin, {"fp8_sent": masters})
+    yield Swap(site.model, DeviceMixin, {"fp8_masters": masters, "fp8_tables": tables})

@@ -14,9 +14,6 @@ added to on the device and leaves again: the host adds nothing.
 
     bytes over PCIe   a micro-step: 2 a number down, and 2 up from the second on
                       an update:    2 a number up
-
-Host memory is pinned, in pieces of `ARENA`: the allocator of pinned memory rounds each up to a
-power of two.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ from torch.autograd.function import once_differentiable
 
 from finetune.precision.numbers.weights import Tile, quantize_weight
 
-ARENA = 2**30
-"""Bytes of a piece of pinned memory."""
 IN_FLIGHT = 2
 """Gradients on their way, or about to leave, whose memory on the device is still taken."""
 
@@ -69,6 +64,8 @@ class Master:
 
         The copy; or of codes a tensor of their shape with memory for one number.
         """
+        if self.is_stale:  # a part of the model is called without the whole
+            self.refresh()
         self.arrive()
         return _Lent.apply(self.parameter, self)  # pyright: ignore[reportReturnType]
 
@@ -155,8 +152,6 @@ class Masters:
         self._streams: tuple[Any, Any] | None = None
         self._leaving: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._ends = False
-        self._arena: Tensor | None = None
-        self._used = 0
 
     def of(self, parameter: nn.Parameter, tile: Tile | None, *, turned: bool = False) -> Master:
         """The master of a parameter, one also where modules share it."""
@@ -176,16 +171,7 @@ class Masters:
 
     def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Memory for a tensor, pinned where the device is a GPU."""
-        if not self.is_apart:
-            return torch.empty(shape, dtype=dtype)
-        bytes_ = shape.numel() * dtype.itemsize
-        size = -(-bytes_ // 64) * 64
-        if self._arena is None or self._used + size > self._arena.numel():
-            self._arena = torch.empty(max(size, ARENA), dtype=torch.uint8, pin_memory=True)
-            self._used = 0
-        piece = self._arena[self._used : self._used + bytes_]
-        self._used += size
-        return piece.view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, pin_memory=self.is_apart)
 
     def settle(self) -> None:
         """All masters are known: the model computes where they are, and they go to the host."""

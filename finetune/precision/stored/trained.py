@@ -11,6 +11,8 @@ other dimension.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -118,13 +120,25 @@ class TrainedMixin(AwayMixin, Fp8Mixin):
 
 
 class TableMixin(AwayMixin):
-    """Mixin of an embedding or a head: its forward reads the copy on the device."""
+    """Mixin of an embedding or a head, which reads the copy on the device."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.fp8_lent():
+            return super().forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def fp8_lent(self) -> Iterator[None]:
+        """Context in which the weight is the copy: of a call of this module, or of the model.
+
+        TRL's fused loss reads the weight of a head outside of any call of the head.
+        """
         own = self._parameters
+        if own["weight"] is not self.fp8_master.parameter:  # inside of such a context
+            yield
+            return
         self.__dict__["_parameters"] = own | {"weight": self.fp8_master.lend()}
         try:
-            return super().forward(*args, **kwargs)
+            yield
         finally:
             self.__dict__["_parameters"] = own
 
@@ -133,15 +147,14 @@ class LayerMixin(Swapped):
     """Mixin of a decoder layer: what stands for its weights is there before its call.
 
     Attributes:
-        fp8_masters: those of the layers inside.
+        fp8_inside: masters of the layers inside.
     """
 
-    fp8_masters: list[Master]
+    fp8_inside: list[Master]
     keeps_name = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        masters = self.__dict__.get("fp8_masters", ())
-        for master in masters:
+        for master in self.__dict__.get("fp8_inside", ()):
             master.arrive()
             if self._compiled_call_impl is not None:
                 # Made outside of the compiled code: its gradient has to leave that to be sent.
@@ -153,21 +166,27 @@ class DeviceMixin(Swapped):
     """Mixin of the model: masters that changed are cast before a call, and its device is known.
 
     Attributes:
-        fp8_sent: all of its masters.
+        fp8_masters: all of its masters.
+        fp8_tables: its embeddings, and its head.
     """
 
-    fp8_sent: Masters
+    fp8_masters: Masters
+    fp8_tables: list[TableMixin]
     keeps_name = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not in_backward() and (sent := self.__dict__.get("fp8_sent")) is not None:
-            sent.refresh()
-        return super().__call__(*args, **kwargs)
+        if not isinstance(self, DeviceMixin) or in_backward():  # a recomputation
+            return super().__call__(*args, **kwargs)
+        self.fp8_masters.refresh()
+        with contextlib.ExitStack() as stack:
+            for table in self.fp8_tables:
+                stack.enter_context(table.fp8_lent())
+            return super().__call__(*args, **kwargs)
 
     @property
     def device(self) -> torch.device:
         """Where inputs go: Transformers takes that of the first parameter, which is a master."""
-        return self.fp8_sent.device
+        return self.fp8_masters.device
 
 
 class TrainedBackend(FrozenBackend):

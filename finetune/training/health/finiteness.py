@@ -23,6 +23,7 @@ All processes decide together: one that stopped alone would leave the others wai
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,9 +170,12 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     numbers: only then every element is tested. Of sharded tensors, this process's part is tested.
     """
     local = [own_values(t) for t in tensors]
-    norm = torch.nn.utils.get_total_norm(local)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for one in local:  # torch brings the norms of all to the first device, and waits for each
+        by_device[one.device].append(one)
+    norms = [torch.nn.utils.get_total_norm(each) for each in by_device.values()]
     # The norm of large finite numbers may overflow, so an infinite one is looked into.
-    return math.isfinite(norm) or not any(is_broken(t) for t in local)
+    return all(map(math.isfinite, norms)) or not any(is_broken(t) for t in local)
 
 
 def _counts(x: Tensor) -> str:

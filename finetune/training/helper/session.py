@@ -51,7 +51,7 @@ from finetune.training.helper.optimizer import low_bit
 from finetune.training.helper.optimizer_checks import OptimizerChecks, drop
 from finetune.training.helper.patches import patch_accelerator
 from finetune.training.helper.references import References
-from finetune.training.helper.replacing import Patches
+from finetune.training.helper.replacing import Patches, replaced
 from finetune.training.helper.scaling_state import keep_in_trainers
 
 
@@ -97,6 +97,8 @@ class Session:
         stores = self.precision.frozen == "fp8"
         load_all_weights(self.patches, self.prepare_model if stores else None)
         keep_in_trainers(self.patches)
+        if self.precision.fp8_params:
+            self.undo.enter_context(trainers_leave_models())
         # Of all optimizers, also those that were never given to Accelerate: they are what is looked
         # for.
         hook = register_optimizer_step_pre_hook(self._checks.before_step)
@@ -374,6 +376,17 @@ def _leave_head(conversion: Conversion) -> None:
             f"'trl<={table()['ran']['trl'][-1]}'",
         )
     conversion.head = None
+
+
+def trainers_leave_models() -> contextlib.AbstractContextManager[None]:
+    """Context in which Accelerate alone moves a `Trainer`'s model, when its weights are masters.
+
+    A `Trainer` does so when it is built, all of it. Transformers documents this property as one
+    that is there to be overridden.
+    """
+    from transformers import TrainingArguments
+
+    return replaced(TrainingArguments, "place_model_on_device", property(lambda _: False))
 
 
 def _describe_storage(model: nn.Module) -> None:
