@@ -222,7 +222,7 @@ class PrecisionConfig(Section):
                 f"fp8_params casts weights under current scaling, and scaling is {self.scaling!r}"
             )
             raise RefusedError(what, *ways, "~fp8_params")
-        if self.rule.by_row and self.fp8_format != "e4m3" or self.fp8_format == "e5m2":
+        if (self.rule.by_row and self.fp8_format != "e4m3") or self.fp8_format == "e5m2":
             what = f"fp8_params has weights in E4M3, and format is {self.format!r}"
             raise RefusedError(what, "~format", "~fp8_params")
         if self.engine.extra:

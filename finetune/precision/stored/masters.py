@@ -19,7 +19,6 @@ added to on the device and leaves again: the host adds nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class Master:
         one = torch.empty(1, dtype=self.parameter.dtype, device=self.masters.device)
         return one.expand(self.shape)
 
-    # --------------------------------------------------------------------------------- to the device
+    # ------------------------------------------------------------------------------ to the device
 
     def arrive(self) -> None:
         """Let the compute stream wait until the codes are there; the host does not wait."""
@@ -112,7 +111,7 @@ class Master:
         self.bits.copy_(codes[0])
         self.inverse.copy_(codes[1])
 
-    # ----------------------------------------------------------------------------------- to the host
+    # -------------------------------------------------------------------------------- to the host
 
     def gradient_buffer(self) -> Tensor:
         """Where the gradient goes: kept from step to step, pinned where the device is a GPU."""
@@ -125,7 +124,7 @@ class _Lent(torch.autograd.Function):
     """A weight's stand-in on the device, and its gradient's way to the master."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, master: Master) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, master: Master) -> Tensor:  # noqa: ARG004
         ctx.master = master
         return master.stand_in()
 

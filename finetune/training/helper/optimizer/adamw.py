@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torchao.optim.adam import single_param_adam
@@ -284,6 +285,7 @@ class Update:
                 update_tensor(one.asked, one.place, one.factor)
             elif in_host_memory(row.kind.device):
                 _update_on_host(row)
+                increment_version(one.parameter)
             else:
                 rows[row.kind].append(row)
                 continue
@@ -291,6 +293,7 @@ class Update:
         for number, (kind, each) in enumerate(rows.items()):
             self._launch(self.tables[number, kind.device], kind, each)
             for row in each:
+                increment_version(row.noted.parameter)
                 on_done(row.noted.parameter)
 
     def _launch(self, table: PointerTable, kind: Kind, rows: list[Launched]) -> None:
