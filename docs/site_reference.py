@@ -321,7 +321,7 @@ KEYS = {
     "max_length": "tokens of a row, longer ones are cut; `auto` (ours): by the rows",
     "packing": "several rows in one of `max_length`",
     "packing_strategy": "`bfd`: whole rows; `wrapped`: cut wherever one is full",
-    "pad_to_multiple_of": "tokens of a batch are padded to it: FP8 needs 16; 128 on GPUs",
+    "pad_to_multiple_of": "tokens of a batch are padded to it: FP8 needs 16; `auto`: 128 on GPUs",
     "gradient_checkpointing": "compute activations twice to save memory; `auto` (ours): by need",
     "optim": "[optimizer](optimizers.md)",
     "adam_beta2": "decay of the second moment",

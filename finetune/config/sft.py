@@ -112,7 +112,7 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
             **{**settings, **train},
         )
     padded = "pad_to_multiple_of" in known and not method.writes
-    if padded and not on_cpu and "pad_to_multiple_of" not in train:
+    if padded and not on_cpu and train.pad_to_multiple_of == "auto":
         # Up to the longest row, which may end with the model's positions.
         args.pad_to_multiple_of = math.gcd(LENGTHS, getattr(args, "max_length", None) or LENGTHS)
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.

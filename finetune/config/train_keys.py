@@ -56,7 +56,8 @@ class TrainSection(dict[str, Any]):
     packing = Key(False)
     packing_strategy = Key("bfd")
     padding_free = Key(False)
-    pad_to_multiple_of = Key[Any](None)  # TRL's `auto`: without a number `finetune.config.sft` acts
+    # `auto` on a GPU: `finetune.config.sft` fits it to the length of the rows.
+    pad_to_multiple_of = Key[Any]("auto", nullable=True)
     chat_template_path = Key[str | None](None)
 
     # Steps.
@@ -104,6 +105,12 @@ class TrainSection(dict[str, Any]):
     max_completion_length = Key(512)
     num_generations = Key[int | None](None)  # each method has its own
     steps_per_generation = Key[int | None](None)
+
+    @property
+    def row_multiple(self) -> int:
+        """What lengths of rows are a multiple of, as written; `auto` divides any length."""
+        written = self.pad_to_multiple_of
+        return 1 if written in (None, "auto") else int(written)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:

@@ -50,8 +50,8 @@ CHECKPOINT_ARGUMENTS = (
     "context_fn",
 )
 """Of `torch.utils.checkpoint.checkpoint`, torch 2.10."""
-OPEN = (CHECKPOINTING, "max_length")
-"""Keys that may be `auto`, a value of ours: decided before a trainer sees them."""
+OPEN = (CHECKPOINTING, "max_length", "pad_to_multiple_of")
+"""Keys that may be `auto`, which we decide before a trainer sees them."""
 
 
 def decides_checkpointing(config: RunConfig) -> bool:
@@ -188,6 +188,7 @@ def convert_train(
     types |= {"method": str | None, "embedding_learning_rate": float | None}
     types |= {PATIENCE: int | None, THRESHOLD: float | None}
     types[REWARDS] = list[str]
+    types["pad_to_multiple_of"] = int | None  # TRL's words are `auto`, and `none` for null
 
     def converted(key: str, value: Any, at: str) -> Any:
         if key in OWNED_BY_US:

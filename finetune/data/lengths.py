@@ -116,5 +116,4 @@ def limits(config: RunConfig) -> tuple[int, int | None]:
     """What a row length is a multiple of, and the positions of the model."""
     from finetune.storage.pretrained import load_shape, positions
 
-    multiple = config.train.pad_to_multiple_of or 1
-    return int(multiple), positions(load_shape(config.model))
+    return config.train.row_multiple, positions(load_shape(config.model))

@@ -118,7 +118,9 @@ def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
     [
         (["~train.pad_to_multiple_of"], 128),
         (["~train.pad_to_multiple_of", "train.max_length=96"], 32),  # no longer than the rows
+        (["train.pad_to_multiple_of=auto", "train.max_length=96"], 32),  # as if it were not there
         (["train.pad_to_multiple_of=16"], 16),
+        (["train.pad_to_multiple_of=null"], None),
         (["train.method=grpo", "~train.pad_to_multiple_of", "~train.max_length"], None),
     ],
 )
@@ -127,7 +129,9 @@ def test_lengths_are_rounded_on_a_gpu_unless_the_recipe_says_how(given, multiple
     config = load_recipe("tiny_dpo_bf16", [*given, "precision.compute=fp32"]).config
     args = [sft_config(config, tmp_path, {}, on_cpu=on_cpu) for on_cpu in (False, True)]
     assert args[0].pad_to_multiple_of == multiple
-    assert args[1].pad_to_multiple_of == (multiple if "~" not in given[0] else None)
+    written = given[0].rpartition("=")[2]
+    assert args[1].pad_to_multiple_of == (multiple if written.isdigit() else None)
+    assert config.train.row_multiple == (multiple if written.isdigit() else 1)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -759,7 +763,6 @@ OUR_DEFAULTS = {
     *KEYS,
     *("learning_rate", "loss_type", "num_generations"),  # each method has its own
     "reward_funcs",  # an argument of the trainer, not of its configuration
-    "pad_to_multiple_of",  # TRL's `auto` is asked for by no recipe: we say the number
 }
 
 

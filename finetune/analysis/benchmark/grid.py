@@ -119,7 +119,7 @@ def at_point(
             fix="a local folder with its config.json (model.name=./folder), or one of "
             f"{', '.join(shipped_shapes())}",
         )
-    multiple = int(config.train.pad_to_multiple_of or 1)
+    multiple = config.train.row_multiple
     # Rows are of equal length, so that what is computed and what is counted are the same tokens.
     if point.length % multiple:
         up = -(-point.length // multiple) * multiple
