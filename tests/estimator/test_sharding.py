@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,14 @@ def test_forward_and_backward_of_three_layers_by_hand() -> None:
     # shards of the gradients of the last.
     steps = [("backward", 2, 0, 10), ("backward", 1, 0, 0), ("backward", 1, 50, 7)]
     assert total(*forward, *steps) == (12 + 4) + (10 + 10 + 10 + 7) + 50
+
+
+def test_a_head_that_a_loss_gathers_is_one_tensor_beside_the_last_buffer() -> None:
+    layer, head = Group(frozen=10), Group(frozen=40, reshard=False)
+    forward = [Moment("forward", 0, 0), Moment("forward", 1, 0)]
+    assert highest(Fsdp2((layer, head), gpus=5), forward).total == 10 + 2 * 40
+    taken = replace(head, called=False)
+    assert highest(Fsdp2((layer, taken), gpus=5), forward).total == 10 + 10 + 40
 
 
 def test_optimizer_divides_its_temporaries() -> None:

@@ -7,7 +7,9 @@ the reduction, what is alive besides is, by the order of allocations in
 `torch.distributed.fsdp._fully_shard` (the host runs ahead of the GPU, so kernel timing does not
 matter to the allocator):
 
-* forward of i: its weights in the buffer of the gather and in tensors copied out of it, **2 G_i**.
+* forward of i: its weights in the buffer of the gather and in tensors copied out of it, **2 G_i**;
+  of a head that a loss gathers itself, one tensor, and the buffer of the last layer,
+  **G_i + G_(i-1)**.
 * backward of i: the group before it is gathered ahead, **G_i + G_(i-1)**, the gradients so far, and
   **R_(i+1)**, still being reduced.
 * backward leaves i: its weights and R_(i+1) are freed, and the gradients are copied to be reduced:
@@ -163,7 +165,8 @@ class Fsdp2:
             group = self.groups[index]
             if phase == "forward" and index not in there:
                 there.add(index)
-                buffer = self.gathered_bytes(index)  # beside the tensors copied out of it
+                if group.called:  # else the buffer of the one before is still there
+                    buffer = self.gathered_bytes(index)  # beside the tensors copied out of it
             elif phase == "backward":
                 at = order.index(index)  # the one before it in forward is gathered ahead
                 there |= {index, *order[max(at - 1, 0) : at]} - left

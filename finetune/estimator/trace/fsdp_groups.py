@@ -4,8 +4,11 @@
 accelerate 1.15): the input embedding, each decoder layer (a class of the model's
 `_no_split_modules`, or of `fsdp_config.transformer_layer_cls_to_wrap`), and the final norm with the
 head. All else goes to the root's group; here it counts to the head's, which like the root's is not
-resharded. (With adapters Accelerate does not find the norm, which falls to the root.) Tied
-embeddings are one parameter of the head's group.
+resharded. Tied embeddings are one parameter of the head's group.
+
+With adapters Accelerate does not find the norm, which falls to the root, so that nothing of the
+head's group is called where a loss takes the head's weight (TRL's fused head): the loss gathers it
+as one tensor (`DTensor.full_tensor`), outside of FSDP2's buffers.
 
 FSDP2 gathers and frees in module hooks: forward begins on entering a module, backward when the
 gradient of its output arrives. `VisitRecorder` hooks the same places. Forwards within backward
@@ -21,7 +24,7 @@ tied, the head is in group 0, and it visits forward 0, 1, 2, 0, loss, backward 0
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,12 +47,14 @@ class Group:
         trainable: number of trainable elements.
         reshard: freed after forward and gathered again for backward.
         stored: bytes of its frozen parameters as stored, if not `frozen`.
+        called: gathered by a hook; False for a head that a loss gathers itself, as one tensor.
     """
 
     frozen: int = 0
     trainable: int = 0
     reshard: bool = True
     stored: int | None = None
+    called: bool = True
 
     @property
     def frozen_stored(self) -> int:
@@ -173,7 +178,8 @@ class VisitRecorder:
         self.visits: list[GroupVisit] = []
         # Off until `begin`: the first step makes optimizer states, and is not the one that counts.
         self._trace, self._on, self._headless = trace, False, True
-        self._tail = groups.modules.get(groups.head)
+        self._tail, self._groups = groups.modules.get(groups.head), groups
+        self._has_adapters = hasattr(model, "peft_config")
         for name, module in model.named_modules():
             if (index := groups.modules.get(name)) is not None:
                 module.register_forward_pre_hook(lambda *_, i=index: self._enter(i))
@@ -186,6 +192,14 @@ class VisitRecorder:
         """Begin a step; discard earlier visits."""
         self._on, self._headless = True, True
         self.visits.clear()
+
+    @property
+    def groups(self) -> ModelGroups:
+        """The groups as the recorded step gathers them."""
+        groups = list(self._groups.groups)
+        if self._tail and self._headless and self._has_adapters:  # 0: tied, called as embedding
+            groups[self._tail] = replace(groups[self._tail], called=False)
+        return replace(self._groups, groups=tuple(groups))
 
     def move(self, phase: Phase, group: int = 0) -> None:
         last = self.visits[-1] if self.visits else None

@@ -252,7 +252,7 @@ def rehearse(
         tokens=trainer.tokens,
         parameters=sum(size for size, _ in sizes),
         trainable=sum(size for size, trains in sizes if trains),
-        groups=groups,
+        groups=trainer.visits.groups,
         visits=trainer.visits.visits,
         accumulates=trainer.micro_batches > 1,
         compiles=any(layer_of(op.module) for op in trainer.recorder.trace.ops),
