@@ -108,10 +108,11 @@ SIZES = ((32, 512), (4096,), (4352,), (3, 130, 1024), (2048,), (1,), (255,), (25
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update by C++ of any size, and a reference with IEEE 754's root, which torch's is not."""
+    """Updates by C++ whatever their size, by threads; a reference with roots of IEEE 754."""
     if adamw_host.library() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(adamw_host, "LEAST", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.sqrt(x.double()).float())
 
 

@@ -1,9 +1,9 @@
 """The update of `adamw` in host memory: C++ of a few seconds' compiling, kept for later processes.
 
 `adamw_host.cpp` is one program for all types and shapes, for the processor that it is compiled on.
-Inductor's own code of the same arithmetic takes half a minute to compile, twice the time to run and
-Python's lock while it does: a thread that updates would hold up the one that fills the GPU. ctypes
-lets go of the lock.
+Inductor's code of the same arithmetic takes half a minute to compile, three times as long to run,
+and Python's lock while it does: a thread that updates would hold up the one that fills the GPU.
+ctypes lets go of the lock. Measured: `python -m tests.benchmarks.host_update`.
 
 It lies where torch keeps compiled extensions (`TORCH_EXTENSIONS_DIR`), under a name made of source,
 flags and what the compiler defines for this processor.
@@ -37,8 +37,9 @@ FLAGS = (
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Of weights, gradients and moments without blocks: `Type` there."""
 LEAST = 2**22
-"""Numbers of an optimizer from which on it is compiled: torchao's function takes about a second for
-them, so that compiling pays in the third step."""
+"""Numbers of an optimizer from which on it is compiled, which takes about two seconds: as long as
+torchao's function takes for them.
+"""
 
 
 class Places(ctypes.Structure):
