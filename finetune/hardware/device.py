@@ -287,7 +287,10 @@ def expand_segments() -> Verdict:
         return Verdict(False, "as torch has it")
     if torch.cuda.memory_reserved():
         return Verdict(False, f"tensors were on the GPU before; export {EXPANDABLE}")
-    tell("expandable_segments:True")
+    # Masters in host memory (`precision.fp8_params`) are pinned, each rounded up to a power of two
+    # otherwise: 170 MiB to 256. Older releases do not know the word, and refuse it.
+    exact = ",pinned_max_round_threshold_mb:1" if torch.__version__ >= (2, 13) else ""
+    tell(f"expandable_segments:True{exact}")
     return Verdict(True, "expandable_segments:True")
 
 

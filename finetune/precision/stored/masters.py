@@ -24,9 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
 
 from finetune.precision.numbers.weights import Tile, quantize_weight
 
+SAMPLE = 64
+"""Numbers of a master that tell whether somebody has written to it."""
 IN_FLIGHT = 2
 """Gradients on their way, or about to leave, whose memory on the device is still taken."""
 
@@ -40,6 +43,7 @@ class Master:
         bits, inverse: codes, uint8 [N, K], and inverse scales; or the copy, and None.
         ready: event of the transfer that brought them.
         handle: what a compiled layer takes in place of `lend()`.
+        is_sent: True if it was cast within the step of the optimizer that is running.
     """
 
     def __init__(
@@ -50,7 +54,8 @@ class Master:
         self.inverse: Any = None
         self.handle: Any = None
         self.ready: Any = None
-        self._seen: tuple[int, int] | None = None
+        self.is_sent = False
+        self._seen: tuple[int, int, list[float]] | None = None
         self._sum: Tensor | None = None
 
     @property
@@ -85,17 +90,26 @@ class Master:
 
     @property
     def is_stale(self) -> bool:
-        """True if the master has changed since it was last cast."""
-        return self._seen != self._version
+        """True if the master has changed since it was last cast.
 
-    @property
-    def _version(self) -> tuple[int, int]:
-        return self.parameter.data_ptr(), self.parameter._version
+        Neither torch's fused optimizers nor `p.data.copy_(...)` move its version counter (2.13):
+        so steps are told (`Masters.stepped`), and `SAMPLE` numbers are compared.
+        """
+        return self._seen is None or self._seen != self._now()
+
+    def forget(self) -> None:
+        """The master has changed."""
+        self._seen = None
+
+    def _now(self) -> tuple[int, int, list[float]]:
+        p = self.parameter.detach()
+        numbers = p.reshape(-1)[:: max(1, p.numel() // SAMPLE)].tolist()
+        return p.data_ptr(), self.parameter._version, numbers
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the master to the device and cast it there, on the current stream."""
-        self._seen = self._version
+        self._seen = self._now()
         there = self.parameter.detach().to(self.masters.device, non_blocking=True)
         if self.tile is None:
             if self.bits is None or self.bits.device != there.device:
@@ -189,7 +203,8 @@ class Masters:
             p = one.parameter
             if p.dtype != dtype or p.device.type != "cpu" or self.is_apart:
                 p.data = self.host_memory(p.shape, dtype).copy_(p)
-            one.bits = one.inverse = one.ready = one._seen = one._sum = None
+            one.bits = one.inverse = one.ready = one._sum = None
+            one.forget()
 
     # ---------------------------------------------------------------------------------- transfers
 
@@ -201,16 +216,33 @@ class Masters:
         return self._streams
 
     def refresh(self) -> None:
-        """Cast what has changed, before a forward; `Master.ready` tells when each has arrived."""
+        """Cast what has changed, before a forward; the compute stream waits for each in `arrive`."""
         # Copies first: embeddings begin a forward, and what is in no decoder layer waits for them.
         order = sorted(self.each, key=lambda one: one.tile is not None)
-        stale = [one for one in order if one.is_stale]
+        self._refresh([one for one in order if one.is_stale])
+
+    def send_up(self, parameter: Tensor) -> None:
+        """The same of one master that a step has just updated, if it is one."""
+        sent = [one for one in self.each if one.parameter is parameter]
+        self._refresh(sent)
+        for one in sent:
+            one.is_sent = True
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook after the steps of all optimizers: what they have and did not send is stale."""
+        changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for one in self.each:
+            if id(one.parameter) in changed and not one.is_sent:
+                one.forget()
+            one.is_sent = False
+
+    def _refresh(self, stale: list[Master]) -> None:
         if not stale or not self.is_apart:
             for one in stale:
                 one.refresh()
             return
-        up, now = self._both[0], torch.cuda.current_stream(self.device)
-        up.wait_stream(now)  # products by the codes before
+        up = self._both[0]
+        up.wait_stream(torch.cuda.current_stream(self.device))  # products by the codes before
         with torch.cuda.stream(up):
             for one in stale:
                 one.refresh()

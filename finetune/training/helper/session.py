@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -26,7 +27,10 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from finetune.errors import OrderError, PlanError, PrecisionError
 from finetune.hardware.device import Device, expand_segments, starts_triton, this_device
@@ -43,6 +47,8 @@ from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.proof import Proof
 from finetune.precision.settings import PrecisionConfig
+from finetune.precision.stored.masters import Masters
+from finetune.precision.stored.trained import TrainedBackend
 from finetune.runs.receipt import Receipt
 from finetune.training.helper import compute_types
 from finetune.training.helper.checkpoint_weights import load_all_weights, refuse_unsaved_experts
@@ -99,6 +105,8 @@ class Session:
         keep_in_trainers(self.patches)
         if self.precision.fp8_params:
             self.undo.enter_context(trainers_leave_models())
+            after = register_optimizer_step_post_hook(self._tell_masters)
+            self.undo.callback(after.remove)
         # Of all optimizers, also those that were never given to Accelerate: they are what is looked
         # for.
         hook = register_optimizer_step_pre_hook(self._checks.before_step)
@@ -311,7 +319,26 @@ class Session:
             from finetune.training.helper.optimizer.adamw import Update
 
             self._updates[optimizer] = update = Update(optimizer)
+            if self.precision.fp8_params:
+                update.defer = partial(self._update_by_layers, update)
             self.undo.callback(update.attach())
+
+    def _update_by_layers(self, update: Any, noted: list[Any]) -> None:
+        """Finish a step in host memory; a weight goes to the device while the next is updated."""
+
+        def on_done(parameter: Tensor) -> None:
+            for masters in self._masters():
+                masters.send_up(parameter)
+
+        update.finish(noted, on_done)
+
+    def _masters(self) -> list[Masters]:
+        backends = [one.backend for one in self.conversions]
+        return [one.masters for one in backends if isinstance(one, TrainedBackend)]
+
+    def _tell_masters(self, optimizer: Optimizer, *_: Any) -> None:
+        for masters in self._masters():
+            masters.stepped(optimizer)
 
     def clip(
         self, accelerator: Any, parameters: Sequence[Tensor], bound: float, norm_type: float
