@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +25,14 @@ STEPS = 4
 IDS = torch.randint(1, 272, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
-def gpt2() -> nn.Module:
+def gpt2() -> Any:
     """Weights [K, N], a table of positions, a head tied to the embedding."""
     torch.manual_seed(0)
     shape = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=272, n_positions=64)
     return GPT2LMHeadModel(shape).train()
 
 
-def trained(setup, model: nn.Module, *, micro: int = 1, optimizer=None, **settings):
+def trained(setup, model: Any, *, micro: int = 1, optimizer=None, **settings):
     """Losses and gradient norms of a few steps, and the prepared model."""
     accelerator = setup("emulated", **settings)
     make = optimizer or (lambda weights: torch.optim.AdamW(weights, lr=1e-3))
@@ -47,6 +48,11 @@ def trained(setup, model: nn.Module, *, micro: int = 1, optimizer=None, **settin
         with torch.no_grad():
             found.append((float(norm), model(input_ids=IDS, labels=IDS).loss.item()))
     return found, model
+
+
+def masters_of(model: Any) -> list[Any]:
+    conversion: Any = conversion_of(model)
+    return conversion.backend.masters.each
 
 
 def chance(weights):
@@ -99,8 +105,7 @@ def test_the_compiled_update_feeds_the_codes(make_llama, setup_backend, monkeypa
     model = make_llama().to(torch.bfloat16)
     _, model = trained(setup_backend, model, scaling="tensorwise", fp8_params=True,
                        optimizer=chance)  # fmt: skip
-    backend = conversion_of(model).backend
-    for one in backend.masters.each:
+    for one in masters_of(model):
         if one.tile is not None:
             seen = dequantize_weight(one.bits, one.inverse, one.tile)
             assert (seen - one.parameter.float()).abs().max() < 0.05 * one.parameter.abs().max()
@@ -112,7 +117,7 @@ def test_weights_of_both_layouts_and_tied_tables_train(setup_backend) -> None:
     assert found[-1][1] < found[0][1]
     names = {name for name, m in model.named_modules() if isinstance(m, TrainedMixin)}
     assert len(names) == 8
-    tied = [one for one in conversion_of(model).backend.masters.each if one.tile is None]
+    tied = [one for one in masters_of(model) if one.tile is None]
     assert len(tied) == 2  # the embedding, which is the head, and positions
 
 
@@ -125,7 +130,7 @@ def test_an_evaluation_reads_the_codes(make_llama, setup_backend) -> None:
         plain.load_state_dict(model.state_dict())
         for name, module in model.named_modules():
             if isinstance(module, TrainedMixin):
-                one = module.fp8_master
+                one: Any = module.fp8_master
                 plain.get_submodule(name).weight.copy_(
                     dequantize_weight(one.bits, one.inverse, one.tile)
                 )
@@ -161,7 +166,7 @@ def test_copies_and_a_reverted_model_have_the_masters(make_llama, setup_backend)
 @pytest.mark.slow
 def test_a_trainer_resumes_to_the_bit(make_llama, setup_backend, tmp_path) -> None:
     """Checkpoints hold masters and states, and codes follow from them."""
-    rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
+    rows: Any = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
 
     def run(folder: str, resume: str | None = None) -> dict[str, torch.Tensor]:
         setup_backend("emulated", scaling="tensorwise", fp8_params=True)
@@ -169,7 +174,7 @@ def test_a_trainer_resumes_to_the_bit(make_llama, setup_backend, tmp_path) -> No
             output_dir=str(tmp_path / folder), max_steps=4, save_steps=2, use_cpu=True, bf16=True,
             report_to="none", learning_rate=1e-2, disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(model=make_llama(), args=args, train_dataset=rows)
+        trainer: Any = Trainer(model=make_llama(), args=args, train_dataset=rows)
         trainer.train(resume_from_checkpoint=resume)
         assert get_receipt().status == "proven"
         teardown_fp8_mixed_precision_training()

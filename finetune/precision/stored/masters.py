@@ -216,7 +216,7 @@ class Masters:
         return self._streams
 
     def refresh(self) -> None:
-        """Cast what has changed, before a forward; the compute stream waits for each in `arrive`."""
+        """Cast what has changed, before a forward; `Master.arrive` waits for each."""
         # Copies first: embeddings begin a forward, and what is in no decoder layer waits for them.
         order = sorted(self.each, key=lambda one: one.tile is not None)
         self._refresh([one for one in order if one.is_stale])
