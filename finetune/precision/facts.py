@@ -16,6 +16,8 @@ Scaling = Literal[
 ]
 Fp8Format = Literal["hybrid", "e4m3", "e5m2"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]
+Granularity = Literal["row", "tensor", "block"]
+"""What of a stored weight shares a scale (`finetune.precision.numbers.weights`)."""
 
 FP8_CAPABILITY = (8, 9)
 """Least CUDA compute capability with FP8 tensor cores: Ada, Hopper, Blackwell."""

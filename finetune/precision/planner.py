@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from finetune.errors import PlanError, PrecisionError, StorageNotComputeError
-from finetune.precision.facts import Gemm
+from finetune.precision.facts import Gemm, Granularity
 from finetune.precision.model.choices import Choices, Part, part_of
 from finetune.precision.model.layers import (
     Record,
@@ -44,7 +44,6 @@ from finetune.precision.model.layers import (
 )
 from finetune.precision.model.plan import GEMMS, CastPlan, LayerPlan, PrecisionPlan
 from finetune.precision.model.tree import Tree
-from finetune.precision.numbers.weights import Granularity
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.codes import Fp8Bits
 from finetune.precision.stored.linear import StoredMixin, stored_as

@@ -40,7 +40,7 @@ from finetune.config.paths import user_path
 from finetune.config.schema import Storage
 from finetune.errors import ConfigError, PlanError
 from finetune.precision.cases.experts import store_experts
-from finetune.precision.numbers.weights import Granularity
+from finetune.precision.facts import Granularity
 from finetune.precision.stored import peft_methods  # noqa: F401  watches what PEFT attaches to codes
 from finetune.precision.stored.linear import (
     iter_stored,

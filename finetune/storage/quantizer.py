@@ -38,9 +38,10 @@ from finetune.precision.cases.experts import (
     release_experts,
     stored_names,
 )
+from finetune.precision.facts import Granularity
 from finetune.precision.model.layers import experts_in, linear_shape, why_own_forward
 from finetune.precision.numbers.formats import E4M3
-from finetune.precision.numbers.weights import GRANULARITIES, Granularity, Tile, quantize_weight
+from finetune.precision.numbers.weights import GRANULARITIES, Tile, quantize_weight
 from finetune.precision.stored.codes import Fp8Bits, refuse_training
 from finetune.precision.stored.linear import iter_stored, put, release, resolve, scale_of, storable
 from finetune.storage import mxfp4

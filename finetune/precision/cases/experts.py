@@ -45,6 +45,7 @@ from finetune.precision.model.layers import (
     are_served_experts,
     declared_matmuls,
 )
+from finetune.precision.model.plan import LayerPlan
 from finetune.precision.model.swap import Swapped, swap
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.numbers.gemm import compute_dtype
@@ -308,6 +309,9 @@ class ConvertedExpertsMixin(ObservedMixin):
     fp8_frozen: FrozenBackend | None
     fp8_how: dict[str, Arithmetic]
     fp8_tallies: dict[str, Tally]
+
+    def tally_of(self, layer: LayerPlan) -> Tally:
+        return self.fp8_tallies[layer.local]
 
     def _project(self, name: str, x: Tensor, *args: Any) -> Tensor:
         y = super()._project(name, x, *args)  # pyright: ignore[reportAttributeAccessIssue]

@@ -37,8 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.precision import constants
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.cases.override import OverrideMixin
-from finetune.precision.engines.base import Fp8Mixin, ObservedMixin, Owner, multiplying
+from finetune.precision.engines.base import ObservedMixin, Owner, multiplying
 from finetune.precision.model.layers import is_conv1d, linear_shape
 from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.numbers.formats import decode_bits
@@ -269,5 +268,4 @@ def fused_layers(site: Site) -> Iterator[Swap]:
 
 
 def _plain_forward(cls: type[nn.Module]) -> bool:
-    others = (Fp8Mixin, OverrideMixin, StoredMixin)
-    return cls.forward is nn.Linear.forward or (is_conv1d(cls) and not issubclass(cls, others))
+    return cls.forward is nn.Linear.forward or (is_conv1d(cls) and not issubclass(cls, Swapped))

@@ -42,7 +42,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.base import Backend, ObservedMixin, Owner, Tally, multiplying
+from finetune.precision.engines.base import (
+    Backend,
+    ObservedMixin,
+    Owner,
+    Tally,
+    multiplying,
+    tensors_of,
+)
 from finetune.precision.model.layers import ATTRIBUTE, alignment
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.numbers.gemm import compute_dtype
@@ -263,15 +270,6 @@ def _check_kept(parameter: Tensor) -> None:
 # ------------------------------------------------------------------------------------ the module
 
 
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """The tensors among a call's arguments or results, including lists one level deep."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (x for x in value if isinstance(x, Tensor))
-
-
 class ParameterMixin(ObservedMixin):
     """Mixin of a module whose planned parameters multiply in FP8 in training."""
 
@@ -279,6 +277,9 @@ class ParameterMixin(ObservedMixin):
     multiplies = True
     fp8_backend: Backend
     fp8_parameters: list[PlannedParameter]
+
+    def tally_of(self, layer: LayerPlan) -> Tally:
+        return next(entry.tally for entry in self.fp8_parameters if entry.layer is layer)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:

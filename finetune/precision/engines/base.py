@@ -95,6 +95,15 @@ def _observed(owner: Owner, shape: tuple[int, int], backward: bool) -> Iterator[
             observer.leave()
 
 
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors among a call's arguments or results, including lists one level deep."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (x for x in value if isinstance(x, Tensor))
+
+
 class Tally:
     """Calls of one converted layer with gradients enabled.
 
@@ -142,6 +151,10 @@ class Fp8Mixin(Swapped):
     fp8_tally: Tally
     weight: nn.Parameter
     bias: nn.Parameter | None
+
+    def tally_of(self, layer: LayerPlan) -> Tally:
+        """Calls of a planned layer, or parameter, of this module."""
+        return self.fp8_tally
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, Fp8Mixin):  # accelerate keeps a root's forward after a revert

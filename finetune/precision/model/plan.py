@@ -14,9 +14,8 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from finetune.precision.facts import Gemm
+from finetune.precision.facts import Gemm, Granularity
 from finetune.precision.model.layers import Role, plain_name
-from finetune.precision.numbers.weights import Granularity
 from finetune.precision.settings import Compute, PrecisionConfig
 
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

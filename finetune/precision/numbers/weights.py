@@ -26,14 +26,14 @@ compiles for a later GPU, too. So dgrad transposes the codes into a scratch of o
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
-from finetune.precision.facts import Gemm
+from finetune.precision.facts import Gemm, Granularity
 from finetune.precision.numbers.formats import (
     E4M3,
     Format,
@@ -50,7 +50,6 @@ from finetune.precision.numbers.gemm import Codes, scaled_mm, torch_scaled_mm
 from finetune.precision.numbers.kernels import cast_rows, transpose_codes
 from finetune.precision.numbers.scaling import cast_current, scaled
 
-Granularity = Literal["row", "tensor", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("row", "tensor", "block")
 Tile = tuple[int, int]
 BLOCK = 128

@@ -101,7 +101,8 @@ class Proof:
         self._witness: Witness | None = Witness(self._tree, conversion.plan)
         self._mode: bool | None = None
         self.movement = Movement(self._tree, self.trainable, self._fail, optimizers)
-        self.sentinel = Sentinel(conversion, set(trainable_before), self._fail, self._leave_plan)
+        trains = set(trainable_before)
+        self.sentinel = Sentinel(self._tree, conversion.plan, trains, self._fail, self._leave_plan)
         self.flops: Flops = {}
         self._train: dict[str, nn.Parameter] = {}  # in the step that is being taken
         self._left = ""
@@ -120,7 +121,8 @@ class Proof:
     @property
     def flop_share(self) -> dict[str, float]:
         """Precision -> share of the matmul FLOPs of the run so far; empty before the first step."""
-        return self.sentinel.share(self.flops) if self.flops else {}
+        compiled = bool(self.conversion.compiled)
+        return self.sentinel.share(self.flops, compiled=compiled) if self.flops else {}
 
     def close(self) -> None:
         """Stop observing; repeated calls have no effect."""

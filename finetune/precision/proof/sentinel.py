@@ -32,14 +32,11 @@ import torch
 from torch import nn
 
 from finetune.errors import some
-from finetune.precision.cases.experts import ConvertedExpertsMixin
-from finetune.precision.cases.parameters import ParameterMixin
-from finetune.precision.convert import Conversion
-from finetune.precision.engines.base import Fp8Mixin, Tally
+from finetune.precision.engines.base import Tally
 from finetune.precision.model.compiling import compiled_later, refuse_compiled
 from finetune.precision.model.layers import is_low_rank, linear_records
-from finetune.precision.model.plan import LayerPlan
-from finetune.precision.model.tree import named_trainable
+from finetune.precision.model.plan import LayerPlan, PrecisionPlan
+from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.proof.remedy import remedy
 
 Flops = dict[tuple[str, str], int]
@@ -56,7 +53,6 @@ class Held:
     """
 
     layer: LayerPlan
-    module: nn.Module
     tally: Tally
     first: int = 0
 
@@ -72,7 +68,8 @@ class Sentinel:
 
     def __init__(
         self,
-        conversion: Conversion,
+        tree: Tree,
+        plan: PrecisionPlan,
         trains: set[str],
         fail: Callable[..., None],
         leave: Callable[..., None],
@@ -80,16 +77,16 @@ class Sentinel:
         """Note the layers of a model that was just converted.
 
         Args:
-            conversion: the prepared model.
+            tree: modules of the prepared model.
+            plan: what it was converted to.
             trains: names of the parameters that trained before preparation.
             fail: raises an error of what, where, why and fix.
             leave: the same for BF16 that enters, which a setting may allow.
         """
-        self.conversion, self._tree = conversion, conversion.tree
-        self._fail, self._leave = fail, leave
+        self._tree, self._plan, self._fail, self._leave = tree, plan, fail, leave
         self.steps, self.rests, self.entered = 0, Counter[str](), Counter[str]()
-        modules, rows = self._tree.named, conversion.plan.layers
-        linears = [(row.name, modules[row.name]) for row in rows if row.kind == "linear"]
+        modules = tree.named
+        linears = [(row.name, modules[row.name]) for row in plan.layers if row.kind == "linear"]
         self._linears: dict[int, tuple[str, Any]] = {id(m): (name, m) for name, m in linears}
         self._trains = trains
         self._held: list[Held] = []
@@ -110,17 +107,11 @@ class Sentinel:
 
     def _iter_held(self, modules: dict[str, nn.Module]) -> Iterator[Held]:
         """Layers planned in FP8 that are still converted."""
-        for layer in self.conversion.plan.fp8_layers:
+        for layer in self._plan.fp8_layers:
             module: Any = modules.get(layer.owner)
-            if isinstance(module, Fp8Mixin):
-                tally = module.fp8_tally
-            elif isinstance(module, ParameterMixin):
-                tally = next(e.tally for e in module.fp8_parameters if e.layer is layer)
-            elif isinstance(module, ConvertedExpertsMixin):
-                tally = module.fp8_tallies[layer.local]
-            else:
-                continue
-            yield Held(layer, module, tally, tally.rows)
+            if getattr(module, "multiplies", False):
+                tally = module.tally_of(layer)
+                yield Held(layer, tally, tally.rows)
 
     def _as_it_is(self) -> list[Any]:
         """Objects of modules, and what may be compiled; of parameters, types and flags."""
@@ -282,8 +273,8 @@ class Sentinel:
 
     # ------------------------------------------------------------------------------- the share
 
-    def share(self, flops: Flops) -> dict[str, float]:
-        """Share of each precision in the matmul FLOPs of the run.
+    def share(self, flops: Flops, *, compiled: bool = False) -> dict[str, float]:
+        """Share of each precision in the matmul FLOPs of the run; `compiled` layers count no rows.
 
         Two layers of 100 FLOPs in FP8 each and a head of 100 in BF16, with 10 rows in the witnessed
         micro-step: after 100 rows of one layer and 50 of the other they are 1000, 500 and 1000
@@ -297,9 +288,9 @@ class Sentinel:
             if held.first:
                 weights[held.layer.name] = tally.rows / held.first
             else:  # not called in the witnessed micro-step, so without FLOPs in `flops`
-                more[self.conversion.plan.precision.low] += each * tally.rows
+                more[self._plan.precision.low] += each * tally.rows
             more["bf16"] += each * tally.high_rows
-        if self.conversion.compiled or not any(weights.values()):
+        if compiled or not any(weights.values()):
             weights = {}
         usual = max(weights.values(), default=1.0)
         total: dict[str, float] = {}
