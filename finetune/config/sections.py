@@ -53,7 +53,7 @@ class DataConfig(Section):
     )
     shuffle_buffer: PositiveInt = Field(
         default=1000,
-        description="streaming: rows held in memory, of which the next is drawn at random; 1 keeps "
+        description="streaming: rows kept in memory, of which the next is drawn at random; 1 keeps "
         "the order",
     )
     eval_path: str | None = Field(default=None, description="file, folder or glob of eval rows")

@@ -41,7 +41,7 @@ class ScalingFacts:
         by_row: True if a row of each GEMM operand has a scale.
         block: numbers along the contracted dimension that share a scale; 0 without blocks.
         weight_rows: rows of a weight that share one.
-        frozen: granularity of a weight held in FP8 under it; empty if it holds none.
+        frozen: granularity of a weight stored in FP8 under it; empty if it stores none.
         alignment: K and N have to be multiples of it.
         capability: least CUDA compute capability that multiplies so in hardware.
         size: bytes of a number, with its share of the scales.
@@ -162,7 +162,7 @@ SCALINGS: dict[Scaling, ScalingFacts] = {
 FASTEST: Scaling = "tensorwise"
 """Predicted the fastest of those that every FP8 GPU has, where all weights train."""
 FROZEN_SCALINGS = tuple(sorted(name for name, row in SCALINGS.items() if row.frozen))
-"""Rules under which weights are held in FP8: they follow the current amax."""
+"""Rules under which weights are stored in FP8: they follow the current amax."""
 
 
 @dataclass(frozen=True, kw_only=True)

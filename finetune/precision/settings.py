@@ -61,7 +61,7 @@ class PrecisionConfig(Section):
     power_of_two_scales: bool | None = Field(
         default=None,
         description="round scales down to powers of two; left out: yes with rowwise and blockwise, "
-        "no with delayed and tensorwise (mxfp8 and nvfp4 have scales of their own); weights held "
+        "no with delayed and tensorwise (mxfp8 and nvfp4 have scales of their own); weights stored "
         "in FP8 (`frozen`) have float32 scales, and left out so have what they multiply",
     )
     high_gemms: tuple[Gemm, ...] = Field(

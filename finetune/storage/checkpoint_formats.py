@@ -146,7 +146,7 @@ def _tile(block: Sequence[int]) -> Tile:
 def refuse_layout(what: str, why: str) -> StorageNotComputeError:
     """The error of a checkpoint that is quantized in another way."""
     return StorageNotComputeError(
-        f"load_in_fp8 does not read a checkpoint held as {what}",
+        f"load_in_fp8 does not read a checkpoint stored as {what}",
         where="config.json: quantization_config",
         why=why,
         fix="load it as its publisher says (from_pretrained alone), or take the model in BF16 or "

@@ -190,7 +190,7 @@ def _load(
             raise ConfigError(
                 f"load_in_fp8 was given {other}",
                 where=other,
-                why="weights can be held in one way",
+                why="weights are stored in one way",
                 fix=f"AutoModelForCausalLM.from_pretrained(..., {other}=...), or load_in_fp8 "
                 "without",
             )

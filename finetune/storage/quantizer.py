@@ -276,7 +276,7 @@ class Fp8StorageQuantizer(HfQuantizer):
             if not whole:
                 raise refuse_layout(
                     f"{key}, one of several tensors of {name}",
-                    "experts held in one parameter are no linear layers, and only those are stored",
+                    "experts in one parameter are no linear layers, and only those are stored",
                 )
             if name not in known:
                 continue  # Transformers reports what the model has no place for

@@ -72,7 +72,7 @@ def check_stack(name: str, bits: Tensor, inverse: Tensor) -> None:
     """Raise `ConfigError` unless codes [E, N, K] have scales [E, N, 1] by row or [E, 1, 1]."""
     if tuple(inverse.shape[1:]) not in ((bits.shape[1], 1), (1, 1)):
         raise ConfigError(
-            "experts held in one parameter cannot be stored with a scale for each block",
+            "experts in one parameter cannot be stored with a scale for each block",
             where=name,
             why="their products take a scale for each row or for each expert's matrix",
             fix="granularity='row', or 'tensor'; blocks are for linear layers",

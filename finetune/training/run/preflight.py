@@ -282,7 +282,7 @@ def _check_head(made: PrecisionPlan) -> None:
         raise PlanError(
             f"{asked} the output head, which SFTTrainer multiplies outside of its layer",
             where=f"lora.target_modules: {name}" if adapted else f"{layer.reason}: {name}",
-            why="TRL fuses the head with the loss, so that the logits are never held whole. In FP8 "
+            why="TRL fuses the head with the loss, so that the logits are never whole. In FP8 "
             "it can have one that is frozen and stored in FP8, as adapters with "
             "precision.frozen=fp8 leave it unless its weight is the embedding's too "
             "(tie_word_embeddings)",
