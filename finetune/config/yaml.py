@@ -181,7 +181,8 @@ def dump_yaml(data: Any) -> str:
 def with_values(text: str, data: dict[str, Any]) -> str:
     """The text of a recipe with the values of `data`: lines and comments of all others stay.
 
-    Only lines of settings that differ are rewritten, new ones below the last of their section.
+    Only lines of settings that differ are rewritten, new ones below the last of their section, new
+    sections at the end.
     A file that is not of such lines (`train: {max_steps: 1}`) is written whole, without comments.
     """
     old, lines = parse_yaml(text, "")
@@ -190,6 +191,8 @@ def with_values(text: str, data: dict[str, Any]) -> str:
     for section, values in data.items():
         own = [line for path, line in lines.items() if path[0:1] == (section,)]
         before = old.get(section) or {}
+        if own and values and not before:
+            instead[min(own)] = f"{section}:\n"  # it was `precision: {}`
         for key in {**before, **(values or {})} if own else ():
             if (new := (values or {}).get(key, ...)) == before.get(key, ...):
                 continue
@@ -199,7 +202,9 @@ def with_values(text: str, data: dict[str, Any]) -> str:
                 instead |= dict.fromkeys(range(min(at), max(at) + 1), "") | {min(at): entry}
             else:
                 instead[max(own)] = instead.get(max(own), rows[max(own) - 1]) + entry
+    new = {section: values for section, values in data.items() if values and section not in old}
     edited = "".join(instead.get(number, row) for number, row in enumerate(rows, 1))
+    edited += dump_yaml(plain_data({"": new})[""]) if new else ""
     wanted = plain_data({"": data})
     with contextlib.suppress(ConfigError):
         if plain_data({"": parse_yaml(edited, "")[0]}) == wanted:

@@ -95,3 +95,12 @@ def test_values_are_written_whatever_the_form_of_the_file(text):
     found = with_values(text, data)
     assert parse_yaml(found, "")[0] == {"a": {"b": "1", "new": "no"}, "d": {"e": ["3", "4"]}}
     assert ("# why" in found and "# c" in found) == text.startswith("a")
+
+
+@pytest.mark.parametrize("empty", ["d: {}\n", "d:\n", ""])
+def test_a_section_that_was_empty_or_missing_takes_no_comment_with_it(empty):
+    text = f"# top\na:\n  b: 1 # why\n{empty}"
+    found = with_values(text, {**parse_yaml(text, "")[0], "d": {"e": 2}})
+    assert parse_yaml(found, "")[0] == {"a": {"b": "1"}, "d": {"e": "2"}}
+    assert "# top" in found
+    assert "# why" in found
