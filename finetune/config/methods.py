@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.config.measures import LOSSES, MEASURES, Measure
-from finetune.config.train_keys import TrainSection
+from finetune.config.train_keys import OTHER_NAMES, TrainSection, for_library, refuse_renamed
 from finetune.errors import ConfigError, did_you_mean
 from finetune.units import perplexity
 
@@ -118,8 +118,14 @@ class Method:
 
     @functools.cached_property
     def config_class(self) -> Any:
-        """TRL's configuration, a dataclass; imports trl (seconds)."""
-        return _imported(self.config)
+        """TRL's configuration, a dataclass; imports trl (seconds).
+
+        Raises:
+            ConfigError: it has no longer an argument that is read here.
+        """
+        kind = _imported(self.config)
+        refuse_renamed(kind)
+        return kind
 
     def words_of(self, key: str) -> tuple[str, ...]:
         """Words that an argument of TRL's can be; none: any.
@@ -128,6 +134,7 @@ class Method:
         with, which refuses others in the first step.
         """
         config = self.config_class
+        (key,) = for_library(config, {key: None})
         field = config.__dataclass_fields__.get(key)
         if field is None or "choices" in field.metadata:
             return tuple(field.metadata["choices"]) if field else ()
@@ -239,4 +246,5 @@ def arguments(method: Method) -> tuple[str, ...]:
     import dataclasses
 
     own = (*KEYS, REWARDS) if method.rewarded else KEYS
-    return (*own, *(f.name for f in dataclasses.fields(method.config_class) if f.init))
+    theirs = [f.name for f in dataclasses.fields(method.config_class) if f.init]
+    return (*own, *(OTHER_NAMES.get(name, name) for name in theirs))

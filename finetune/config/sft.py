@@ -16,7 +16,7 @@ from finetune.config.aliases import is_off
 from finetune.config.methods import EARLY_STOPPING, KEYS, REWARDS, arguments, method_of
 from finetune.config.optimizers import OWN_NAMES
 from finetune.config.schema import RunConfig
-from finetune.config.train_keys import TrainSection
+from finetune.config.train_keys import ARGUMENTS, TrainerArguments, TrainSection, for_library
 from finetune.config.train_section import decides_checkpointing
 from finetune.errors import ConfigError
 
@@ -109,17 +109,18 @@ def sft_config(config: RunConfig, folder: Path, settings: dict[str, Any], *, on_
             fp16=compute == "fp16",
             use_cpu=on_cpu,  # without it TRL refuses bf16 on a CPU
             disable_tqdm=True,
-            **{**settings, **train},
+            **for_library(method.config_class, {**settings, **train}),
         )
+    given = TrainerArguments(args)
     padded = "pad_to_multiple_of" in known and not method.writes
     if padded and not on_cpu and train.pad_to_multiple_of == "auto":
         # Up to the longest row, which may end with the model's positions.
-        args.pad_to_multiple_of = math.gcd(LENGTHS, getattr(args, "max_length", None) or LENGTHS)
+        given.pad_to_multiple_of = math.gcd(LENGTHS, given.max_length or LENGTHS)
     # Of several GPUs one process takes one: nn.DataParallel copies layers past their preparation.
     args._n_gpu = min(args.n_gpu, 1)
-    steps = config.data.min_steps if args.max_steps <= 0 else None
+    steps = config.data.min_steps if given.max_steps <= 0 else None
     # Packed rows that make the fewest steps that are wanted (`data.preparing.AccountedTrainer`).
-    args.least_rows = math.ceil((steps or 0) * args.world_size / args.num_train_epochs)
+    args.least_rows = math.ceil((steps or 0) * args.world_size / given.num_train_epochs)
     return args
 
 
@@ -183,7 +184,8 @@ def settings_in(text: str, train: Mapping[str, Any]) -> str:
     named = []
     for key, value in train.items():
         is_word = isinstance(value, str) and len(value) > 2
-        if re.search(rf"\b({key}|{re.escape(value) if is_word else key})\b", text):
+        names = "|".join((key, *(ARGUMENTS[key].also if key in ARGUMENTS else ())))
+        if re.search(rf"\b({names}|{re.escape(value) if is_word else key})\b", text):
             named.append(f"train.{key}=null" if f"{key}=None" in text else f"~train.{key}")
     return ", or ".join(named) or "change the settings that it names; ~train.KEY is TRL's default"
 

@@ -23,7 +23,7 @@ from finetune.config.methods import (
 )
 from finetune.config.optimizers import check_name
 from finetune.config.schema import RunConfig
-from finetune.config.train_keys import TrainSection
+from finetune.config.train_keys import OTHER_NAMES, TrainSection
 from finetune.config.yaml import SPECIAL_FLOATS, KeyPath, PlainText, plain_data
 from finetune.errors import ConfigError, did_you_mean, nearest, raise_all
 from finetune.section import check_text
@@ -159,6 +159,8 @@ def elsewhere(key: str, value: object = "...") -> str:
     """
     if fix := in_recipe(key, value):
         return fix
+    if key in OTHER_NAMES:
+        return f"write train.{OTHER_NAMES[key]}={value}"
     ours = [name for name in RunConfig.model_fields if name != "train" and key in fields_of(name)]
     if not ours and key in arguments(METHODS["sft"]):
         ours = [] if key in OWNED_BY_US else ["train"]
@@ -185,6 +187,7 @@ def convert_train(
     method = method_of(train, where(("train", "method"))) if method is None else method
     kind = method.config_class
     fields, types = arguments(method), typing.get_type_hints(kind)
+    types = {OTHER_NAMES.get(name, name): hint for name, hint in types.items()}
     types |= {"method": str | None, "embedding_learning_rate": float | None}
     types |= {PATIENCE: int | None, THRESHOLD: float | None}
     types[REWARDS] = list[str]

@@ -23,11 +23,13 @@ from datasets import Dataset
 from torch.utils.data import Sampler, SequentialSampler
 from trl import unpair_preference_dataset
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.errors import DataError
 
 
 def order_seed(args: Any) -> int:
     """Seed of the order of rows, as Transformers has it: `data_seed`, else `seed`."""
+    args = TrainerArguments(args)
     return args.seed if args.data_seed is None else args.data_seed
 
 
@@ -103,7 +105,7 @@ class BothLabels:
     def ordered(self, sampler: Any) -> Any:
         """The trainer's, where it is not the rows' own order."""
         above: Any = super()
-        found, args = above.ordered(sampler), self.args
+        found, args = above.ordered(sampler), TrainerArguments(self.args)
         if not isinstance(found, SequentialSampler):
             return found
         return InBlocks(len(found), args.per_device_train_batch_size, order_seed(args))

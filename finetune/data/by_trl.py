@@ -21,6 +21,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from finetune.config.methods import METHODS, Method
+from finetune.config.train_keys import for_library
 from finetune.hardware.device import generators
 
 ASIDE: dict[str, Any] = {
@@ -59,16 +60,18 @@ def prepared(method: Method, rows: Any, args: Any, tokenizer: Any, **settings: A
     """
     method = METHODS[method.prepared_by]
     kind = type(method.config.rpartition(".")[2], (method.config_class,), NOT_MOVED)
+    aside, settings = for_library(kind, ASIDE), for_library(kind, settings)
     # `__post_init__` of the arguments resets Accelerate's state of the process, devices and seeds.
     quiet: Any = object.__new__(kind)  # nothing is set up a second time
     for field in dataclasses.fields(method.config_class):
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
-        setattr(quiet, field.name, ASIDE.get(field.name, getattr(args, field.name, default)))
-    vars(quiet).update({key: value for key, value in vars(args).items() if key not in ASIDE})
+        setattr(quiet, field.name, aside.get(field.name, getattr(args, field.name, default)))
+    vars(quiet).update({key: value for key, value in vars(args).items() if key not in aside})
     # Building a model draws numbers, which training is to draw as if there had been none.
     with torch.random.fork_rng(generators()), TemporaryDirectory() as folder:
-        vars(quiet).update(settings, output_dir=folder)  # which a trainer makes
+        settings |= for_library(kind, {"output_dir": folder})  # which a trainer makes
+        vars(quiet).update(settings)
         trainer = method.trainer_class(
             **_smallest(method), args=quiet, train_dataset=rows, processing_class=tokenizer
         )

@@ -11,6 +11,7 @@ from datasets import Dataset
 from finetune.config.methods import Method, method_of
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
+from finetune.config.train_keys import TrainerArguments
 from finetune.config.train_section import with_checkpointing
 from finetune.data.dataset import Rows, rows_for
 from finetune.data.ledger import Ledger
@@ -93,13 +94,13 @@ def whole_ledger(found: Ledger, rows: Rows, args: Any, method: Method) -> Ledger
 
     A trainer whose batches are of whole groups of answers leaves out what fills none.
     """
-    sampled, left_out = rows.sampled, 0
+    sampled, left_out, args = rows.sampled, 0, TrainerArguments(args)
     if rows.sample is not None:
         sampled = len(rows.sample) + rows.refused
     if method.writes:
-        batch = getattr(args, "generation_batch_size", None)
+        batch = args.generation_batch_size
         if batch is None:  # of distillation, that of a step
             batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        left_out = (found.rows - found.dropped) % (batch // getattr(args, "num_generations", 1))
+        left_out = (found.rows - found.dropped) % (batch // (args.num_generations or 1))
     facts = {"refused": rows.refused, "in_eval": rows.shared}
     return replace(found, **facts, sampled=sampled, left_out=left_out)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.methods import METHODS, Method, method_of
 from finetune.config.schema import DataConfig, ModelConfig, RunConfig
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
 from finetune.data.mixture import Part, concatenated, in_one_format, joined
@@ -259,10 +260,11 @@ def refuse_no_eval_rows(rows: Rows, args: Any) -> None:
     Args:
         args: those of the trainer.
     """
-    if rows.eval is None and args.eval_strategy != "no":
+    strategy = TrainerArguments(args).eval_strategy
+    if rows.eval is None and strategy != "no":
         raise DataError(
             "there are no rows to evaluate on",
-            where=f"train.eval_strategy={getattr(args.eval_strategy, 'value', args.eval_strategy)}",
+            where=f"train.eval_strategy={getattr(strategy, 'value', strategy)}",
             why="data.eval_fraction sets none aside of these rows, and data.eval_path names none",
             fix="train.eval_strategy=no, or data.eval_path=FILE",
         )

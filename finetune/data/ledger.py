@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.checks import BATCH, MASKED
 from finetune.data.lengths import Lengths
 from finetune.errors import DataError
@@ -197,9 +198,9 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
     Raises:
         DataError: an id that the embedding does not have.
     """
-    mode = getattr(args, "truncation_mode", "keep_start")
     # Packing cuts at the end whatever the mode says (TRL 1.16).
-    limit, at_start = getattr(args, "max_length", None), mode == "keep_start" or packing
+    args = TrainerArguments(args)
+    limit, at_start = args.max_length, args.truncation_mode in (None, "keep_start") or packing
     splits = packing and args.packing_strategy in SPLITTING
     # The tokenizer's own ends of an answer, and its marks of turns (`<|im_end|>`).
     stops = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}

@@ -21,6 +21,7 @@ from datasets import Dataset, Features, Value
 from trl import SFTTrainer, maybe_apply_chat_template
 
 from finetune.config.methods import Method
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.both_labels import BothLabels
 from finetune.data.by_trl import as_they_are, prepared
 from finetune.data.checks import MASKED
@@ -87,7 +88,7 @@ class AccountedPairs(Accounted):
     def prepare(self, rows: Any, args: Any, name: str) -> tuple[Any, Any]:
         if self.method.prepares:
             done = self.counted(rows, args, name)
-            again = getattr(args, "precompute_ref_log_probs", False)  # scores come by `map`
+            again = TrainerArguments(args).precompute_ref_log_probs  # scores come by `map`
             return done, done if again else as_they_are(done)
         if not isinstance(rows, Dataset):
             return rows, rows
@@ -122,7 +123,7 @@ class AccountedPairs(Accounted):
 
     def _ledger(self, done: Dataset, given: int, args: Any, name: str) -> Ledger:
         """Counts of prepared rows, of which `given` there were."""
-        limit = getattr(args, "max_length", None)
+        limit = TrainerArguments(args).max_length
         if not len(done):
             raise DataError(
                 f"none of {given:,} {name} rows leaves room for an answer",
@@ -171,7 +172,7 @@ def asked(tokenizer: Any, row: dict[str, Any], args: Any) -> dict[str, Any]:
         add_generation_prompt=True,
         return_dict=True,
         tools=row.get("tools") or None,
-        **(getattr(args, "chat_template_kwargs", None) or {})
+        **(TrainerArguments(args).chat_template_kwargs or {})
         | (row.get("chat_template_kwargs") or {}),
     )
     return {"prompt_ids": found["input_ids"]}

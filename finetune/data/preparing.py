@@ -26,6 +26,7 @@ from transformers import Trainer
 from trl import SFTTrainer, is_conversational
 
 from finetune.config.methods import METHODS, Method
+from finetune.config.train_keys import ARGUMENTS, TrainerArguments
 from finetune.data.by_trl import ASIDE, prepared
 from finetune.data.checks import UNKNOWN
 from finetune.data.doubled_tokens import each_once
@@ -77,7 +78,7 @@ class Accounted(Trainer):
         # Of the model, not of the tokenizer, which may know fewer words than the embedding has
         # rows.
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self.only_answers = getattr(args, "assistant_only_loss", False)
+        self.only_answers = TrainerArguments(args).assistant_only_loss
         done: dict[str, Any] = {}
         for key, name in (("train_dataset", "train"), ("eval_dataset", "eval")):
             if kwargs.get(key) is not None:
@@ -97,14 +98,16 @@ class Accounted(Trainer):
         """
         plain = {key: ASIDE[key] for key in ("assistant_only_loss", "chat_template_path")}
         plain |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
-        given = {key: getattr(args, key) for key in plain if hasattr(args, key)}
-        for key in given:
-            setattr(args, key, plain[key])
+        names = {key: ARGUMENTS[key].name_in(args) for key in plain}
+        given = {name: getattr(args, name) for name in names.values() if name}
+        for key, name in names.items():
+            if name:
+                setattr(args, name, plain[key])
         try:
             yield
         finally:
-            for key, value in given.items():
-                setattr(args, key, value)
+            for name, value in given.items():
+                setattr(args, name, value)
 
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """Rows as they are trained or evaluated on, `input_ids` and `labels`, without a model.
@@ -130,22 +133,25 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
     """`SFTTrainer` with ledgers."""
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
-        asked = args.completion_only_loss
         # TRL decides by the first row; told here, so that both steps of the preparation decide
         # alike.
-        args.completion_only_loss = self._only_completions(kwargs["train_dataset"], args)
+        given = TrainerArguments(args)
+        asked = given.completion_only_loss
+        given.completion_only_loss = self._only_completions(kwargs["train_dataset"], args)
         try:
             super().__init__(model=model, args=args, **kwargs)
         finally:
-            args.completion_only_loss = asked
+            given.completion_only_loss = asked
 
     def _only_completions(self, rows: Any, args: Any) -> bool:
         """What is trained on in rows, TRL's default where nothing is set."""
         pairs = {"prompt", "completion"} <= {*next(iter(rows))}
-        return pairs if args.completion_only_loss is None else args.completion_only_loss
+        asked = TrainerArguments(args).completion_only_loss
+        return pairs if asked is None else asked
 
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """As it would be trained on, but not packed."""
+        args = TrainerArguments(args)
         if args.eos_token is not None:  # as TRL does when it makes a trainer
             self.processing_class.eos_token = args.eos_token
         self.only_answers = args.assistant_only_loss
@@ -166,7 +172,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         return found
 
     def prepared(self, rows: Dataset, picked: list[int]) -> list[dict[str, Any]]:
-        args = copy.copy(self.args)
+        args = TrainerArguments(copy.copy(self.args))
         args.completion_only_loss = self.completion_only_loss
         found = self._prepare(rows.select(picked), args, "look", packing=False)
         del self.ledgers["look"]
@@ -178,7 +184,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
 
     def _prepare(self, dataset: Any, args: Any, name: str, *, packing: bool) -> Any:
         """TRL's preparation, with rows that begin and end once, counted half-way."""
-        tokenizer = self.processing_class
+        tokenizer, args = self.processing_class, TrainerArguments(args)
         held, row = isinstance(dataset, Dataset), next(iter(dataset))
         if held and args.dataset_num_proc is None:
             # On a copy: the arguments are the user's, and are saved with the run.
@@ -197,7 +203,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         processes: dict[str, Any] = {"num_proc": args.dataset_num_proc} if held else {}
         pairs = "prompt" in row and bool(args.completion_only_loss)
         answers = is_conversational(row) and (self.only_answers or pairs)
-        made = partial(prepared, self.method, args=args, tokenizer=tokenizer)
+        made = partial(prepared, self.method, args=args.own, tokenizer=tokenizer)
         try:
             if answers:
                 mask = partial(masked, tokenizer=tokenizer, completion_only=pairs)
@@ -220,7 +226,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         if answers and name == "train" and found.never_ends:
             raise endless(tokenizer, row)
         done: Any = made(tokenized, packing=packing)
-        least = args.__dict__.get("least_rows", 0) if packing and name == "train" else 0
+        least = vars(args.own).get("least_rows", 0) if packing and name == "train" else 0
         limit = args.max_length
         while len(done) < least:  # shorter, but for the longest row, which is not cut
             length = max(found.longest + -found.longest % 16, limit * len(done) // least)
@@ -242,6 +248,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
 
 def _packs(args: Any, name: str) -> bool:
     """True if rows of a set are packed."""
+    args = TrainerArguments(args)
     own = args.eval_packing if name == "eval" else None
     return args.packing if own is None else own
 

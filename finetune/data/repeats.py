@@ -24,6 +24,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from accelerate.utils import gather_object
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.checks import MASKED
 from finetune.errors import ConfigError, DataError
 
@@ -147,6 +148,7 @@ def refuse_no_batch(loader: Any, args: Any) -> None:
     except (TypeError, AttributeError):  # a stream
         return
     if rows:
+        args = TrainerArguments(args)
         raise DataError(
             f"{rows:,} rows fill no batch, and no step would be trained",
             where="dataloader_drop_last",
@@ -198,7 +200,8 @@ class EvaluatesOnce:
         three of the first rows once more: these stood in the last row's loss.
         """
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
-        size, lengths = self.args.per_device_eval_batch_size, inputs.pop(ROW_LENGTHS, None)
+        size = TrainerArguments(self.args).per_device_eval_batch_size
+        lengths = inputs.pop(ROW_LENGTHS, None)
         several = self.accelerator.num_processes > 1 and state.end_of_dataloader
         if several and state.remainder > 0 and labels is not None:
             # `remainder` is how many rows of the last batch of all processes are not repetitions;
@@ -224,15 +227,16 @@ class EvaluatesOnce:
         Batches of one sequence, packed or without padding, say how long their rows are:
         `prediction_step` could not tell otherwise which of them are repeated.
         """
-        plain, drops = self.data_collator, self.args.dataloader_drop_last
-        self.args.dataloader_drop_last = False
+        given = TrainerArguments(self.args)
+        plain, drops = self.data_collator, given.dataloader_drop_last
+        given.dataloader_drop_last = False
         if self.padding_free and self.accelerator.num_processes > 1:
             self.data_collator = partial(_with_lengths, plain)
         above: Any = super()
         try:
             return above.get_eval_dataloader(*args, **kwargs)
         finally:
-            self.data_collator, self.args.dataloader_drop_last = plain, drops
+            self.data_collator, given.dataloader_drop_last = plain, drops
 
 
 def _with_lengths(collate: Callable[..., Any], examples: list[dict[str, Any]]) -> Any:

@@ -22,6 +22,7 @@ from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free
+from finetune.config.train_keys import TrainerArguments
 from finetune.config.train_section import CHECKPOINTING
 from finetune.hardware.device import Device
 from finetune.precision.facts import SCALINGS, Scaling
@@ -117,7 +118,7 @@ def rows_in_groups(config: RunConfig) -> int:
     """
     train, (_, times) = config.train, rows_of(config)
     # TRL's own default, which stands where the recipe says nothing.
-    usual = getattr(method_of(train).config_class, "num_generations", 1)
+    usual = TrainerArguments(method_of(train).config_class).num_generations or 1
     answers, times = int(train.num_generations or usual), int(train.steps_per_generation or times)
     # A generation of `times` micro-batches has rows x times answers, which must be whole groups of
     # `answers`: rows is a multiple of answers / gcd(answers, times).

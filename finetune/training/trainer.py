@@ -11,6 +11,7 @@ from finetune.config.methods import TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.reward_names import reward_names
 from finetune.config.schema import RunConfig
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.masks import answer_end
 from finetune.errors import FinetuneError
 from finetune.precision.model.layers import without_adapters
@@ -90,7 +91,8 @@ def make_trainer(
     own = low_bit.class_and_kwargs if optimizer.by_torchao else lambda *_: None
     # With adapters the reference is the base without them; with log probabilities computed before
     # training the model is its own reference, as long as it has not moved.
-    if method.reference and config.lora is None and not args.precompute_ref_log_probs:
+    again = not TrainerArguments(args).precompute_ref_log_probs
+    if method.reference and config.lora is None and again:
         beside["ref_model"] = deepcopy(model)  # TRL would read another revision from the hub
     try:
         with nf4.masters_kept(model), scope.false_warnings_ignored():

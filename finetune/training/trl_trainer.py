@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from finetune.config.methods import Method
 from finetune.config.sft import refused_by
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.both_labels import order_seed
 from finetune.data.pairs import preparing
 from finetune.data.preparing import not_formatted
@@ -76,7 +77,7 @@ class RunTrainer(Trainer):
         # PEFT saves adapters without `generation_config.json`; without the ends in it, whoever
         # loads the adapter would get answers that run on past the token that training taught.
         if self.args.should_save and hasattr(model, "peft_config"):
-            folder = Path(output_dir or str(self.args.output_dir))
+            folder = Path(output_dir or str(TrainerArguments(self.args).output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             save_ends(model, folder)
         super().save_model(output_dir, *args, **kwargs)

@@ -37,6 +37,7 @@ from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.auto_length import load_recipe
 from finetune.data.dataset import MASKING, Rows, random_rows, rows_for
 from finetune.errors import ConfigError, ProofError
@@ -117,7 +118,7 @@ def diagnose(
         short = config.model_copy(update={"train": train})
         args = sft_config(short, Path(folder), rows.settings, on_cpu=device.kind == "cpu")
         console.print(f"{name}: {observer.total} steps; data: {rows.description}", highlight=False)
-        set_seed(args.seed)
+        set_seed(TrainerArguments(args).seed)
         trainer = make_trainer(
             short,
             args,

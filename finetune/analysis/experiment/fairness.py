@@ -26,6 +26,7 @@ from finetune.config.methods import method_of
 from finetune.config.paths import ASSETS
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
+from finetune.config.train_keys import OTHER_NAMES
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.estimator.predict import decided
 from finetune.hardware.device import Device
@@ -184,7 +185,9 @@ def _settings(config: RunConfig, *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
     for name in ("compile", "health_every"):
         yield f"precision.{name}", getattr(config.precision, name)
     # With all defaults, so that one left out equals the same one written.
-    train, args = config.train, sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
+    given: dict[str, Any] = sft_config(config, Path("runs"), {}, on_cpu=on_cpu).to_dict()
+    train = config.train
+    args = {OTHER_NAMES.get(name, name): given[name] for name in given}
     args["method"] = method_of(train).name
     args["resume_from_checkpoint"] = train.resume_from_checkpoint
     args["optim"] = train.optim  # SFTConfig has none of our own optimizers

@@ -46,6 +46,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, settings_in, sft_config, shortened
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.by_trl import as_they_are
 from finetune.errors import FinetuneError, RehearsalError, first_line
 from finetune.estimator.changes import length_of
@@ -359,12 +360,13 @@ def _trainer(
     only = config.model_copy(update={"train": train})
     settings = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     args = sft_config(only, folder, settings, on_cpu=True)
+    given = TrainerArguments(args)
     if padded is None:
-        padded = not getattr(args, "packing", False)
+        padded = not given.packing
 
-    made = [PROMPT] if method.writes else _rows(args, padded=padded, documents=documents)
+    made = [PROMPT] if method.writes else _rows(given, padded=padded, documents=documents)
     rows, beside = as_they_are(Dataset.from_list(made)), dict[str, Any]()
-    if method.reference and config.lora is None and not args.precompute_ref_log_probs:
+    if method.reference and config.lora is None and not given.precompute_ref_log_probs:
         beside["ref_model"] = deepcopy(model)
     if method.rewarded:
         beside["reward_funcs"] = [nothing for _ in config.train.reward_funcs or [""]]
@@ -409,7 +411,7 @@ _NOT_REHEARSED = (
 """Settings that need values, processes, a GPU or an extra here."""
 
 
-def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
+def _rows(args: TrainerArguments, *, padded: bool, documents: int) -> list[dict[str, Any]]:
     """A batch of the maximum length; with padding only the first row has it.
 
     With packing a row is filled by documents of equal length. Each has the columns of all methods,
@@ -423,7 +425,7 @@ def _rows(args: Any, *, padded: bool, documents: int) -> list[dict[str, Any]]:
         ids = shorter if i else ones
         length, row = len(ids), {**dict.fromkeys(_COLUMNS, ids), "label": i % 2 == 0}
         row |= {"prompt_ids": ids[:0]}
-        if getattr(args, "packing", False):
+        if args.packing:
             count = min(documents, length)
             lengths = [length // count] * count
             # What does not divide goes to the last document, so that the row is full.

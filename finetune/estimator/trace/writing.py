@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from finetune.config.methods import Method, arguments
+from finetune.config.train_keys import TrainerArguments
 from finetune.estimator.trace.fake_cuda import replaced
 from finetune.estimator.trace.trace import Recorder
 
@@ -77,12 +78,13 @@ def writing(trainer: type[Any]) -> type[Any]:
             prompt = [TOKEN] * max(1, length - self.answer)
             # Of one token nothing can be left out.
             shorter = prompt[padded:] or prompt
-            rows = self.args.per_device_train_batch_size
+            args = TrainerArguments(self.args)
+            rows = args.per_device_train_batch_size
             self.tokens = rows * (len(prompt) + self.answer)
-            self.every = getattr(self.args, "steps_per_generation", None) or self.micro_batches
+            self.every = args.steps_per_generation or self.micro_batches
             self.generations = self.micro_batches / self.every
             # GRPO trains on the same answers so many times before it writes new ones.
-            self.generations /= getattr(self.args, "num_iterations", 1)
+            self.generations /= args.num_iterations or 1
             rows *= self.every
             self.prompts = [prompt, *[shorter] * (rows - 1)]
             self.batches = [[PROMPT] * rows]
@@ -102,7 +104,8 @@ def writing(trainer: type[Any]) -> type[Any]:
                 p.grad = None
             write = _generate(self.model.generate, self.recorder, self.answer)
             # Of the run's micro-batches the rehearsal makes one, and TRL counts them.
-            counted = self.args, "gradient_accumulation_steps", self.micro_batches
+            name = TrainerArguments.gradient_accumulation_steps.name_in(self.args)
+            counted = self.args, name, self.micro_batches
             # Ids of all rows are real; a micro-batch has few of them.
             small = self.recorder, "small", LARGE
             judged = len(self.prompts) * len(getattr(self, "reward_funcs", ()))

@@ -27,6 +27,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
 from finetune.training.helper.optimizer import low_bit
@@ -148,7 +149,7 @@ class WholeFiles:
             if not isinstance(value, DTensor) or value.shape != parameter.shape:
                 raise ConfigError(
                     "this optimizer's state cannot be put together from its shards",
-                    where=f"train.optim={self.trainer.args.optim}, train.fsdp",
+                    where=f"train.optim={TrainerArguments(self.trainer.args).optim}, train.fsdp",
                     why="it is not one number for each of a parameter's, split as that is",
                     fix="train.optim=adamw_torch; or ~train.fsdp ~train.fsdp_config (DDP); or "
                     "train.save_strategy=no",

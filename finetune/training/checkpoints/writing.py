@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 
 from finetune.config.sections import CheckpointsConfig
+from finetune.config.train_keys import TrainerArguments
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, first_line
 from finetune.hardware.unpromised import stands
 from finetune.runs.checkpoints import (
@@ -77,7 +78,8 @@ class CheckpointKeeper(TrainerCallback):
         self._save = trainer._save_checkpoint
         # Transformers (5.23) deletes as it saves, before this one has its name, and knows no
         # `kept`.
-        self._limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        args = TrainerArguments(trainer.args)
+        self._limit, args.save_total_limit = args.save_total_limit, None
         trainer._save_checkpoint = self.save
         if trainer.accelerator.is_fsdp2:
             WholeFiles(trainer)
@@ -87,7 +89,8 @@ class CheckpointKeeper(TrainerCallback):
         """True if weights of another step took the place of the last ones when training ended."""
         state = self.trainer.state
         best = state.best_global_step if state.best_model_checkpoint is not None else None
-        return self.trainer.args.load_best_model_at_end and best not in (None, state.global_step)
+        loads = TrainerArguments(self.trainer.args).load_best_model_at_end
+        return loads and best not in (None, state.global_step)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Name the best checkpoint until now where it lies: its run may have been moved.
@@ -110,7 +113,8 @@ class CheckpointKeeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the first step early: a disk that cannot take it shows now, not in hours."""
-        first = state.global_step == self._begun + 1 and args.save_strategy != "no"
+        first = state.global_step == self._begun + 1
+        first = first and TrainerArguments(args).save_strategy != "no"
         if first and self.kept.first_step and not control.should_save:
             self._early = f"checkpoint-{state.global_step}"
             control.should_save = True
@@ -119,7 +123,7 @@ class CheckpointKeeper(TrainerCallback):
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         """Raise `NonFiniteError` if the eval loss is; what was trained is saved before."""
-        step, folder = state.global_step, Path(args.output_dir)
+        step, folder = state.global_step, Path(TrainerArguments(args).output_dir)
         if math.isfinite((metrics or {}).get("eval_loss", 0.0)):
             return
         again = "then start again"
@@ -138,7 +142,7 @@ class CheckpointKeeper(TrainerCallback):
 
     def save(self, model: Any, trial: Any) -> None:
         """`Trainer._save_checkpoint`: whole, or a `CheckpointError` that leaves earlier ones."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer, args = self.trainer, TrainerArguments(self.trainer.args)
         step, folder = trainer.state.global_step, Path(args.output_dir)
         partial, final = folder / SAVING, folder / f"checkpoint-{step}"
         # The hidden folder: Transformers puts `checkpoint-<step>` into it by itself.
@@ -207,7 +211,7 @@ class CheckpointKeeper(TrainerCallback):
         manifest: dict[str, Any] = {
             "step": step,
             "precision": self.precision,
-            "only_model": bool(self.trainer.args.save_only_model),
+            "only_model": bool(TrainerArguments(self.trainer.args).save_only_model),
             **self.facts,
             "files": {
                 str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": value}

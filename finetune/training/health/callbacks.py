@@ -22,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from finetune.config.methods import Method
+from finetune.config.train_keys import TrainerArguments
 from finetune.hardware.device import synchronize
 from finetune.hardware.energy import EnergyCounter
 from finetune.runs.folder import finite
@@ -189,6 +190,7 @@ def extent(args: Any, state: TrainerState, loader: Any) -> str:
     """
     if loader is None or not has_length(loader) or not len(loader):
         return ""
+    args = TrainerArguments(args)
     batches, each = len(loader), args.gradient_accumulation_steps
     # Transformers (5.23) ends an epoch with a step of fewer micro-batches, so steps per epoch are
     # rounded up.

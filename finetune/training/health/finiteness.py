@@ -34,6 +34,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.errors import NonFiniteError
 from finetune.precision.convert import Conversion
 from finetune.precision.model.layers import plain_name
@@ -135,7 +136,7 @@ class Finiteness:
         assert found is not None  # a process that is not finite has found something
         self.forget()
         plan = self.conversion.plan if self.conversion is not None else None
-        saved = newest_checkpoint(Path(str(self.trainer.args.output_dir)))
+        saved = newest_checkpoint(Path(str(TrainerArguments(self.trainer.args).output_dir)))
         raise NonFiniteError(
             f"{what}; stopped before anything was saved",
             where=f"{found.where}: {found.tensor}",

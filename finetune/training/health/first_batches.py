@@ -36,6 +36,7 @@ from accelerate.data_loader import get_sampler
 from datasets import Dataset
 from torch import Tensor, nn
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.masks import MASKED, as_trained, shared
 from finetune.data.preparing import Accounted
 from finetune.errors import ConfigError, DataError
@@ -92,7 +93,7 @@ def check_first_batches(trainer: Any) -> None:
         with _evaluating(trainer):
             _score_alike(trainer, sorted(read, key=len))
         return
-    if getattr(trainer.args, "precompute_ref_log_probs", False):
+    if TrainerArguments(trainer.args).precompute_ref_log_probs:
         return  # its loss takes scores of a reference, which noise has none of
     expected = [one for row in rows for one in _expected(row, trainer)]
     with counting_rows(output(quiet=True), "looking at the first rows"):
@@ -176,7 +177,7 @@ def _compare(
 ) -> None:
     """Raise `DataError` for a sequence that no row's is, ends apart, which the ledger counts."""
     method, decode = trainer.method, trainer.processing_class.decode
-    limit = getattr(trainer.args, "max_length", None)
+    limit = TrainerArguments(trainer.args).max_length
     # Trainers keep the beginning of a long row or its end, by a setting of theirs.
     cuts = (slice(limit), slice(limit and -limit, None))
     parts = [one[cut] for one in said for cut in cuts]
@@ -248,7 +249,7 @@ def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[Tokens]:
     from accelerate.utils import send_to_device
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    size = trainer.args.per_device_train_batch_size
+    size = TrainerArguments(trainer.args).per_device_train_batch_size
     pad = trainer.processing_class.pad_token_id
     for begin in range(0, len(prepared), size):
         batch = trainer.data_collator(prepared[begin : begin + size])

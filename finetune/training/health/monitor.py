@@ -26,6 +26,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.repeats import refuse_no_batch, refuse_uneven, repeats_line
 from finetune.errors import in_words
 from finetune.hardware.unpromised import stands
@@ -106,7 +107,8 @@ class HealthMonitor(TrainerCallback):
             wrapped = partial(wrapper, getattr(self.trainer, name))
             self._undo.enter_context(replaced(self.trainer, name, wrapped))
         self._undo.enter_context(shortened(self.trainer, model))
-        loader, each = more.get("train_dataloader"), args.gradient_accumulation_steps
+        loader, args = more.get("train_dataloader"), TrainerArguments(args)
+        each = args.gradient_accumulation_steps
         # Whether compiling pays depends on how many micro-batches are left to run.
         if running := session.in_force():
             running.micro_batches = state.max_steps * each

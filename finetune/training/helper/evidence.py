@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from finetune.config.methods import REWARDS
+from finetune.config.train_keys import TrainerArguments
 from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, expand_segments, gemm_engine
 from finetune.hardware.requirements import Resolution, emulates
@@ -241,7 +242,7 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
     """
     if trainer.optimizer is None:
         return {}
-    args = trainer.args
+    args = TrainerArguments(trainer.args)
     # A compiled model has `_orig_mod` in every name, and its pair may run uncompiled.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     named = named_trainable(model)
@@ -260,10 +261,10 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
             "rows": args.per_device_train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
             "processes": args.world_size,
-            "max_length": getattr(args, "max_length", None),
-            "packing": getattr(args, "packing", False) and args.packing_strategy,
+            "max_length": args.max_length,
+            "packing": args.packing and args.packing_strategy,
             "padding_free": getattr(trainer, "padding_free", False),
-            "pad_to_multiple_of": getattr(args, "pad_to_multiple_of", None),
+            "pad_to_multiple_of": args.pad_to_multiple_of,
         },
         "length of the run": {"steps": trainer.state.max_steps},
         "data and its order": {
@@ -281,7 +282,7 @@ def conditions_of(trainer: Any, conversion: Conversion | None, compiled: str) ->
         "fused kernels": {
             # True stands for Liger's own choice of kernels.
             "liger": args.use_liger_kernel and (args.liger_kernel_config or True),
-            "loss": getattr(args, "loss_type", None),
+            "loss": args.loss_type,
             "adapters": fused_adapters(conversion.swapped_by(FusedMixin))
             if conversion is not None
             else "",
@@ -304,13 +305,13 @@ def _model(model: Any) -> dict[str, Any]:
     }
 
 
-def _checkpointing(args: Any, model: nn.Module) -> dict[str, Any]:
+def _checkpointing(args: TrainerArguments, model: nn.Module) -> dict[str, Any]:
     by_sharding = (args.fsdp_config or {}).get("activation_checkpointing", False)
     return {
         "layers": sum(bool(getattr(m, "gradient_checkpointing", False)) for m in model.modules()),
         "by FSDP": bool(args.fsdp and by_sharding),
         "settings": args.gradient_checkpointing_kwargs or {},
-        "offloading": getattr(args, "activation_offloading", False),
+        "offloading": args.activation_offloading,
     }
 
 
@@ -337,7 +338,7 @@ def _optimizer(trainer: Any) -> dict[str, Any]:
     """Class, parameter-group settings, and learning-rate scheduler."""
     from accelerate.optimizer import AcceleratedOptimizer
 
-    args, optimizer = trainer.args, trainer.optimizer
+    args, optimizer = TrainerArguments(trainer.args), trainer.optimizer
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     settings: dict[str, list[Any]] = {}
     for group in inner.param_groups:

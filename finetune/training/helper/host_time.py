@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.precision.model.layers import without_adapters
 from finetune.training.helper.replacing import replaced
 
@@ -47,7 +48,8 @@ def shortened(trainer: Any, model: nn.Module) -> Iterator[None]:
         return wrapped if as_asked else plain(mode)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(trainer.args, "logging_nan_inf_filter", False))
+        name = TrainerArguments.logging_nan_inf_filter.name_in(trainer.args)
+        stack.enter_context(replaced(trainer.args, name, False))
         stack.enter_context(replaced(wrapped, "train", train))
         stack.enter_context(replaced(wrapped, "zero_grad", trainer.optimizer.zero_grad))
         if isinstance(base, PreTrainedModel):

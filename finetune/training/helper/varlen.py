@@ -39,6 +39,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from finetune.config.train_keys import TrainerArguments
 from finetune.errors import ConfigError
 from finetune.hardware.device import varlen_kernel
 from finetune.hardware.versions import installed_torch
@@ -464,7 +465,7 @@ USUAL = 0.9
 
 def fix_documents(trainer: Any) -> None:
     """Give the batches of a padding-free trainer boundaries of few shapes."""
-    args, collator = trainer.args, trainer.data_collator
+    args, collator = TrainerArguments(trainer.args), trainer.data_collator
     if not trainer.padding_free or not hasattr(collator, "torch_call"):
         return
     sets = [data for data in (trainer.train_dataset, trainer.eval_dataset) if data is not None]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import EARLY_STOPPING, PATIENCE, THRESHOLD
-from finetune.config.train_keys import TrainSection
+from finetune.config.train_keys import TrainerArguments, TrainSection
 from finetune.config.train_section import EVERY
 from finetune.errors import ConfigError
 
@@ -44,7 +44,7 @@ def stopping(train: TrainSection) -> str:
     )
 
 
-def never_stops(train: TrainSection, args: Any, steps: int) -> str:
+def never_stops(train: TrainSection, args: TrainerArguments, steps: int) -> str:
     """Line where a run has too few evaluations to be stopped by them; empty of others."""
     every, patience = args.eval_steps or 0, train.early_stopping_patience
     if not patience or args.eval_strategy != "steps":

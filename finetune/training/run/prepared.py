@@ -15,7 +15,7 @@ from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe
 from finetune.config.reward_names import code_of, reward_names
 from finetune.config.sft import sft_config, without_effect
-from finetune.config.train_keys import BATCH
+from finetune.config.train_keys import BATCH, TrainerArguments
 from finetune.config.train_section import decides_checkpointing
 from finetune.config.yaml import shown
 from finetune.data.dataset import refuse_no_eval_rows, rows_for
@@ -77,14 +77,15 @@ class PreparedRun:
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         refuse_no_eval_rows(self.rows, self.args)
         # Before the model is loaded, which takes minutes.
-        if self.args.max_steps > 0:  # by epochs: once rows are packed
+        args = TrainerArguments(self.args)
+        if args.max_steps > 0:  # by epochs: once rows are packed
             schedule_of(self.args, None).check()
         self._choose_checkpoint(out, state.num_processes)
         if not force and self.resume is None:  # a run that resumes makes fewer than it was asked
             check_disk(ahead, out)
         first_start = self.rows.eval is not None and self.resume is None
         if "eval_on_start" not in config.train and first_start:
-            self.args.eval_on_start = config.eval.at_start and self.args.eval_strategy != "no"
+            args.eval_on_start = config.eval.at_start and args.eval_strategy != "no"
         # One process scores, and one download is enough.
         self.tasks = load_tasks(config.eval) if self.is_main else []
         if self.is_main:
@@ -131,8 +132,8 @@ class PreparedRun:
         """Make steps of less where rows are few; refuse a learning rate that stays near zero."""
         from transformers.trainer_utils import has_length
 
-        args, rows = trainer.args, trainer.train_dataset
-        each = getattr(args, "num_generations", 1)  # a row is as many as it has answers
+        args, rows = TrainerArguments(trainer.args), trainer.train_dataset
+        each = args.num_generations or 1  # a row is as many as it has answers
         count = each * len(rows) if has_length(rows) else None
         ledger = trainer.ledgers.get("train")  # of a stream there is none
         found = schedule_of(

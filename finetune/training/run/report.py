@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from finetune.config.methods import method_of
+from finetune.config.train_keys import TrainerArguments
 from finetune.runs.progress import figures
 from finetune.runs.receipt import RunReport
 from finetune.training.health.memory_meter import peak_memory_gib
@@ -47,5 +48,5 @@ def _hints(run: TrainingRun) -> Iterator[str]:
     if early := stopped_early(run.config.train, state):
         yield early
         return
-    rate = float(run.trainer.args.learning_rate)
+    rate = float(TrainerArguments(run.trainer.args).learning_rate)
     yield from hints(run.config, run.observers.metrics.rows, steps=state.max_steps, rate=rate)

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe
+from finetune.config.train_keys import TrainerArguments
 from finetune.data.counting import ledgers_of
 from finetune.errors import FinetuneError, ProofError
 from finetune.hardware.device import rank, this_device
@@ -127,7 +128,8 @@ class TrainingRun(PreparedRun):
                 self.output = self.trainer.train(resume_from_checkpoint=resume)
                 # The report has an eval loss of the weights that are saved, not of some steps
                 # before.
-                can = self.args.eval_strategy != "no" and self.rows.eval is not None
+                strategy = TrainerArguments(self.args).eval_strategy
+                can = strategy != "no" and self.rows.eval is not None
                 if can and not self.observers.was_just_evaluated() and not stop.asked:
                     self.trainer.evaluate()
         except BaseException as error:
@@ -158,7 +160,7 @@ class TrainingRun(PreparedRun):
         self.session, self.observers = session, Observers(self, session)
         self.answers, self.scores = list[Sample](), dict[str, dict[str, Any]]()
         # Before the model: random weights and adapters are drawn as it is built.
-        set_seed(self.args.seed)
+        set_seed(TrainerArguments(self.args).seed)
         what = f"loading {config.model.name}, tokenizing {self.rows.description}"
         with counting_rows(console, what):
             self.trainer = make_trainer(

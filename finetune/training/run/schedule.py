@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.config.methods import METHODS, Method
 from finetune.config.sft import REFUSALS
-from finetune.config.train_keys import BATCH
+from finetune.config.train_keys import BATCH, TrainerArguments
 from finetune.errors import ConfigError
 from finetune.training.health.learning_rate import LEAST_SHARE, reached
 from finetune.units import plural
@@ -39,8 +39,8 @@ class Schedule:
         least: steps for which steps were made smaller (`data.min_steps`).
     """
 
-    args: Any
-    given: Any
+    args: TrainerArguments
+    given: TrainerArguments
     rows: int | None
     steps: int
     peak: float
@@ -129,8 +129,9 @@ def schedule_of(
     they are 38. With `least=50` micro-batches of 3 make 50 steps, with `least=12` an accumulation
     of 3 makes 13.
     """
+    args = TrainerArguments(args)
     given = copy.copy(args)
-    length = length if length != getattr(args, "max_length", None) else None
+    length = length if length != args.max_length else None
     if least is not None and rows is not None and args.max_steps <= 0:
         count, size = (getattr(args, key) for key in BATCH)
         # Where rows come in groups (answers to a prompt, both labels) a smaller micro-batch would
@@ -146,7 +147,7 @@ def schedule_of(
     return Schedule(args, given, rows, steps, peak_of(args, steps), length, least or 0)
 
 
-def steps_of(args: Any, rows: int) -> int:
+def steps_of(args: TrainerArguments, rows: int) -> int:
     """Optimizer steps on so many rows, as `Trainer.set_initial_training_values` has them."""
     if args.max_steps > 0:
         return args.max_steps
@@ -156,7 +157,7 @@ def steps_of(args: Any, rows: int) -> int:
     return math.ceil(args.num_train_epochs * each_epoch)
 
 
-def peak_of(args: Any, steps: int) -> float:
+def peak_of(args: TrainerArguments, steps: int) -> float:
     """Largest share of the learning rate in a run of `steps`, by Transformers' own schedule.
 
     A schedule that Transformers refuses is reported where the trainer makes it; here it has 1.
@@ -174,7 +175,7 @@ def peak_of(args: Any, steps: int) -> float:
     return reached(made, steps)
 
 
-def _batched(args: Any, batch: Sequence[int]) -> Any:
+def _batched(args: TrainerArguments, batch: Sequence[int]) -> TrainerArguments:
     """A copy of the trainer's arguments with this accumulation and micro-batch."""
     changed = copy.copy(args)
     for key, value in zip(BATCH, batch, strict=True):

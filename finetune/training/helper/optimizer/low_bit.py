@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from finetune.config.optimizers import BLOCK, FP8_ADAMW, arguments, chosen, state_bytes
-from finetune.config.train_keys import TrainSection
+from finetune.config.train_keys import TrainerArguments, TrainSection
 from finetune.errors import ConfigError
 from finetune.precision.proof.movement import is_torchao
 
@@ -74,6 +74,7 @@ def class_and_kwargs(train: TrainSection, args: Any) -> tuple[type[Optimizer], d
             where="train.optim_args",
             fix="block_size is a number, bf16_stochastic_round is true or false",
         ) from None
+    args = TrainerArguments(args)
     return classes[chosen(train).name], {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
