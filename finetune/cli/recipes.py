@@ -220,6 +220,7 @@ def show_ledger(console: Console, found: CountedRows, config: RunConfig) -> None
 def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> None:
     """Print how long rows are, and what is cut by some lengths; packed text is not cut."""
     from finetune.config.methods import method_of
+    from finetune.config.train_keys import TrainerArguments
     from finetune.data.auto_length import uncut
     from finetune.data.ledger import SPLITTING
 
@@ -229,7 +230,8 @@ def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> No
     (_, median), *more, (_, longest) = lengths.percentiles().items()
     ends = "".join(f", {share}% up to {tokens:,}" for share, tokens in more)
     console.print(f"      tokens of a row: median {median:,}{ends}, longest {longest:,}")
-    if found.ledger.bins is None or found.args.packing_strategy not in SPLITTING:
+    strategy = TrainerArguments(found.args).packing_strategy
+    if found.ledger.bins is None or strategy not in SPLITTING:
         costs = [*lengths.costs(config)]
         print_rows(console, costs, right=[*costs[0]][1:])
 
@@ -237,12 +239,13 @@ def _show_lengths(console: Console, found: CountedRows, config: RunConfig) -> No
 def _schedule(config: RunConfig, found: CountedRows) -> Schedule | None:
     """Steps of a run on these rows; None where only some of them were read."""
     from finetune.config.methods import method_of
+    from finetune.config.train_keys import TrainerArguments
     from finetune.training.run.schedule import schedule_of
 
     ledger = found.ledger
     rows = ledger.rows - ledger.dropped if ledger.bins is None else ledger.bins
     known = None if ledger.sampled is not None else rows
-    if known is None and found.args.max_steps <= 0:
+    if known is None and TrainerArguments(found.args).max_steps <= 0:
         return None
     facts: Any = {"method": method_of(config.train), "length": ledger.max_length}
     return schedule_of(found.args, known, config.data.min_steps, **facts)

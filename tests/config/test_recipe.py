@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune import load_recipe
-from finetune.config.methods import KEYS, METHODS, arguments, method_of
+from finetune.config.methods import method_of
 from finetune.config.paths import find_recipe, list_recipes
 from finetune.config.recipe import with_overrides
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config, without_effect
-from finetune.config.train_keys import Key, TrainSection
+from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import (
     check_range,
     convert_train,
@@ -757,32 +757,3 @@ train: {lerning_rate: 1e-3, max_steps: many, optim: adamm, max_seq_length: 12}""
         assert word in said
     assert "is missing" not in said, "of a key whose name was misspelt"
     assert said.count("error: ") == said.count("where: bad.yaml:") == 9
-
-
-OUR_DEFAULTS = {
-    *KEYS,
-    *("learning_rate", "loss_type", "num_generations"),  # each method has its own
-    "reward_funcs",  # an argument of the trainer, not of its configuration
-}
-
-
-@pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
-def test_the_defaults_of_the_train_section_are_those_of_the_library(method) -> None:
-    theirs = method.config_class.__dataclass_fields__
-    for name, key in vars(TrainSection).items():
-        if isinstance(key, Key) and name not in OUR_DEFAULTS and name in theirs:
-            usual = theirs[name].default
-            assert key.default == usual or (method.name, name) == ("orpo", "max_completion_length")
-
-
-def test_every_key_of_the_train_section_that_is_read_is_an_argument_of_a_method() -> None:
-    theirs = {name for method in METHODS.values() for name in arguments(method)}
-    assert {name for name, key in vars(TrainSection).items() if isinstance(key, Key)} <= theirs
-
-
-def test_a_typed_train_section_stays_the_mapping_that_was_written() -> None:
-    train = TrainSection(packing=None, max_length=None, learning_rate=1e-4)
-    assert (train.packing, train.max_length, train.max_steps) == (False, None, -1)
-    assert {**train} == {"packing": None, "max_length": None, "learning_rate": 1e-4}
-    changed = load_recipe("tiny_lora_bf16").config.model_copy(update={"train": {"seed": 7}})
-    assert changed.train.seed == 7

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from finetune.config.methods import method_of
+from finetune.config.train_keys import TrainerArguments
 from finetune.hardware.energy import EnergyCounter
 from finetune.runs.checkpoints import Checkpoint, history
 from finetune.runs.receipt import Sample
@@ -101,7 +102,8 @@ class Observers:
         if not run.is_main:
             return [], {}
         model, state = trainer.accelerator.unwrap_model(trainer.model), trainer.state
-        answers = self.samples.at_end(model, state, changed=run.args.load_best_model_at_end)
+        loads_best = TrainerArguments(run.args).load_best_model_at_end
+        answers = self.samples.at_end(model, state, changed=loads_best)
         if not run.tasks:
             return answers, {}
         scores = score(model, run.tokenizer, run.tasks, run.config)
