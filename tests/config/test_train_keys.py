@@ -100,7 +100,11 @@ def reads_by_hand(tree: ast.Module) -> list[int]:
     for function in functions:
         text = ast.unparse(function)
         is_typed = any(f"args: {kind}TrainerArguments" in text for kind in ("", "'"))
-        wraps = own or is_typed or re.search(r"\bargs = .*TrainerArguments\(|\bargs\b.* = .*Trainer", text)
+        wraps = (
+            own
+            or is_typed
+            or re.search(r"\bargs = .*TrainerArguments\(|\bargs\b.* = .*Trainer", text)
+        )
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and node.attr in ARGUMENTS:
                 owner = ast.unparse(node.value)
