@@ -43,7 +43,7 @@ from finetune.precision.model.layers import (
     why_own_forward,
 )
 from finetune.precision.model.plan import GEMMS, CastPlan, LayerPlan, PrecisionPlan
-from finetune.precision.model.tree import Tree
+from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.codes import Fp8Bits
 from finetune.precision.stored.linear import StoredMixin, stored_as
@@ -176,7 +176,7 @@ def refuse_quantized(model: nn.Module, precision: PrecisionConfig, found: list[R
 
 def refuse_half_weights(model: nn.Module | Tree) -> None:
     """Raise `PrecisionError` unless all trainable weights are float32; also on the meta device."""
-    half = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4}
+    half = {n: p.dtype for n, p in named_trainable(model).items() if p.itemsize < 4}
     if half:
         kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
         raise PrecisionError(

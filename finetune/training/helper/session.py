@@ -144,7 +144,7 @@ class Session:
                 self._prepare_reference(tree)
             # A loss or temperature module has nothing to convert.
             elif converts or not len(self.conversions):
-                self._prepare(tree)
+                self.prepare_model(tree)
 
     def _prepare_reference(self, tree: Tree) -> None:
         if self.precision.compute != "fp8" or convert.conversion_of(tree.model) is not None:
@@ -167,11 +167,9 @@ class Session:
             other.revert()
             guard(other.model)
 
-    def prepare_model(self, model: nn.Module) -> Conversion:
+    def prepare_model(self, model: nn.Module | Tree) -> Conversion:
         """Plan and convert `model` (once a session), and start its proof if it trains."""
-        return self._prepare(self.tree_of(model))
-
-    def _prepare(self, tree: Tree) -> Conversion:
+        tree = model if isinstance(model, Tree) else self.tree_of(model)
         model = tree.model
         known = convert.conversion_of(model)
         before = {name: p.numel() for name, p in named_trainable(tree).items()}
