@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from finetune.errors import ConfigError, first_line, install_hint
-from finetune.hardware.versions import version
+from finetune.hardware.versions import installed_torch, version
 from finetune.precision.facts import BLOCK_CAPABILITY, FP8_CAPABILITY, SCALINGS, Scaling
 from finetune.units import GIB
 
@@ -289,7 +289,7 @@ def expand_segments() -> Verdict:
         return Verdict(False, f"tensors were on the GPU before; export {EXPANDABLE}")
     # Masters in host memory (`precision.fp8_params`) are pinned, each rounded up to a power of two
     # otherwise: 170 MiB to 256. Older releases do not know the word, and refuse it.
-    exact = ",pinned_max_round_threshold_mb:1" if torch.__version__ >= (2, 13) else ""
+    exact = ",pinned_max_round_threshold_mb:1" if installed_torch() >= (2, 13, 0) else ""
     tell(f"expandable_segments:True{exact}")
     return Verdict(True, "expandable_segments:True")
 
