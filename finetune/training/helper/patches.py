@@ -134,7 +134,7 @@ def patch_accelerator(session: Any) -> None:
             accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
         ) -> Any:
             every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            norm = session.clip(accelerator, every, max_norm, norm_type)
+            norm = session.updates.clip(accelerator, every, max_norm, norm_type)
             return original(accelerator, every, max_norm, norm_type) if norm is None else norm
 
         return clip_grad_norm_

@@ -18,19 +18,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from finetune.errors import OrderError, PlanError, PrecisionError
 from finetune.hardware.device import Device, expand_segments, starts_triton, this_device
@@ -47,18 +43,16 @@ from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.planner import plan, refuse_half_weights, refuse_quantized
 from finetune.precision.proof.proof import Proof
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored.masters import Masters
-from finetune.precision.stored.trained import TrainedBackend
 from finetune.runs.receipt import Receipt
 from finetune.training.helper import compute_types
 from finetune.training.helper.checkpoint_weights import load_all_weights, refuse_unsaved_experts
 from finetune.training.helper.evidence import conditions_of, receipt_of
-from finetune.training.helper.optimizer import low_bit
 from finetune.training.helper.optimizer_checks import OptimizerChecks, drop
 from finetune.training.helper.patches import patch_accelerator
 from finetune.training.helper.references import References
-from finetune.training.helper.replacing import Patches, replaced
+from finetune.training.helper.replacing import Patches
 from finetune.training.helper.scaling_state import keep_in_trainers
+from finetune.training.helper.updates import Updates
 
 
 class Session:
@@ -71,6 +65,7 @@ class Session:
         micro_batches: those of the run that begins; None if unknown.
         again: puts the session of a script into effect again, after a run of a recipe.
         undo: what is undone when the session ends.
+        updates: steps of its optimizers, and clipping.
     """
 
     again: Callable[[], Session] | None = None
@@ -87,12 +82,12 @@ class Session:
         self._newest: Proof | None = None
         self._stepped: Proof | None = None
         self._checks = OptimizerChecks(self)
-        self._updates = weakref.WeakKeyDictionary[Optimizer, Any]()
         # Weights for which FP8 codes stand now, by id: alive if an optimizer has them.
         self._replaced = weakref.WeakValueDictionary[int, nn.Parameter]()
         self.has_prepared, self.compiled = False, "off"
         self.loss_scaling: dict[str, Any] = {}
         self.undo = contextlib.ExitStack()
+        self.updates = Updates(lambda: self.conversions, self.undo)
 
     def begin(self) -> None:
         """Patch `Accelerator` and `Trainer`, which from now on follow this session."""
@@ -104,9 +99,7 @@ class Session:
         load_all_weights(self.patches, self.prepare_model if stores else None)
         keep_in_trainers(self.patches)
         if self.precision.fp8_params:
-            self.undo.enter_context(trainers_leave_models())
-            after = register_optimizer_step_post_hook(self._tell_masters)
-            self.undo.callback(after.remove)
+            self.updates.leave_models()
         # Of all optimizers, also those that were never given to Accelerate: they are what is looked
         # for.
         hook = register_optimizer_step_pre_hook(self._checks.before_step)
@@ -313,41 +306,7 @@ class Session:
             # A fused optimizer would skip inside its kernel unreported: the learning rate would
             # advance, and skipped steps would count as steps.
             optimizer._step_supports_amp_scaling = False
-        if low_bit.steps_by_parts(optimizer) and optimizer not in self._updates:
-            from finetune.training.helper.optimizer.adamw import Update
-
-            self._updates[optimizer] = update = Update(optimizer)
-            if self.precision.fp8_params:
-                update.defer = partial(self._update_by_layers, update)
-            self.undo.callback(update.attach())
-
-    def _update_by_layers(self, update: Any, noted: list[Any]) -> None:
-        """Finish a step in host memory; a weight goes to the device while the next is updated."""
-
-        def on_done(parameter: Tensor) -> None:
-            for masters in self._masters():
-                masters.send_up(parameter)
-
-        update.finish(noted, on_done)
-
-    def _masters(self) -> list[Masters]:
-        backends = [one.backend for one in self.conversions]
-        return [one.masters for one in backends if isinstance(one, TrainedBackend)]
-
-    def _tell_masters(self, optimizer: Optimizer, *_: Any) -> None:
-        for masters in self._masters():
-            masters.stepped(optimizer)
-
-    def clip(
-        self, accelerator: Any, parameters: Sequence[Tensor], bound: float, norm_type: float
-    ) -> Tensor | None:
-        """Norm of gradients whose clipping the update does; None where Accelerate is to clip."""
-        # Scaled gradients: a step may be left out.
-        if not self._updates or norm_type != 2 or accelerator.scaler is not None:
-            return None
-        from finetune.training.helper.optimizer.clipping import clip
-
-        return clip(list(self._updates.values()), parameters, bound)
+        self.updates.take(optimizer)
 
     def stop(self, error: BaseException) -> None:
         """End the proof of a run that has failed, so that nothing of it watches later runs."""
@@ -401,17 +360,6 @@ def _leave_head(conversion: Conversion) -> None:
             f"'trl<={table()['ran']['trl'][-1]}'",
         )
     conversion.head = None
-
-
-def trainers_leave_models() -> contextlib.AbstractContextManager[None]:
-    """Context in which Accelerate alone moves a `Trainer`'s model, when its weights are masters.
-
-    A `Trainer` does so when it is built, all of it. Transformers documents this property as one
-    that is there to be overridden.
-    """
-    from transformers import TrainingArguments
-
-    return replaced(TrainingArguments, "place_model_on_device", property(lambda _: False))
 
 
 def _describe_storage(model: nn.Module) -> None:
