@@ -300,9 +300,10 @@ def revert(model: nn.Module | Tree) -> nn.Module:
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
-    layers: list[Any] = [m for m in model.modules() if getattr(m, "multiplies", False)]
+    every: list[Any] = [m for m in model.modules() if getattr(m, "multiplies", False)]
+    away = {m.fp8_backend for m in every if isinstance(m, TrainedMixin)}
+    layers = [module for module in every if not isinstance(module, TrainedMixin)]
     classes = [type(module) for module in layers]
-    away = {m.fp8_backend for m in model.modules() if isinstance(m, TrainedMixin)}
     with contextlib.ExitStack() as stack:
         for backend in away:  # of weights that no plain class has at hand
             stack.enter_context(backend.computing(low=False))

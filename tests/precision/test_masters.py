@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from finetune import get_receipt, revert, teardown_fp8_mixed_precision_training
-from finetune.errors import ConfigError, PlanError
+from finetune.errors import ConfigError, PlanError, ProofError
 from finetune.precision.convert import conversion_of, disabled
 from finetune.precision.numbers.weights import Arithmetic, dequantize_weight, wgrad
 from finetune.precision.stored import masters
@@ -161,6 +161,19 @@ def test_copies_and_a_reverted_model_have_the_masters(make_llama, setup_backend)
     for one in again:
         assert not any(isinstance(m, TrainedMixin) for m in revert(one).modules())
         assert all(torch.equal(p, weights[name]) for name, p in one.named_parameters())
+
+
+def test_weights_changed_behind_a_forward_are_found_at_the_step(make_llama, setup_backend) -> None:
+    """As by a hook in backward: what was multiplied is not what is updated."""
+    accelerator = setup_backend("emulated", scaling="tensorwise", fp8_params=True)
+    model = make_llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    accelerator.backward(model(input_ids=IDS, labels=IDS).loss)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.mul_(2)
+        layer.self_attn.v_proj.weight.data.mul_(2)
+    with pytest.raises(ProofError, match="other weights than those in host memory"):
+        optimizer.step()
 
 
 @pytest.mark.slow

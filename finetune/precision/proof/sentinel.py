@@ -38,6 +38,7 @@ from finetune.precision.model.layers import is_low_rank, linear_records
 from finetune.precision.model.plan import LayerPlan, PrecisionPlan
 from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.proof.remedy import remedy
+from finetune.precision.stored.trained import TrainedMixin
 
 Flops = dict[tuple[str, str], int]
 """(Layer, precision) -> FLOPs of the witnessed micro-step."""
@@ -145,6 +146,7 @@ class Sentinel:
             self.steps += 1
             self._check_structure()
             self._check_merged()
+            self._check_codes()
         self._check_calls()
 
     def _check_structure(self) -> None:
@@ -160,6 +162,23 @@ class Sentinel:
             refuse_compiled(self._tree, compiled_later)
             self._adapters = self._trained_adapters()
             self._noted = now
+
+    def _check_codes(self) -> None:
+        """Raise unless the device multiplied what the optimizer is about to update.
+
+        Of one weight, a small one: what changes weights unseen changes all.
+        """
+        away = (m for _, m in self._linears.values() if isinstance(m, TrainedMixin))
+        layer = next(away, None)
+        master = layer and layer.fp8_backend.masters.one_to_check(self.steps)
+        if master is not None and not master.is_cast():
+            self._fail(
+                "the device multiplied by other weights than those in host memory",
+                where=f"a weight of {list(master.shape)}, at optimizer step {self.steps}",
+                why="something changed masters where neither an optimizer's step nor a forward "
+                "could see it, between forward and step: the gradients belong to other weights",
+                fix="change weights between a step and the next forward, or ~precision.fp8_params",
+            )
 
     def _check_layers(self) -> None:
         """Raise unless the linear layers are those that were prepared."""

@@ -116,14 +116,26 @@ class Master:
                 self.bits = torch.empty_like(there)
             self.bits.copy_(there)
             return
-        codes = quantize_weight(there.t() if self._turned else there, self.tile,
-                                pow2=self.masters.pow2)  # fmt: skip
+        codes = self._cast(there)
         if self.bits is None or self.bits.device != there.device:
             self.bits, self.inverse = codes
             return
         # In place: a compiled layer knows these tensors.
         self.bits.copy_(codes[0])
         self.inverse.copy_(codes[1])
+
+    @torch.no_grad()
+    def is_cast(self) -> bool:
+        """True if the device has the codes of the master as it is; casts it there once more."""
+        if self.tile is None or self.bits is None:
+            return True
+        bits, inverse = self._cast(self.parameter.detach().to(self.bits.device))
+        return torch.equal(self.bits, bits) and torch.equal(self.inverse, inverse)
+
+    def _cast(self, there: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.tile is not None
+        matrix = there.t() if self._turned else there
+        return quantize_weight(matrix, self.tile, pow2=self.masters.pow2)
 
     # -------------------------------------------------------------------------------- to the host
 
@@ -174,6 +186,13 @@ class Masters:
         made = Master(self, parameter, tile, turned=turned)
         self.each.append(made)
         return made
+
+    def one_to_check(self, step: int) -> Master | None:
+        """One of the smallest masters that have codes, another at each step."""
+        coded = [one for one in self.each if one.tile is not None]
+        least = min((one.parameter.numel() for one in coded), default=0)
+        smallest = [one for one in coded if one.parameter.numel() == least]
+        return smallest[step % len(smallest)] if smallest else None
 
     # ------------------------------------------------------------------------------------- memory
 

@@ -99,7 +99,6 @@ class TrainedMixin(AwayMixin, Fp8Mixin):
 
     fp8_backend: TrainedBackend
     fp8_how: Arithmetic
-    multiplies = False  # its plain class would multiply by the master
     keeps_name = False
 
     def forward(self, input: Tensor) -> Tensor:
