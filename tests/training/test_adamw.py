@@ -201,7 +201,9 @@ def test_a_step_is_finished_later_in_another_order_with_the_arguments_of_then(co
 
     def finish(update: Update, noted: list[Any]) -> None:
         for one in reversed(noted):  # a layer at a time
+            before = one.parameter._version
             update.finish([one], lambda p: done.append(tuple(p.shape)))
+            assert one.parameter._version > before, "by which codes know that they are old"
 
     late = host_run(optim.AdamW8bit, torch.bfloat16, sizes=SIZES, handed=[], finish=finish)
     assert same(late, host_run(optim.AdamW8bit, torch.bfloat16, sizes=SIZES))
