@@ -109,15 +109,15 @@ class Master:
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the master to the device and cast it there, on the current stream."""
-        self._seen = self._now()
-        there = self.parameter.detach().to(self.masters.device, non_blocking=True)
+        self._seen, device = self._now(), self.masters.device
+        is_new = self.bits is None or self.bits.device != device
         if self.tile is None:
-            if self.bits is None or self.bits.device != there.device:
-                self.bits = torch.empty_like(there)
-            self.bits.copy_(there)
+            if is_new:
+                self.bits = torch.empty_like(self.parameter, device=device)
+            self.bits.copy_(self.parameter, non_blocking=True)
             return
-        codes = self._cast(there)
-        if self.bits is None or self.bits.device != there.device:
+        codes = self._cast(self.parameter.detach().to(device, non_blocking=True))
+        if is_new:
             self.bits, self.inverse = codes
             return
         # In place: a compiled layer knows these tensors.
