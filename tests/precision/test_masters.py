@@ -301,6 +301,18 @@ def test_gradients_leave_before_many_are_there_and_the_host_waits_once(streams) 
     assert waited == gone  # in order, none forgotten
 
 
+def test_a_backward_that_broke_off_leaves_nothing_for_the_next(streams) -> None:
+    """Its end never came: the next forward ends it, and the next backward has one of its own."""
+    made, log, ended = streams
+    w = made.of(nn.Parameter(torch.zeros(4, 4)), (4, 4))
+    made.send(w, torch.ones(4, 4))
+    made.refresh()
+    assert not made._leaving
+    assert ("host", "waits for", "down") in log
+    made.send(w, torch.ones(4, 4))
+    assert len(ended) == 2
+
+
 def test_codes_are_waited_for_where_they_are_used(streams) -> None:
     made, log, _ = streams
     one, other = (made.of(nn.Parameter(torch.randn(4, 4)), (4, 4)) for _ in range(2))

@@ -236,6 +236,8 @@ class Masters:
 
     def refresh(self) -> None:
         """Cast what has changed, before a forward; `Master.arrive` waits for each."""
+        if self._ends:  # an error, or Ctrl-C, has broken a backward off
+            self._end_backward()
         # Copies first: embeddings begin a forward, and what is in no decoder layer waits for them.
         order = sorted(self.each, key=lambda one: one.tile is not None)
         self._refresh([one for one in order if one.is_stale])
