@@ -375,6 +375,12 @@ def test_recipes_alternate_and_points_go_by_size(runs) -> None:
     assert found.differences == []
 
 
+@pytest.mark.parametrize(("vs", "rounds"), [((), 1), ((BF16,), 3)])
+def test_what_is_compared_runs_three_times_at_a_point_and_else_once(vs, rounds, runs) -> None:
+    found = finetune.benchmark(FP8, vs=vs, grid="batch=1 length=16")
+    assert [len(row.rounds) for row in found.rows] == [rounds] * (1 + len(vs))
+
+
 # ------------------------------------------------------------------------------------ several GPUs
 
 

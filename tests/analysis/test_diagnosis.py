@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,8 @@ from finetune.analysis.diagnose.timeline import (
     Slice,
     Timeline,
     _alone,
+    _Context,
+    _descend,
     part_of,
     read_profile,
 )
@@ -159,6 +162,14 @@ class Tracer:
 
 
 MM = [[256, 64], [64, 128]]
+
+
+def test_a_product_inside_another_is_that_one() -> None:
+    """Such as the one of `aten::matmul`, or of an FP8 product that a library computes in BF16."""
+    inner = SimpleNamespace(name="aten::mm", input_shapes=[[8, 16], [16, 32]], sequence_nr=-1)
+    outer = _Context(owner="q_proj", sizes=(64, 128, 256))
+    assert _descend(inner, outer, {}) is outer
+    assert _descend(inner, _Context("q_proj"), {}) == _Context("q_proj", sizes=(8, 16, 32))
 
 
 def a_step(*, links: bool = True) -> Tracer:

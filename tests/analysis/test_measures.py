@@ -70,6 +70,8 @@ def test_grpo_is_judged_by_its_reward_and_never_by_its_loss(tmp_path, cli):
     assert not found.losses
     assert found.scores["reward"].gap == pytest.approx(-0.01, abs=2e-3)
     assert "the reward is the mean of the last 10 steps" in found.notes
+    ends = found.scores["reward"].b
+    assert found.band == {"reward": pytest.approx(max(ends) - min(ends))}
     assert cli("compare", folder, "--margins", "reward=0.5pt").code == 3
     found = read_comparison(folder)
     assert found.reasons[0].startswith("reward: FP8 ends lower by more than 0.5 pt: -1.0")

@@ -27,6 +27,7 @@ from finetune.analysis.report.figures import (
     DARK,
     LIGHT,
     draw_plot,
+    drawn,
     log_locator,
     save_picture,
     style,
@@ -69,6 +70,16 @@ def test_ticks_of_steps_are_whole_and_round(points, most, ticks):
     draw_plot(axes, plot, most)
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == ticks
+
+
+@pytest.mark.parametrize(
+    ("width", "ticks"), [(310, range(0, 10_001, 5000)), (860, range(0, 10_001, 2000))]
+)
+def test_a_wide_drawing_has_more_figures_than_a_narrow_one(width, ticks):
+    plot = Plot("p", "Plot", "", "", (Series("one", list(range(1, 10_001)), [1.0] * 10_000),))
+    (axes,) = drawn(plot, width, 215).axes
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == list(ticks)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from finetune.config.train_section import (
 )
 from finetune.config.yaml import dump_yaml, parse_yaml
 from finetune.errors import ConfigError, RecipeNotFoundError
-from finetune.section import is_text
+from finetune.section import check_text, is_text
 
 RECIPES = list_recipes()
 QLORA = [name for name in RECIPES if "_qlora_" in name]
@@ -111,6 +111,16 @@ def test_a_recipe_makes_an_sft_config_with_its_own_values(name, tmp_path):
     assert not args.fp16
     # A number of steps would be all of a short run.
     assert [args.get_warmup_steps(steps) <= steps / 9 for steps in (20, 200, 2000)] == [True] * 3
+
+
+@pytest.mark.parametrize(("gpus", "taken"), [(0, 0), (1, 1), (8, 1)])
+def test_of_several_gpus_one_process_takes_one(gpus, taken, tmp_path, monkeypatch):
+    """Transformers would copy the model to all of them (`nn.DataParallel`)."""
+    from transformers import TrainingArguments
+
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: gpus))
+    args = sft_config(load_recipe("tiny_lora_fp8").config, tmp_path, {}, on_cpu=True)
+    assert args._n_gpu == taken
 
 
 @pytest.mark.parametrize(
@@ -670,6 +680,16 @@ TRICKY = [
     "é",
 ]
 TEXT = st.sampled_from(TRICKY) | st.text(max_size=12)
+
+
+@pytest.mark.parametrize("bad", ["a\0b", "\0", "a\udcff", "\ud800b"])
+def test_text_with_a_nul_or_half_of_a_surrogate_is_refused_wherever_it_stands(bad) -> None:
+    for value in (bad, ["a", bad], {"a": bad}, {bad: 1}):
+        with pytest.raises(ValueError, match="no text"):
+            check_text(value)
+    check_text({"a": ["b\n", "\ud7ff\U0001f680\ue000"]})
+
+
 NAME = TEXT.filter(lambda text: text.strip() and is_text(text))
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
 AMOUNT = st.floats(0, 1e15)

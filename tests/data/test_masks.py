@@ -145,9 +145,9 @@ def test_a_template_that_nobody_marked_is_masked_in_a_run_of_its_own(cli, tmp_pa
     every = (*common, "train.assistant_only_loss=false")
     all_of_it = json.loads(cli("data", *every, "data.path=plain.jsonl").out)
     assert all_of_it["train"]["trained_share"] == 1
-    assert (
-        "the user's turns too" in cli("data", *every[:-2], every[-1], "data.path=plain.jsonl").out
-    )
+    too = "the user's turns too"
+    assert too in cli("data", *every[:-2], every[-1], "data.path=plain.jsonl").out
+    assert too not in cli("data", *common[:-1], "data.path=plain.jsonl").out
     refused = cli("data", *every, "data.path=rows.jsonl")
     assert refused.code == 2
     assert "a turn of the rows is not to be trained on" in refused.err

@@ -24,6 +24,7 @@ from finetune.data.counting import counted_rows
 from finetune.data.dataset import load_data
 from finetune.data.sources import files_of
 from finetune.errors import ConfigError, DataError, DataNotFoundError
+from finetune.runs.fingerprint import fingerprint
 from finetune.training.checkpoints.resume import rows_hash
 from tests.data.shapes import answer, trained_texts, user
 
@@ -293,6 +294,17 @@ def test_large_files_have_a_fingerprint_of_blocks(monkeypatch) -> None:
     before = files_of("a.jsonl", "data.path").fingerprint()
     Path("a.jsonl").write_text(rows_of("a", 99) + rows_of("z", 1))
     assert files_of("a.jsonl", "data.path").fingerprint() != before
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64])
+def test_of_files_that_are_not_large_every_byte_is_in_the_fingerprint(monkeypatch, size) -> None:
+    monkeypatch.setattr("finetune.runs.fingerprint.BLOCK", 16)
+    monkeypatch.setattr("finetune.runs.fingerprint.BLOCKS", 4)
+    file, found = Path("weights.bin"), set()
+    for at in range(size + 1):  # the last is of zeros alone
+        file.write_bytes(bytes(place == at for place in range(size)))
+        found.add(fingerprint([file]))
+    assert len(found) == size + 1
 
 
 # ------------------------------------------------------------------------- what others have written

@@ -115,6 +115,20 @@ def test_only_what_applies_is_offered(run, name, overrides, device, offered, not
     assert not kinds & not_offered
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "offered"),
+    [
+        ("tiny_full_bf16", H100, True),
+        ("tiny_full_bf16", A100, False),
+        ("tiny_full_fp8", H100, False),
+    ],
+)
+def test_adapters_in_fp8_are_offered_to_bf16_where_a_gpu_has_it(run, name, device, offered):
+    adapters = [c.overrides for c in changes(run(name), device) if c.kind == "method"]
+    assert adapters
+    assert any("precision.compute=fp8" in each for each in adapters) == offered
+
+
 def test_a_gpu_without_fp8_holds_a_base_in_fp8_by_storage(run):
     config = run("tiny_lora_bf16")
     bases = {d.name: [c.overrides for c in changes(config, d) if c.kind == "base"]

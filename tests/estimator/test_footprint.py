@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.estimator.memory.footprint import tensor_footprint
+from finetune.estimator.memory.footprint import Footprint, extrapolated, on_gpu, tensor_footprint
 from finetune.estimator.trace.trace import KINDS, Event, Kind, Storage, Trace
 
 F32 = torch.float32
@@ -59,6 +62,24 @@ def test_an_optimizer_may_hold_most() -> None:
     assert (found.highest, found.owner, found.tensors) == ("optimizer", "layers.0.mlp", 240)
     bare = tensor_footprint(trace_of(STEP[:1], 100, (0, 0, 0)))
     assert (bare.owner, bare.owned) == ("", 0)
+
+
+@pytest.mark.parametrize("beside", [0, 7])
+def test_many_layers_are_told_from_two_models_where_another_phase_is_the_highest(beside) -> None:
+    """Backward of 2 and 3 layers, forward of 32; each layer leaves `beside` in the first step."""
+    unit = 10**8
+
+    def of_layers(count: int) -> Footprint:
+        weights = {"weights": (10 + count) * unit}
+        phases = {"forward": {"saved": 2 * count * unit}, "backward": {"saved": 20 * unit}}
+        found = on_gpu(Footprint({name: weights | kinds for name, kinds in phases.items()}), (9, 0))
+        return replace(found, fragments=found.fragments + beside * count * unit)
+
+    few, more, whole = map(of_layers, (2, 3, 32))
+    assert (few.highest, more.highest, whole.highest) == ("backward", "backward", "forward")
+    found = extrapolated(few, more, 30)
+    assert replace(found, fragments=0) == replace(whole, fragments=0)
+    assert found.fragments == pytest.approx(whole.fragments, abs=31), "each was rounded"
 
 
 def test_a_phase_in_which_nothing_is_allocated_holds_what_was_there() -> None:

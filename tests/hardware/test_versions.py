@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -34,6 +35,25 @@ def having(monkeypatch):
 
     yield fake
     finetune._before_libraries.cache_clear()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("screen", "bars"), [(None, False), (io.StringIO(), False), (Terminal(), True)]
+)
+def test_a_script_has_bars_of_imports_where_somebody_looks(screen, bars, having, monkeypatch):
+    having()
+    asked = []
+    monkeypatch.setattr(logging, "quiet_imports", lambda *, bars: asked.append(bars))
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", screen)
+        finetune._before_libraries()
+    assert asked == [bars]
 
 
 def test_versions_that_ran_are_tested_and_a_build_of_them_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import importlib.util
@@ -9,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import finetune
 from finetune.errors import PrecisionError
 from finetune.hardware.device import has_triton, starts_triton
 from finetune.hardware.requirements import resolve
@@ -311,6 +314,19 @@ def test_a_compiled_mlp_is_one_function_with_the_bits_of_its_layers(make_llama) 
 
 
 # ------------------------------------------------------------------------------------ Triton itself
+
+
+@pytest.mark.parametrize(
+    "name", ["precision/numbers/triton_kernels", "training/helper/optimizer/adamw_kernels"]
+)
+def test_no_launch_lets_triton_make_one_rounding_of_two(name) -> None:
+    """A GPU multiplies and adds in one rounding where it may: the interpreter, never."""
+    file = Path(finetune.__file__).parent / f"{name}.py"
+    calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    given = [{word.arg: ast.unparse(word.value) for word in call.keywords} for call in calls]
+    launches = [words for words in given if "num_warps" in words]
+    assert launches
+    assert {words.get("enable_fp_fusion") for words in launches} == {"False"}
 
 
 @needs_triton

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,8 @@ from finetune.precision.proof import movement
 from finetune.precision.proof.row import changed_numbers
 from finetune.precision.proof.witness import ATTENTION, Witness
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.helper.references import PRECOMPUTES
+from finetune.training.helper.references import PRECOMPUTES, References
+from finetune.training.helper.replacing import Patches
 from tests.conftest import batch, prepared, slow_but, step, train
 
 
@@ -271,6 +274,13 @@ def patches_of_any_script() -> list[str]:
     """Without those of TRL's trainers, which are patched where a script has loaded them."""
     names = get_receipt().environment["patches"]
     return [name for name in names if not name.endswith(PRECOMPUTES)]
+
+
+def test_a_script_that_has_no_trainers_has_none_patched(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
+    patches = Patches()
+    References(lambda: None, lambda _: pytest.fail("nothing trains")).patch_trainers(patches)
+    assert patches.names == []
 
 
 def test_teardown_gives_everything_back(make_llama, setup_backend) -> None:

@@ -240,7 +240,14 @@ def test_a_recipe_means_its_newest_run_with_weights_and_a_newer_one_is_said(tmp_
     write_start(runs[1])  # of this process, which lives
     refused = cli("generate", "tiny_full_fp8", "Hello.").err
     assert "it still trains at step 40 of 40" in refused
-    assert f"finetune watch runs/tiny_full_fp8/{runs[1].name}" in refused
+    watch = f"finetune watch runs/tiny_full_fp8/{runs[1].name}"
+    assert watch in refused
+    (saved := runs[1] / "checkpoints" / "checkpoint-20").mkdir(parents=True)
+    refused = cli("generate", "tiny_full_fp8", "Hello.").err
+    assert "it still trains" in refused
+    assert "--checkpoint last, or one of 20" in refused
+    assert watch not in refused
+    saved.rmdir()
     (runs[0] / "model").mkdir()
     assert "it still trains" in cli("generate", "last", "Hello.").err
     done = cli("report", "tiny_full_fp8")

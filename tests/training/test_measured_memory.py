@@ -104,6 +104,25 @@ def test_all_micro_batches_of_a_step_are_counted() -> None:
     assert peak(4) > 2 * peak(1)  # the last one is the largest
 
 
+def test_a_batch_is_noted_with_the_longest_prompt_that_was_answered() -> None:
+    class Writing(nn.Linear):
+        def forward(self, input_ids, past_key_values=None):  # pyright: ignore
+            return super().forward(torch.ones(*input_ids.shape, 32)).sum()
+
+    loop = Loop()
+    loop.proof.is_open, loop.model = False, Writing(32, 8)
+    for _ in range(3):  # the third is counted
+        loop.begin()
+    with torch.no_grad():
+        for length in (5, 9, 1):  # the last is a token behind its cache
+            loop.model(input_ids=torch.ones(2, length, dtype=torch.long), past_key_values=())
+        loop.model(input_ids=torch.ones(2, 20, dtype=torch.long))  # scored, not written
+    for rows, length in ((2, 3), (2, 12), (1, 13)):
+        loop.model(input_ids=torch.ones(rows, length, dtype=torch.long)).backward()
+    assert loop.meter.batch == (2, 12, False, 9)
+    loop.meter.close()
+
+
 @pytest.mark.parametrize(
     ("loop", "why"),
     [

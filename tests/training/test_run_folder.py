@@ -147,6 +147,7 @@ def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> 
     with pytest.raises(RunFailedError, match=lost), faults.explained(tmp_path, lambda: ""):
         raise error
     own = ValueError("its own")
+    own.__cause__ = error  # of another library, which answers for what it makes of it
     with pytest.raises(ValueError, match="its own"), faults.explained(tmp_path, lambda: ""):
         raise own
 

@@ -170,6 +170,9 @@ def test_steps_are_made_no_smaller_than_needed(rows, batch, accumulation, epochs
     assert size == batch or each == 1, "accumulation goes down first"
     assert found.steps == steps_of(found.args, rows)
     assert found.steps >= least or (each, size) == (1, 1)
+    pairs = zip(BATCH, (each, size), (accumulation, batch), strict=True)
+    said = [f"train.{key}={now} for {was}" for key, now, was in pairs if now != was]
+    assert found.lowered.partition(": ")[2] == ", ".join(said), "only what became smaller is said"
     if (each, size) != (accumulation, batch):
         args.gradient_accumulation_steps = each + 1 if size == batch else 1
         args.per_device_train_batch_size = min(size + 1, batch)
