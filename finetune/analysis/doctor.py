@@ -39,7 +39,8 @@ COMBINATIONS: tuple[tuple[BackendName, Scaling], ...] = tuple(
     for scaling, rule in SCALINGS.items()
     if engine in rule.engines and rule.capability == FP8_CAPABILITY and not rule.high
 )
-"""Engines and the rules that they have on every FP8 GPU."""
+"""Engines and the rules that they have from Ada on; where torch has no product by row (capability
+12), the answer says so."""
 GEMM_TOLERANCE = 0.06
 """Relative Frobenius error allowed in an FP8 GEMM; E4M3 x E5M2 of normal data has 4 to 5 %."""
 

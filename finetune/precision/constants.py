@@ -1,7 +1,8 @@
 """Choices that were measured once and are no settings, in one place.
 
 Nobody's recipe is better with another value, so none can be asked for; benchmarks and tests that
-measure one set it here (`unittest.mock.patch`). They are read when a layer runs.
+measure one set it here (`unittest.mock.patch`). They are read when a model is converted
+or a layer runs.
 """
 
 SAVED_INPUT = "fp8"

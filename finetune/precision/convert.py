@@ -51,7 +51,8 @@ class Conversion:
         compiled: decoder layers under `torch.compile`.
         head: output head, as TRL's fused loss multiplies by it, if any.
         proof: observer of the model's steps, if it trains.
-        follows: of a reference: True if its call is computed as in training, whatever its mode.
+        follows: of a model that does not train, such as DPO's reference: tells whether its call is
+            computed as in training, whatever its mode.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Conversion:
         for module in self.compiled:
             module._compiled_call_impl = None  # undoes `nn.Module.compile`
         if self.is_applied and isinstance(self.backend, TrainedBackend):
-            self.model.cpu()  # its weights are there
+            self.model.cpu()  # with the masters, or layers would have weights on two devices
         self._swapped, self.compiled, self.head = [], [], None
         self.around.clear()
         self.is_applied = False
@@ -205,7 +206,7 @@ class Conversion:
 
 
 class RootMixin(ObservedMixin):
-    """Mixin of a converted model: each of its calls begins a step; observed is its head."""
+    """Mixin of a converted model: a call in training begins a step; observed is its head."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         conversion = self.__dict__.get(ATTRIBUTE)

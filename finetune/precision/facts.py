@@ -1,4 +1,6 @@
-"""What is true of each scaling rule and of each engine: a row a name, which no other file compares.
+"""What is true of each scaling rule and each engine, a row for each name.
+
+Other files ask the row, and compare no names; two look a cast or an engine up by its name.
 
 A new rule is a row here, a cast in `finetune.precision.numbers.scaling`, which the emulation takes,
 and a recipe in any other engine that has it; planner, requirements, estimator, health and doctor
@@ -175,7 +177,7 @@ class EngineFacts:
         has_kernels: True if it multiplies by FP8 tensor cores.
         emulates: True if it multiplies the values of FP8 codes in wider types.
         is_fused: True if a cast is one kernel without `torch.compile`.
-        takes_parameters: True if it multiplies by weights that are no linear layer's.
+        owns_weights: True if its layers make their weights, and take none of a module's own.
         extra: extra of this package that installs it.
         library: what multiplies on a GPU, if that is not torch itself.
     """
@@ -185,7 +187,7 @@ class EngineFacts:
     has_kernels: bool = False
     emulates: bool = False
     is_fused: bool = False
-    takes_parameters: bool = True
+    owns_weights: bool = False
     extra: str = ""
     library: str = ""
 
@@ -196,7 +198,7 @@ ENGINES: dict[BackendName, EngineFacts] = {
         scaling="delayed",
         has_kernels=True,
         is_fused=True,
-        takes_parameters=False,
+        owns_weights=True,
         extra="te",
         library="Transformer Engine",
     ),

@@ -99,7 +99,7 @@ def plan(
             served = are_served_experts(each.owner)
             made_anew = "" if served else why_made_anew(modules, each.name, each.owner)
             past = made_anew or why_multiplied_past(each.owner)
-            cannot = past or (OF_ENGINE if not precision.engine.takes_parameters else cannot)
+            cannot = past or (OF_ENGINE if precision.engine.owns_weights else cannot)
         row = _plan_layer(each, cannot, choices)
         _check_override(
             row, "its module multiplies by it, and only linear layers have a forward to replace"

@@ -160,7 +160,7 @@ class PrecisionConfig(Section):
 
     @property
     def fp8_format(self) -> Fp8Format:
-        """The format in force: as given, or the one usual for the scaling."""
+        """The format in force, as given or as usual for the scaling; nvfp4 has none of these."""
         return self.format or self.rule.format or "e4m3"
 
     @property
@@ -225,7 +225,7 @@ class PrecisionConfig(Section):
         if (self.rule.by_row and self.fp8_format != "e4m3") or self.fp8_format == "e5m2":
             what = f"fp8_params has weights in E4M3, and format is {self.format!r}"
             raise RefusedError(what, "~format", "~fp8_params")
-        if self.engine.extra:
+        if self.engine.owns_weights:
             what = f"{self.engine.shown} owns its weights, whose masters it keeps on the GPU"
             raise RefusedError(what, "backend=torchao", "~fp8_params")
 

@@ -167,7 +167,7 @@ class Facts:
         if gpu is None or not self.device.has_fp8:
             return None
         fused = self.is_compiled or p.engine.is_fused or p.rule.has_history
-        return payoff_of(gpu, fused=fused, rowwise=p.rule.frozen == "row")
+        return payoff_of(gpu, fused=fused, rowwise=p.rule.by_row)
 
     @property
     def seconds(self) -> float:

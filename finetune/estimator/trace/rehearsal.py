@@ -200,7 +200,7 @@ def rehearse(
                 *(model, config, Path(folder), teacher), padded=padded, documents=documents
             )
         # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
-        if not resolution.precision.engine.takes_parameters:
+        if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)
             engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
             stack.enter_context(replaced([(convert, "make_backend", engine)]))

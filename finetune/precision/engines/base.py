@@ -199,7 +199,7 @@ class Backend:
     """An FP8 engine.
 
     Attributes:
-        name: value of `precision.backend`.
+        name: value of `precision.backend`; of engines of codes `frozen` and `fp8_params`.
         mixin: mixin of converted layers.
         conversion: what reverts its layers, alive as long as one of them is.
     """

@@ -1,8 +1,9 @@
 """Backend `emulated`: the numerics of every scaling rule, on any device.
 
-Operands are cast by the rule in force (`scaling`) and multiplied by `gemm.scaled_mm`, so only speed
-and the order of accumulation differ from an FP8 GPU, not rounding. One autograd function serves
-every rule, and each of its three GEMMs may stay in high precision.
+Operands are cast by the rule in force (`scaling`) and multiplied by `gemm.scaled_mm`, so operands
+are rounded as on an FP8 GPU. What differs is speed, the order and digits of the sums, and on a CPU,
+with `emulation=allow`, a second rounding of results. One autograd function serves every rule, and
+each of its three GEMMs may stay in high precision.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class EmulatedBackend(Backend):
         rule: Rule
         if self.state is not None:
             rule = DelayedRule(self.state, self._rows)
-            # One row of the shared state for each layer, in the order of conversion.
+            # Three columns of the shared state for each layer, in the order of conversion.
             self._rows += 1
         else:
             rule = make_rule(self.precision, self.randomness)

@@ -25,7 +25,7 @@ else:  # a mixin stands in front of a module's class and must not bring a second
 
 
 class Swapped(Module):
-    """Base of the mixins; `swap` fills in the attributes.
+    """Base of the mixins; `swap` fills in the first five attributes, a mixin says the others.
 
     Attributes:
         swapped_by: mixin of the outermost swap.

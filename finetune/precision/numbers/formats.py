@@ -145,7 +145,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 def amax(x: Tensor, dim: int | None = None) -> Tensor:
     """Largest magnitude in float32: a scalar, or along `dim` kept as size 1. NaN propagates."""
     if dim is None:
-        low, high = torch.aminmax(x.detach())  # torch 2.10 has no derivative of it
+        low, high = torch.aminmax(x.detach())  # whose derivative nobody needs
         return torch.maximum(high, -low).float()
     if x.dtype.itemsize == 2:  # without its sign a float orders as the integer of its bits
         bits = x.view(torch.int16).bitwise_and(0x7FFF).amax(dim, keepdim=True)

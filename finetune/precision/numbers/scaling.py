@@ -107,7 +107,7 @@ def to_codes(
 ) -> Tensor:
     """Round float32 values to the grid of `fmt`, as BF16. Overwrites its argument.
 
-    Only scales from earlier amaxes can saturate.
+    Scales of the current amax cannot saturate; earlier ones, and NVFP4's rounded ones, can.
     """
     return round_to(scaled_x, fmt, noise, saturate=saturate).to(torch.bfloat16)
 
@@ -138,7 +138,7 @@ def cast_current(
 def multiply_in_bf16(precision: PrecisionConfig) -> bool:
     """True if a CPU may multiply codes in BF16: always under powers of two, where it is lossless.
 
-    Other block scales are part of the operands, which then do not fit in BF16.
+    Float32 scales of blocks are part of the operands, which then do not fit in BF16.
     """
     exact = precision.pow2_scales
     return exact or (precision.emulation != "exact" and not precision.rule.has_float_blocks)
@@ -408,9 +408,8 @@ class DelayedRule(Rule):
         """Codes with the scale of the step's beginning; records the amax."""
         state, index = self.state, self.index(operand)
         state.to(x.device)
-        # Not `maximum`: a NaN in the history would freeze the scale until it leaves the window.
+        # Not `maximum`: a NaN would hide the other amaxes of the micro-step.
         state.current[index] = torch.fmax(state.current[index].clamp(min=0), amax(x))
-        # A copy: codes saved for backward keep the scale that made them.
-        scale = state.scale[index].clone()
+        scale = state.scale[index]
         values = to_codes(scaled(x, scale), self.formats[operand], saturate=True)
         return self.codes(operand, values, scale.reciprocal())

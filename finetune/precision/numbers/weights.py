@@ -18,10 +18,14 @@ token covers their range, and E5M2 would cost a digit. (With one scale per tenso
 to fold.) Scales follow the current amax: delayed ones would stand still in a module that does not
 train. A GEMM that stays in high precision starts from the dequantized weight.
 
+A weight that trains may be held so, too, its master elsewhere (`stored/trained.py`): it has a
+`wgrad` besides, and gradients in the format of the recipe.
+
 On FP8 GPUs `torch._scaled_mm` multiplies; elsewhere the emulated GEMM does, from the same codes,
-and differs in the order of accumulation. It takes FP8 only with the contracted dimension innermost
-in both operands: Hopper and Ada have no other GEMM, and torch (2.13) refuses other layouts when it
-compiles for a later GPU, too. So dgrad transposes the codes into a scratch of one layer.
+and differs in its sums (`engines/emulated.py`). The former takes FP8 only with the contracted
+dimension innermost in both operands: Hopper and Ada have no other GEMM, and torch (2.13) refuses
+other layouts when it compiles for a later GPU, too. So dgrad transposes the codes into a scratch of
+one layer.
 """
 
 from __future__ import annotations
@@ -136,7 +140,7 @@ def dequantize_weight(
 
 
 class Arithmetic(NamedTuple):
-    """Arithmetic of the two GEMMs of one frozen layer.
+    """Arithmetic of the GEMMs of one layer that holds codes; wgrad is of one that trains.
 
     Attributes:
         tile: tile of the stored weight that shares a scale.

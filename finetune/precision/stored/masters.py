@@ -110,14 +110,13 @@ class Master:
     def refresh(self) -> None:
         """Bring the master to the device and cast it there, on the current stream."""
         self._seen, device = self._now(), self.masters.device
-        is_new = self.bits is None or self.bits.device != device
         if self.tile is None:
-            if is_new:
+            if self.bits is None or self.bits.device != device:
                 self.bits = torch.empty_like(self.parameter, device=device)
             self.bits.copy_(self.parameter, non_blocking=True)
             return
         codes = self._cast(self.parameter.detach().to(device, non_blocking=True))
-        if is_new:
+        if self.bits is None or self.bits.device != device:
             self.bits, self.inverse = codes
             return
         # In place: a compiled layer knows these tensors.

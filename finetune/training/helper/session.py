@@ -279,7 +279,7 @@ class Session:
     def _choose_engine_for(self, found: list[Record]) -> None:
         """Replace Transformer Engine, where `auto` takes it, for weights outside of layers."""
         r = self.resolution
-        takes = r.asked.backend == "auto" and not self.precision.engine.takes_parameters
+        takes = r.asked.backend == "auto" and self.precision.engine.owns_weights
         if not takes or all(record.kind == "linear" for record in found):
             return
         try:
