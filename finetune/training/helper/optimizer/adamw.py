@@ -108,9 +108,13 @@ class Noted(NamedTuple):
 
 
 def runs_kernels(device: torch.device, numbers: int) -> bool:
-    """True where the update of an optimizer of so many numbers is a kernel on a device."""
+    """True where the update of an optimizer of so many numbers is a kernel on a device.
+
+    All processes have to say the same: clipping adds up over them. A host that cannot compile has
+    torchao's function for a kernel.
+    """
     if in_host_memory(device):
-        return numbers >= adamw_host.LEAST and adamw_host.library() is not None
+        return numbers >= adamw_host.LEAST
     return device.type == "cuda" and bool(has_triton() and has_launcher())
 
 
@@ -219,8 +223,8 @@ class Update:
 
     @property
     def numbers(self) -> int:
-        """Numbers that a step updates in this process."""
-        return sum(local_part(p).numel() for _, p in self.graded)
+        """Numbers that a step updates, in all processes."""
+        return sum(p.numel() for _, p in self.graded)
 
     def _before_step(self, *_: Any) -> None:
         """Note what torchao would compile, until the step's end."""
@@ -356,7 +360,7 @@ def _row(noted: Noted) -> Launched | None:
     same = type(x.first) is type(x.second) and (levels or x.first.is_contiguous())
     usual = x.largest is None and min(x.beta1, x.beta2) > 0.5  # below, `lerp` is another formula
     types = (x.weight.dtype, x.gradient.dtype, *(() if levels else (x.first.dtype,)))
-    known = not in_host_memory(x.weight.device) or all(one in adamw_host.TYPES for one in types)
+    known = not in_host_memory(x.weight.device) or adamw_host.updates(types)
     if not (block in BLOCKS and plain and same and usual and known):
         return None
     if not x.gradient.is_contiguous():

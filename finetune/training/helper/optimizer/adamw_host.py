@@ -104,6 +104,11 @@ def _compiled() -> Path:
     return kept
 
 
+def updates(types: Sequence[torch.dtype]) -> bool:
+    """True if the compiled update is there and knows the types of weights, gradients, moments."""
+    return all(one in TYPES for one in types) and library() is not None
+
+
 def adamw(
     columns: list[int], count: int, maps: Tensor, factor: Tensor | None, step: int,
     numbers: Sequence[float], kind: Any,
@@ -120,18 +125,15 @@ def adamw(
     facts = (ctypes.c_int32 * 7)(*types, kind.levels, kind.block, kind.chance, kind.decoupled)
     places = Places((ctypes.c_int64 * 8)(*columns), count, step)
     job = Job(places, by, facts, maps.data_ptr())
-    _library().adamw(ctypes.byref(job), torch.get_num_threads())
+    found = library()
+    assert found is not None, "`updates` was not asked"
+    found.adamw(ctypes.byref(job), torch.get_num_threads())
 
 
 def squares(x: Tensor) -> Tensor:
     """Sum of squares of a contiguous tensor, float32, in an order that threads do not change."""
-    if x.dtype not in TYPES:
+    found = library() if x.dtype in TYPES else None
+    if found is None:
         return torch.linalg.vector_norm(x, dtype=torch.float32).square()
     arguments = (ctypes.c_int64(x.data_ptr()), TYPES[x.dtype], ctypes.c_int64(x.numel()))
-    return torch.tensor(_library().squares(*arguments, torch.get_num_threads()))
-
-
-def _library() -> ctypes.CDLL:
-    found = library()
-    assert found is not None, "`runs_kernels` was not asked"
-    return found
+    return torch.tensor(found.squares(*arguments, torch.get_num_threads()))
