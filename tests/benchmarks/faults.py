@@ -26,6 +26,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.folder import write_start
@@ -106,6 +107,42 @@ def out_of_gpu_memory() -> BaseException:
     import torch
 
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+
+def no_host_memory() -> None:
+    """None that could be pinned is left when gradients are to leave the device."""
+    import torch
+
+    from finetune.precision.stored.masters import Master
+
+    plain = Master.gradient_buffer
+
+    def empty(*_: Any, **__: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    def gradient_buffer(self: Master) -> Any:
+        with mock.patch("torch.empty", empty):
+            return plain(self)
+
+    Master.gradient_buffer = gradient_buffer
+
+
+def stopped_in_an_update() -> None:
+    """Twice, in step 5, when half of the masters have been updated."""
+    from finetune.precision.stored.masters import Masters
+    from finetune.training.helper.optimizer import adamw_host
+
+    adamw_host.LEAST = 1
+    plain, sent = Masters.send_up, []
+
+    def send_up(self: Masters, parameter: Any) -> None:
+        sent.extend(one for one in self.each if one.parameter is parameter)
+        if len(sent) == int((DONE + 0.5) * len(self.each)):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+        plain(self, parameter)
+
+    Masters.send_up = send_up
 
 
 def full_disk_in_a_checkpoint() -> None:
@@ -196,6 +233,10 @@ def both(first: BaseException) -> None:
     in_step_5(act)
 
 
+MASTERS = (
+    "precision.scaling=tensorwise", "precision.fp8_params=true", "model.dtype=bfloat16",
+    "train.optim=adamw_torch_8bit",
+)  # fmt: skip
 STOPPED = ("Interrupted. Resume: python -m finetune resume",)
 GO_ON = "resume: python -m finetune resume"
 FAULTS = {
@@ -243,6 +284,17 @@ FAULTS = {
     "gpu_memory": Fault(
         "out of memory, GPU", partial(fail, out_of_gpu_memory), 2,
         ("out of memory", "20.00 GiB", "train.gradient_checkpointing=true", GO_ON),
+    ),
+    "host_memory": Fault(
+        "no host memory for masters", no_host_memory, 2,
+        ("host memory is full", "CUDA error: out of memory", "ulimit -l"), 0, MASTERS,
+    ),
+    "masters_full": Fault(
+        "disk full, with masters", full_disk_in_a_checkpoint, 2,
+        ("checkpoint of step 6 could not be written", "make room", GO_ON), settings=MASTERS,
+    ),
+    "masters_twice": Fault(
+        "SIGINT, twice, in an update", stopped_in_an_update, 130, STOPPED, settings=MASTERS
     ),
     "clock": Fault(
         "clock one day back", clock_jumps_back, 0, ("FP8 verified",), 8,

@@ -154,6 +154,43 @@ def test_a_part_of_the_model_sees_the_last_update(make_llama, setup_backend) -> 
         assert torch.allclose(layer(x), before, rtol=0.1)
 
 
+def test_a_script_saves_loads_moves_and_averages_masters(make_llama, setup_backend) -> None:
+    """By names and types of a plain model; what it writes past autograd is evaluated."""
+    model = trained(setup_backend, make_llama(), scaling="tensorwise", fp8_params=True)[1].eval()
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=IDS).logits
+
+    before, kept = logits(), copy.deepcopy(model.state_dict())
+    assert kept.keys() == make_llama().state_dict().keys()
+    assert all(torch.equal(kept[name], p) for name, p in model.named_parameters())
+    average = [0.9 * p.detach() for p in model.parameters()]
+    for swap in (False, True):
+        for p, mean in zip(model.parameters(), average, strict=True):
+            if swap:
+                p.data = mean.clone()
+            else:
+                p.data.copy_(mean)
+        assert not torch.equal(logits(), before)
+        model.load_state_dict(kept)
+        assert torch.equal(logits(), before)
+    model.to("cpu", torch.float32)
+    assert torch.equal(logits(), before)
+
+
+def test_a_cast_between_micro_steps_is_refused(make_llama, setup_backend) -> None:
+    accelerator = setup_backend("emulated", scaling="tensorwise", fp8_params=True)
+    model = make_llama().to(torch.bfloat16)
+    model, stepped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(input_ids=IDS, labels=IDS).loss)
+    stepped.step()
+    model.float()  # with gradients
+    accelerator.backward(model(input_ids=IDS, labels=IDS).loss)
+    with pytest.raises(ProofError, match="were cast from bfloat16 to float32"):
+        stepped.step()
+
+
 def test_copies_and_a_reverted_model_have_the_masters(make_llama, setup_backend) -> None:
     _, model = trained(setup_backend, make_llama(), scaling="tensorwise", fp8_params=True)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

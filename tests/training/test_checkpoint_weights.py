@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
-from finetune import get_receipt, teardown_fp8_mixed_precision_training
+from finetune import get_receipt, load_recipe, teardown_fp8_mixed_precision_training, train
 from finetune.errors import CheckpointError, PrecisionError
+from finetune.export.export import export_run
+from finetune.precision.stored.trained import TrainedMixin
+from finetune.training.asking.reload import loaded, open_trained
 from tests.conftest import batch, slow_but
 
 
@@ -65,11 +75,13 @@ def test_resumed_is_whole_to_the_bit(kind, frozen, make_llama, setup_backend, tm
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_loaded_whole(setup_backend, tmp_path) -> None:
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_best_checkpoint_is_loaded_whole(masters, make_llama, setup_backend, tmp_path) -> None:
     """It was its dense layers, with the experts of the last step."""
-    setup_backend("emulated", scaling="rowwise")
+    setup_backend("emulated", scaling="rowwise", fp8_params=masters)
+    model = make_llama() if masters else mixtral()
     trainer = trainer_of(
-        mixtral(), tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        model, tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
         metric_for_best_model="learning_rate", greater_is_better=True, learning_rate=3e-2,
     )  # fmt: skip
     trainer.compute_metrics = None
@@ -79,9 +91,29 @@ def test_the_best_checkpoint_is_loaded_whole(setup_backend, tmp_path) -> None:
     )
     trainer.train()
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2")
-    best = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
     found = trainer.model.state_dict()
     assert all(torch.equal(found[name], w) for name, w in best.items())
+
+
+@pytest.mark.slow
+def test_masters_are_what_is_saved_and_exported_and_codes_are_what_answers(tmp_path) -> None:
+    words = ["precision.scaling=tensorwise", "precision.fp8_params=true", "model.dtype=bfloat16"]
+    words += ["train.optim=adamw_torch_8bit", "train.max_steps=2", "train.save_strategy=steps"]
+    words += ["train.save_steps=2", "train.eval_steps=2", "train.warmup_steps=0"]
+    quiet = Console(quiet=True)
+    report = train(load_recipe("tiny_full_fp8", words), out=tmp_path, console=quiet)
+    assert report.receipt.status == "proven"
+    assert report.receipt.precision["evaluation"] == "high, by FP8 weights"
+    exported = export_run(report.folder, "merged", tmp_path / "merged", console=quiet).folder
+    saved = load_file(report.folder / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    with loaded(open_trained(report.folder)) as (model, _):
+        assert sum(isinstance(m, TrainedMixin) for m in model.modules()) == 28
+        kept = {name: w.clone() for name, w in model.state_dict().items()}
+    for other in (load_file(report.folder / "model" / "model.safetensors"),
+                  load_file(exported / "model.safetensors"), kept):  # fmt: skip
+        assert other.keys() >= saved.keys()
+        assert all(torch.equal(other[name], w) for name, w in saved.items())
 
 
 @pytest.mark.slow

@@ -13,10 +13,17 @@ import pytest
 from tests.host_gpu.device import build
 
 ROOT = Path(__file__).parents[2]
+CODES = (
+    "tiny_full_fp8 precision.scaling=tensorwise precision.compile=on "
+    "train.gradient_checkpointing=true"
+)
+MASTERS = f"{CODES} precision.fp8_params=true"
 CASES = (
     "tiny_lora_fp8 train.packing=true precision.health_every=4 precision.compile=on",
     "tiny_lora_fp8 precision.compile=off train.gradient_checkpointing=true",
     "tiny_full_fp8 precision.scaling=tensorwise",
+    CODES,
+    MASTERS,
 )
 
 
@@ -59,7 +66,7 @@ def test_a_run_is_proven_and_waits_once_a_step(runs, case) -> None:
 
 @pytest.mark.long
 def test_engines_and_kernels_are_those_of_a_gpu(runs) -> None:
-    packed, eager, full = (runs[case]["precision"] for case in CASES)
+    packed, eager, full = (runs[case]["precision"] for case in CASES[:3])
     assert packed["attention"] == "varlen, FlashAttention-2"
     assert packed["gemm"] == eager["gemm"] == "cuBLASLt outer-vector"
     assert packed["compile"].startswith("on: 4 decoder layers")
@@ -69,6 +76,16 @@ def test_engines_and_kernels_are_those_of_a_gpu(runs) -> None:
     assert (
         full["compile"] == "off: compiling saves 12 micro-batches 0.048 s of the 45 that it takes"
     )
+
+
+@pytest.mark.long
+def test_masters_in_host_memory_change_no_loss_and_take_less_of_the_gpu(runs) -> None:
+    on_device, away = runs[CODES], runs[MASTERS]
+    assert away["precision"]["backend"] == "masters"
+    assert away["precision"]["evaluation"] == "high, by FP8 weights"
+    assert away["loss"] == on_device["loss"]
+    # Of 1.4 million numbers: no gradient, and no moment of AdamW's.
+    assert away["memory"]["measured_gib"] < 0.7 * on_device["memory"]["measured_gib"]
 
 
 @pytest.mark.long

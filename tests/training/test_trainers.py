@@ -16,6 +16,7 @@ from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.frozen import FrozenMixin
 from finetune.precision.stored.linear import store
+from finetune.precision.stored.trained import TrainedMixin
 from finetune.training.helper.references import References
 from tests.benchmarks import stock_trainers, trainers
 from tests.benchmarks.stock_trainers import METHODS, TRAINERS, Workshop
@@ -148,15 +149,18 @@ def test_a_reference_computes_as_the_policy_does(shop) -> None:
 
 @pytest.mark.parametrize("hardware", [True, False])  # CPUs have `torch._scaled_mm`, too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_reference_multiplies_to_the_bits_of_stored_layers(make_llama, dtype, hardware) -> None:
-    """A given reference keeps its weights; the policy's are stored in FP8, and torchao is set."""
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_reference_multiplies_to_the_bits_of_stored_layers(
+    make_llama, dtype, hardware, trains
+) -> None:
+    """A given reference keeps its weights; the policy's are codes, and torchao is set."""
+    held: Any = {"fp8_params": True} if trains else {"frozen": "fp8", "power_of_two_scales": False}
     precision = PrecisionConfig(
-        compute="fp8", backend="torchao", scaling="rowwise", frozen="fp8", emulation="allow",
-        power_of_two_scales=False,
-    )  # fmt: skip
-    policy = make_llama().to(dtype).requires_grad_(False)
+        compute="fp8", backend="torchao", scaling="rowwise", emulation="allow", **held
+    )
+    policy = make_llama().to(dtype).requires_grad_(trains)
     reference = copy.deepcopy(policy)
-    for module in list(policy.model.modules()):
+    for module in list(policy.model.modules()) * (not trains):
         if isinstance(module, torch.nn.Linear):
             store(module)
     convert.apply(policy, plan(policy, precision), hardware=hardware)
@@ -168,8 +172,8 @@ def test_a_reference_multiplies_to_the_bits_of_stored_layers(make_llama, dtype, 
         ):
             if isinstance(one, Fp8Mixin):
                 rows = torch.randn(8, one.weight.shape[1], dtype=torch.bfloat16)
-                assert isinstance(one, FrozenMixin)
-                assert not isinstance(other, FrozenMixin)
+                assert isinstance(one, TrainedMixin if trains else FrozenMixin)
+                assert not isinstance(other, TrainedMixin | FrozenMixin)
                 assert torch.equal(one.train()(rows), other.train()(rows))
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
+from finetune.errors import MemoryShortError, first_line
 from finetune.precision.numbers.weights import Tile, quantize_weight
 
 SAMPLE = 64
@@ -201,8 +202,24 @@ class Masters:
         return self.device.type == "cuda"
 
     def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Memory for a tensor, pinned where the device is a GPU."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.is_apart)
+        """Memory for a tensor, pinned where the device is a GPU.
+
+        Raises:
+            MemoryShortError: the host has no more.
+        """
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=self.is_apart)
+        except RuntimeError as error:  # CUDA says only that it is out of memory, not whose
+            needed = sum(one.parameter.numel() for one in self.each) * dtype.itemsize / 2**30
+            raise MemoryShortError(
+                "host memory is full: fp8_params has weights and gradients of the run there",
+                where=f"{needed:.2f} GiB of weights, as much of gradients, and optimizer states"
+                + ", pinned" * self.is_apart,
+                why=first_line(error),
+                fix="free memory of the host, or raise `ulimit -l` and the container's limit; "
+                "model.dtype=bfloat16 needs half of float32; or train adapters: lora.r=16 "
+                "~precision.fp8_params",
+            ) from error
 
     def settle(self) -> None:
         """All masters are known: the model computes where they are, and they go to the host."""
@@ -220,7 +237,9 @@ class Masters:
         for one in self.each:
             p = one.parameter
             if p.dtype != dtype or p.device.type != "cpu" or self.is_apart:
+                g, p.grad = p.grad, None
                 p.data = self.host_memory(p.shape, dtype).copy_(p)
+                p.grad = None if g is None else g.to("cpu", dtype)
             one.bits = one.inverse = one.ready = one._sum = None
             one.forget()
 

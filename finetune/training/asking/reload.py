@@ -125,12 +125,15 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
         trust = run.config.model.trust_remote_code  # `open_trained` asked whether it may
         tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trust)
         align_special_tokens(model, tokenizer)  # as in the trainer: decides where an answer ends
-    if model.device.type != device:
-        model = model.to(device)
     precision = _as_evaluated(run.config.precision)
+    codes_alone = precision is not None and precision.fp8_params
+    if model.device.type != device and not codes_alone:
+        model = model.to(device)
     with session.replacing() if precision is not None else contextlib.nullcontext():
         if precision is not None:
             conversion = session.install(precision).prepare_model(model)
+            if codes_alone:  # all of it may be too much for the device
+                model = model.to(device)
             if precision.eval == "fp8" and conversion.backend is not None:
                 _take_scales(run, conversion.backend)
         yield model.eval(), tokenizer
@@ -206,7 +209,7 @@ def _as_evaluated(precision: PrecisionConfig) -> PrecisionConfig | None:
     is_fp8 = precision.compute == "fp8"
     if is_fp8 and precision.eval == "fp8":
         return precision
-    if not precision.map:
+    if not (precision.map or precision.fp8_params):
         return None
     # Evaluation does not run FP8 GEMMs, so any backend will do.
     any_backend = {"backend": "emulated", "emulation": "allow"}

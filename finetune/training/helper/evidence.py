@@ -139,7 +139,7 @@ def receipt_of(
             "compile": compiled,
             "kernels": _kernels(conversion),
             "attention": executed_attention(conversion.model) if conversion else "",
-            "evaluation": p.eval if fp8 else "high",
+            "evaluation": (p.eval if fp8 else "high") + ", by FP8 weights" * p.fp8_params,
             "references": references if fp8 else [],
             "adapters": _fused(conversion),
         },

@@ -4,7 +4,8 @@ Trainers prepare them with `evaluation_mode=True`. They get no proof, as nothing
 with the layers of the policy is its *reference*: DPO, KTO, GRPO and RLOO compare log-probabilities
 of the two, and rounding in one alone would look like a difference between them (the loss of DPO
 would begin at 0.679 instead of ln 2 = 0.693). So a reference computes as the policy does at that
-moment: in FP8 while it trains, in the precision of evaluation while it is evaluated. Other models
+moment: in FP8 while it trains, in the precision of evaluation while it is evaluated; under
+`fp8_params` it keeps its weights, and is evaluated in FP8 or not at all. Other models
 (a teacher, a reward model) compute in high precision, unless `precision.eval=fp8`.
 
 The same holds for a policy that is its own reference: adapters switched off, where it trains on in
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from finetune.errors import PrecisionError
 from finetune.hardware.unpromised import ITS_KEY, PRECOMPUTES, stands
 from finetune.precision.convert import Conversion
 from finetune.precision.model.plan import PrecisionPlan
@@ -48,12 +50,15 @@ class References:
     @staticmethod
     def precision_of(precision: PrecisionConfig, *, hardware: bool) -> PrecisionConfig:
         """Precision of a reference: the same casts, of weights that are kept as they are."""
-        if precision.frozen != "fp8":
+        if not (precision.frozen == "fp8" or precision.fp8_params):
             return precision
         # Stored weights have scales of their own default, and E4M3 alone.
         # A reference's weights are those of the policy in 16 bits, cast on each call to the codes
         # that the policy has stored.
-        same = {"frozen": "bf16", "power_of_two_scales": bool(precision.power_of_two_scales)}
+        same: dict[str, Any] = {"frozen": "bf16", "fp8_params": False}
+        # Of weights that train, codes have the scaling's default.
+        pow2 = precision.pow2_scales if precision.fp8_params else precision.power_of_two_scales
+        same["power_of_two_scales"] = bool(pow2)
         if not hardware:
             # Stored layers are emulated here by our GEMM, whatever the engine. torchao's emulation
             # has the same codes and rounds products once less: DPO would begin at 0.69305.
@@ -81,6 +86,8 @@ class References:
             return False
         self._lines[f"{name}: in the precision of the policy, FP8 in training"] = None
         # At this moment: a trainer evaluates both between two steps.
+        if not policy.model.training:
+            refuse_evaluation_apart(policy.plan.precision, where=name)
         return policy.model.training
 
     # ----------------------------------------------------------------------------- precomputed
@@ -116,6 +123,18 @@ class References:
                 return original(trainer, dataset, name, *args, **kwargs)
 
         return precompute
+
+
+def refuse_evaluation_apart(precision: PrecisionConfig, *, where: str) -> None:
+    """Raise `PrecisionError` if a policy is evaluated by codes, and its reference by weights."""
+    if precision.fp8_params and precision.eval == "high":
+        raise PrecisionError(
+            "a policy and its reference would be evaluated by different weights",
+            where=f"{where}, precision.fp8_params with precision.eval=high",
+            why="those of the policy are FP8 codes on the device, and those of the reference have "
+            "16 bits: two equal models would seem to differ (0.709 instead of ln 2 = 0.693)",
+            fix="precision.eval=fp8, which casts both alike; or train.eval_strategy=no",
+        )
 
 
 def layers_of(plan: PrecisionPlan) -> Counter[Any]:

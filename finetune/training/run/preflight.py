@@ -32,6 +32,7 @@ from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan, refuse_half_weights
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.helper.patches import WHY_NOT_FSDP1, engine_refused
+from finetune.training.helper.references import refuse_evaluation_apart
 from finetune.training.model import Attention, resolve_attention, sketch
 from finetune.training.run.early_stopping import check_early_stopping
 from finetune.training.scope import notes
@@ -219,6 +220,9 @@ def check_settings(
     check_batch(config.train)
     check_early_stopping(config.train)
     _check_metric(config)
+    method = method_of(config.train)
+    if method.reference and config.train.eval_strategy != "no":
+        refuse_evaluation_apart(config.precision, where=f"train.method={method.name}")
     check_storage(config, model)
     _check_routers(config, model)
     made = plan(model, precision or config.precision)
