@@ -14,7 +14,7 @@ from rich.console import Console
 from finetune import load_recipe, train
 from finetune.config.methods import METHODS, arguments, method_of
 from finetune.data.counting import counted_rows
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError, DataError, PrecisionError
 from finetune.export.export import export_run
 from finetune.training.asking.reload import open_trained
 from finetune.training.trl_trainer import give_rate
@@ -65,6 +65,20 @@ def test_a_method_is_proven_counted_and_logs_its_own_metric(method, adapters, tm
         given = ["LlamaForCausalLM: in the precision of the policy, FP8 in training"]
         own = []  # the policy itself, adapters switched off
         assert receipt.precision["references"] == (own if LORA[0] in adapters else given)
+
+
+@pytest.mark.slow
+def test_a_policy_of_codes_and_its_reference_are_evaluated_alike(tmp_path):
+    """By codes beside weights of 16 bits, the first evaluation had a loss of 0.709."""
+    codes = ["precision.scaling=tensorwise", "~precision.amax_history_len", "train.max_steps=2"]
+    codes += ["precision.fp8_params=true", "model.dtype=bfloat16", "train.optim=adamw_torch_8bit"]
+    with pytest.raises(PrecisionError, match="different weights") as refused:
+        run("tiny_dpo_fp8", tmp_path, *codes)
+    assert "precision.eval=fp8" in refused.value.fix
+    report, metrics = run("tiny_dpo_fp8", tmp_path, *codes, "precision.eval=fp8")
+    assert report.receipt.status == "proven"
+    first = next(row["eval_loss"] for row in metrics if "eval_loss" in row)
+    assert first == pytest.approx(math.log(2), abs=1e-5)
 
 
 @pytest.mark.slow
