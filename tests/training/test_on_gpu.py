@@ -53,7 +53,10 @@ def runs(made_once):
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_proven_and_waits_once_a_step(runs, case) -> None:
-    """To see that its gradients are finite; a micro-step waits for nothing of ours."""
+    """To see that its gradients are finite; a micro-step waits for nothing of ours.
+
+    With masters in host memory once more, where gradients are waited for anyhow: to compare codes.
+    """
     run = runs[case]
     assert run["status"] == "proven"
     assert run["precision"]["ran"] == "fp8"
@@ -61,6 +64,8 @@ def test_a_run_is_proven_and_waits_once_a_step(runs, case) -> None:
     assert run["memory"]["measured"] == "peak allocated by torch, whole training"
     assert run["loss"] < 6
     once = {"finetune/training/health/finiteness.py all_finite": run["steps"]}
+    if case == MASTERS:
+        once["finetune/precision/stored/masters.py is_cast"] = run["steps"]
     assert run["waits"] == once
 
 
