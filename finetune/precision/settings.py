@@ -215,7 +215,7 @@ class PrecisionConfig(Section):
             return
         if self.frozen == "fp8":
             what = "fp8_params is for weights that train, frozen=fp8 for weights that do not"
-            raise RefusedError(what, "~fp8_params", "~frozen")
+            raise RefusedError(what, "~fp8_params", "frozen=bf16")
         ways = [f"scaling={scaling}" for scaling in FROZEN_SCALINGS]
         if self.scaling not in FROZEN_SCALINGS:
             what = (
