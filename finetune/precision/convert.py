@@ -34,7 +34,8 @@ from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.numbers import kernels
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.frozen import FrozenBackend
-from finetune.precision.stored.trained import TrainedBackend, TrainedMixin
+from finetune.precision.stored.gathered import GatheredBackend
+from finetune.precision.stored.trained import CodesMixin, TrainedBackend
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -124,8 +125,8 @@ class Conversion:
             unswap(module)
         for module in self.compiled:
             module._compiled_call_impl = None  # undoes `nn.Module.compile`
-        if self.is_applied and isinstance(self.backend, TrainedBackend):
-            self.model.cpu()  # with the masters, or layers would have weights on two devices
+        if self.is_applied and self.backend is not None:
+            self.backend.release(self.model)
         self._swapped, self.compiled, self.head = [], [], None
         self.around.clear()
         self.is_applied = False
@@ -224,7 +225,12 @@ class WritingRootMixin(RootMixin):
 
 
 def make_backend(
-    precision: PrecisionConfig, layers: int, *, hardware: bool, triton: bool = True
+    precision: PrecisionConfig,
+    layers: int,
+    *,
+    hardware: bool,
+    triton: bool = True,
+    gathered: torch.dtype | None = None,
 ) -> Backend:
     """The engine of layers that keep their weights.
 
@@ -233,9 +239,12 @@ def make_backend(
         layers: number of layers that it will multiply.
         hardware: True if the device multiplies FP8; if not, torchao emulates.
         triton: True if kernels of ours start there.
+        gathered: type in which FSDP2 gathers weights, if it shards them.
     """
     if precision.fp8_params:
         emulate = not hardware or precision.engine.emulates
+        if gathered is not None:
+            return GatheredBackend(precision, gathered, emulate=emulate, triton=triton)
         return TrainedBackend(precision, emulate=emulate, triton=triton)
     match precision.backend:  # a library is imported only where its engine is wanted
         case "emulated":
@@ -255,19 +264,26 @@ def make_backend(
 
 
 def apply(
-    model: nn.Module | Tree, plan: PrecisionPlan, *, hardware: bool = False, triton: bool = True
+    model: nn.Module | Tree,
+    plan: PrecisionPlan,
+    *,
+    hardware: bool = False,
+    triton: bool = True,
+    gathered: torch.dtype | None = None,
 ) -> Conversion:
     """Make `model` equal `plan`. A model that was already converted is reverted first.
 
     Args:
         hardware: True if the device multiplies FP8; elsewhere it is emulated.
         triton: False if the device cannot start kernels of Triton: torch's own take their place.
+        gathered: type in which FSDP2 will gather weights, if it shards them.
     """
     tree = Tree.of(model)
     revert(tree)
     kernels.can_launch = triton
     precision, plain = plan.precision, sum(not layer.stored for layer in plan.fp8_layers)
-    backend = make_backend(precision, plain, hardware=hardware, triton=triton) if plain else None
+    able: Any = {"hardware": hardware, "triton": triton, "gathered": gathered}
+    backend = make_backend(precision, plain, **able) if plain else None
     emulate = not hardware or precision.engine.emulates
     frozen = FrozenBackend(precision, emulate=emulate, triton=triton) if plan.stored else None
     conversion = Conversion(tree, plan, backend, frozen)
@@ -302,8 +318,8 @@ def revert(model: nn.Module | Tree) -> nn.Module:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
     every: list[Any] = [m for m in model.modules() if getattr(m, "multiplies", False)]
-    away = {m.fp8_backend for m in every if isinstance(m, TrainedMixin)}
-    layers = [module for module in every if not isinstance(module, TrainedMixin)]
+    away = {m.fp8_backend for m in every if isinstance(m, CodesMixin)}
+    layers = [module for module in every if not isinstance(module, CodesMixin)]
     classes = [type(module) for module in layers]
     with contextlib.ExitStack() as stack:
         for backend in away:  # of weights that no plain class has at hand

@@ -217,7 +217,7 @@ class EngineBackend(Backend):
 def engine_maker(capability: tuple[int, int], *, compiled: bool) -> Any:
     """Replacement of `convert.make_backend` for Transformer Engine."""
 
-    def make_backend(precision: PrecisionConfig, layers: int, **_: bool) -> Backend:
+    def make_backend(precision: PrecisionConfig, layers: int, **_: Any) -> Backend:
         return EngineBackend(precision, capability, compiled=compiled)
 
     return make_backend

@@ -1,5 +1,7 @@
 """What trains and stays in host memory besides FP8 layers: embeddings and the head, by a copy.
 
+Where FSDP2 shards, it gathers embeddings and the head as ever.
+
 Norms and biases stay on the device, with their gradients and their part of the optimizer.
 """
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from finetune.precision.cases.case import Site, Swap
 from finetune.precision.model.layers import decoder_layers, head_modules
+from finetune.precision.stored.gathered import GatheredBackend, GatheringMixin
 from finetune.precision.stored.trained import (
     AwayMixin,
     DeviceMixin,
@@ -22,6 +25,8 @@ from finetune.precision.stored.trained import (
 
 def masters_in_host_memory(site: Site) -> Iterator[Swap]:
     """Tables, decoder layers that wait for their weights, and the model itself."""
+    if isinstance(site.backend, GatheredBackend):
+        yield Swap(site.model, GatheringMixin, {"fp8_shards": site.backend.shards})
     if not isinstance(site.backend, TrainedBackend):
         return
     masters = site.backend.masters

@@ -240,6 +240,9 @@ class Backend:
         facts = types.SimpleNamespace(fp8_backend=self, **self.attributes(module, layer))
         return functools.partial(self.mixin.fp8_linear, facts)  # pyright: ignore[reportArgumentType]
 
+    def release(self, model: nn.Module) -> None:
+        """Leave a model whose layers are plain again."""
+
     def region(self) -> contextlib.AbstractContextManager[None]:
         """Context around the model's forward."""
         return contextlib.nullcontext()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -90,22 +90,27 @@ class AwayMixin(Swapped):
         return result
 
 
-class TrainedMixin(AwayMixin, Fp8Mixin):
+class CodesMixin(Fp8Mixin):
     """Forward of a linear layer that holds codes; evaluated in high precision, by its codes too.
 
     Attributes:
         fp8_how: arithmetic of its products.
+        fp8_master: its codes, uint8 [N, K], and their inverse scales.
     """
 
-    fp8_backend: TrainedBackend
+    fp8_backend: CodesBackend
     fp8_how: Arithmetic
-    keeps_name = False
+    fp8_master: Any
+
+    def fp8_lent(self) -> Tensor:
+        """What autograd takes for the weight [N, K]."""
+        raise AssertionError("each mixin knows where its gradient goes")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(self, TrainedMixin):  # accelerate keeps a root's forward after a revert
+        if not isinstance(self, CodesMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, input)
         master, low = self.fp8_master, self.runs_low and input.numel() > 0
-        w = master.handle if torch.compiler.is_compiling() else master.lend()
+        w = self.fp8_lent()
         how, cast = self.fp8_how if low else dequantizing(self.fp8_how.tile), (None, None)
         if "fprop" not in how.high:
             cast = self.fp8_backend.cast(input, how, compute_dtype(input))
@@ -116,6 +121,16 @@ class TrainedMixin(AwayMixin, Fp8Mixin):
         if not low and input.numel():
             self.fp8_tally.watch(input, y)
         return y
+
+
+class TrainedMixin(AwayMixin, CodesMixin):
+    """The same of a layer whose master is in host memory."""
+
+    keeps_name = False
+
+    def fp8_lent(self) -> Tensor:
+        master = self.fp8_master
+        return master.handle if torch.compiler.is_compiling() else master.lend()
 
 
 class TableMixin(AwayMixin):
@@ -188,32 +203,23 @@ class DeviceMixin(Swapped):
         return self.fp8_masters.device
 
 
-class TrainedBackend(FrozenBackend):
+class CodesBackend(FrozenBackend):
     """Backend of layers that train and hold codes.
 
     Attributes:
-        masters: all masters of the model.
+        where: what the receipt says of their masters.
     """
 
-    name = "masters"
-    mixin = TrainedMixin
+    where: ClassVar[str]
 
     def __init__(self, precision: PrecisionConfig, *, emulate: bool, triton: bool = True) -> None:
         super().__init__(precision, emulate=emulate, triton=triton)
-        pow2 = precision.pow2_scales  # as where weights are on the device
         self.how = self.how._replace(
-            pow2=pow2,
+            pow2=precision.pow2_scales,  # as where weights are on the device
             in_bf16=multiply_in_bf16(precision),
             high=precision.gemms_kept_high,
             gradients=formats_of(precision)["g"],
         )
-        self.masters = Masters(pow2=pow2)
-
-    def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
-        weight: Any = module._parameters["weight"]
-        tile = tile_of("row" if self.how.per_row else "tensor", layer.shape)
-        master = self.masters.of(weight, tile, turned=is_conv1d(type(module)))
-        return {"fp8_how": self.how._replace(tile=tile), "fp8_master": master}
 
     def as_cast(
         self, module: Any, operand: Operand, value: Tensor
@@ -224,5 +230,30 @@ class TrainedBackend(FrozenBackend):
         return value, self.precision
 
     def effective(self) -> dict[str, Any]:
-        here = {"w": "e4m3, master in host memory", "g": self.how.gradients.name}
+        here = {"w": f"e4m3, {self.where}", "g": self.how.gradients.name}
         return super().effective() | here
+
+
+class TrainedBackend(CodesBackend):
+    """Backend of layers whose masters are in host memory.
+
+    Attributes:
+        masters: all masters of the model.
+    """
+
+    name = "masters"
+    mixin = TrainedMixin
+    where = "master in host memory"
+
+    def __init__(self, precision: PrecisionConfig, *, emulate: bool, triton: bool = True) -> None:
+        super().__init__(precision, emulate=emulate, triton=triton)
+        self.masters = Masters(pow2=self.how.pow2)
+
+    def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
+        weight: Any = module._parameters["weight"]
+        tile = tile_of("row" if self.how.per_row else "tensor", layer.shape)
+        master = self.masters.of(weight, tile, turned=is_conv1d(type(module)))
+        return {"fp8_how": self.how._replace(tile=tile), "fp8_master": master}
+
+    def release(self, model: nn.Module) -> None:
+        model.cpu()  # with the masters, or layers would have weights on two devices

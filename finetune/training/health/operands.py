@@ -329,6 +329,8 @@ class OperandWatch:
         if isinstance(module, StoredMixin) and not isinstance(module.weight, DTensor):
             self._see(name, "w", module.weight_in(), ())
         for own, parameter in module.named_parameters(recurse=False):
+            if own == "weight":  # of a layer that holds codes another stands there
+                parameter = getattr(getattr(module, "fp8_master", None), "parameter", parameter)
             w = local_part(parameter).detach()
             if own == "bias" or not w.is_floating_point() or w.is_meta or not w.numel():
                 continue  # quantized storage has no magnitudes of its own

@@ -95,6 +95,7 @@ def patch_accelerator(session: Any) -> None:
             # inside.
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
+                session.gathered = _gathered(accelerator, precision)
                 session.prepare_models([session.tree_of(model) for model in models])
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
@@ -124,6 +125,7 @@ def patch_accelerator(session: Any) -> None:
                 given = signature.bind(accelerator, model, *args, **kwargs).arguments
                 evaluation = bool(given.get("evaluation_mode"))
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
+                session.gathered = _gathered(accelerator, precision)
                 session.prepare_models([tree], evaluation=evaluation)
             return original(accelerator, model, *args, **kwargs)
 
@@ -215,6 +217,42 @@ def _refuse_copies(accelerator: Any) -> None:
             "a copy of the model in each process, and says nothing",
             fix="leave FSDP out, or run on GPUs",
         )
+
+
+def _gathered(accelerator: Any, precision: PrecisionConfig) -> torch.dtype | None:
+    """Type in which FSDP2 gathers weights, None if it does not shard them.
+
+    Raises:
+        PrecisionError: codes are asked for, and each process would have masters of its own.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if "FSDP" not in str(accelerator.distributed_type):
+        if precision.fp8_params and accelerator.num_processes > 1:
+            raise masters_copied(accelerator.num_processes)
+        return None
+    plugin = accelerator.state.fsdp_plugin
+    if precision.fp8_params and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise PrecisionError(
+            "fp8_params gathers codes, and FSDP2 was to keep shards in host memory",
+            where="offload_params or cpu_offload of FSDP2",
+            why="it looks there for weights in high precision alone",
+            fix="~precision.fp8_params; or FSDP2 without offload",
+        )
+    policy = plugin.mixed_precision_policy
+    return (policy and policy.param_dtype) or torch.float32
+
+
+def masters_copied(count: int) -> PrecisionError:
+    """The error of processes that would each have all masters."""
+    return PrecisionError(
+        f"fp8_params keeps masters in host memory, and {count} processes would each have a copy",
+        where="precision.fp8_params, without FSDP2",
+        why="copies cost the host as often as much, and gradients in host memory are summed by no "
+        "DDP; where FSDP2 shards masters, GPUs hold them and gather codes",
+        fix="train.fsdp=true 'train.fsdp_config={version: 2, reshard_after_forward: true}'; one "
+        "process; or ~precision.fp8_params",
+    )
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ class Session:
     Attributes:
         conversions: conversions of the models prepared under it that are still alive.
         compiled: compiled layers, and why.
+        gathered: type in which FSDP2 gathers weights; None: none are sharded.
         loss_scaling: settings of float16's scaler.
         micro_batches: those of the run that begins; None if unknown.
         again: puts the session of a script into effect again, after a run of a recipe.
@@ -70,6 +71,7 @@ class Session:
 
     again: Callable[[], Session] | None = None
     micro_batches: int | None = None
+    gathered: torch.dtype | None = None
 
     def __init__(self, resolution: Resolution, device: Device) -> None:
         self.resolution, self.device = resolution, device
@@ -145,8 +147,10 @@ class Session:
         try:
             hardware = bool(self.device.has_fp8)
             # A plan of its own: weights of a reference are not stored anew, whatever the policy's
-            # are.
-            made = plan(tree, self.references.precision_of(self.precision, hardware=hardware))
+            # are; and whether they will be sharded is not known.
+            codes = self.precision.fp8_params and self.gathered is None
+            own = self.precision.model_copy(update={"fp8_params": codes})
+            made = plan(tree, self.references.precision_of(own, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
             return
         self._take_over(tree)
@@ -184,7 +188,8 @@ class Session:
         # All frozen weights before, less those that are still there: what is left has become codes.
         self._replaced.update((id(p), p) for p in tree.parameters() if not p.requires_grad)
         hardware = bool(self.device.has_fp8)
-        conversion = convert.apply(tree, made, hardware=hardware, triton=starts_triton())
+        able: Any = {"triton": starts_triton(), "gathered": self.gathered}
+        conversion = convert.apply(tree, made, hardware=hardware, **able)
         _leave_head(conversion)
         self.conversions.add(conversion)
         self.has_prepared = True

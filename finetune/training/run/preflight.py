@@ -31,7 +31,7 @@ from finetune.precision.model.layers import plain_name
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan, refuse_half_weights
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.helper.patches import WHY_NOT_FSDP1, engine_refused
+from finetune.training.helper.patches import WHY_NOT_FSDP1, engine_refused, masters_copied
 from finetune.training.helper.references import refuse_evaluation_apart
 from finetune.training.model import Attention, resolve_attention, sketch
 from finetune.training.run.early_stopping import check_early_stopping
@@ -124,6 +124,8 @@ def preflight(
         raise
     made = check_settings(config, model, None if resolution.fallback else resolution.precision)
     check_launcher(resolution.precision, device)
+    if resolution.precision.fp8_params and processes() > 1 and not config.train.fsdp:
+        raise masters_copied(processes())
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
     attention = resolve_attention(config, model, device)
