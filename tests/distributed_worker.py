@@ -7,19 +7,24 @@ parameters), `local` (DDP with reduce_amax off), or `frozen` and `frozen_fsdp` (
 held in FP8, under DDP and FSDP2), `frozen_experts` (the same of a mixture, under FSDP2), or
 `frozen_ram` and `frozen_ram_experts` (FSDP2 whose weights come from the first process: the other
 one's are made wrong before). In `frozen_head` and `frozen_head_fsdp` the output head is held so as
-well, and multiplied inside the loss of TRL's trainer. They run one after the other, since starting
-two processes takes longer than what they do. Each process writes OUT/MODE/RANK.json.
+well, and multiplied inside the loss of TRL's trainer. In `sharded_tensorwise` and
+`sharded_rowwise` all weights train under FSDP2, and with `_codes` they are gathered as codes
+(`fp8_params`). They run one after the other, since starting two processes takes longer than what
+they do. Each process writes OUT/MODE/RANK.json.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 torch.set_num_threads(1)
 
@@ -57,6 +62,26 @@ def rows(rank: int) -> list[dict]:
     return [{"input_ids": x, "labels": x} for x in ids]
 
 
+def count_gathered(found: dict[str, int]) -> None:
+    """Add up the bytes that FSDP2 gathers, by type, in this process from now on."""
+    names = ("all_gather_single", "all_gather_into_tensor")  # of torch 2.13, and before
+    name = next(name for name in names if hasattr(dist, name))
+    plain = getattr(dist, name)
+
+    def gather(output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kind = str(output_tensor.dtype)
+        found[kind] = found.get(kind, 0) + output_tensor.nbytes
+        return plain(output_tensor, *args, **kwargs)
+
+    setattr(dist, name, gather)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """What only equal weights have in common."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest()
+
+
 def main(out: Path, mode: str) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
@@ -70,7 +95,7 @@ def main(out: Path, mode: str) -> None:
         model = LlamaForCausalLM(LlamaConfig(**shape, pad_token_id=0))
     frozen, fsdp = (
         mode.startswith("frozen"),
-        mode.startswith("frozen_ram") or mode.endswith(("experts", "fsdp")),
+        mode.startswith(("frozen_ram", "sharded")) or mode.endswith(("experts", "fsdp")),
     )
     if frozen:
         lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -97,6 +122,10 @@ def main(out: Path, mode: str) -> None:
         "scaling": "delayed", "amax_history_len": 4, "reduce_amax": mode != "local",
     }  # fmt: skip
     scaling |= {"map": {"output": "fp8"}} if head else {}
+    if mode.startswith("sharded"):
+        scaling = {"scaling": mode.split("_")[1], "fp8_params": mode.endswith("codes")}
+    gathered: dict[str, int] = {}
+    count_gathered(gathered)
     setup_fp8_mixed_precision_training("emulated", emulation="allow", cpu=True, **scaling)
     if head:
         trainer = SFTTrainer(
@@ -135,6 +164,8 @@ def main(out: Path, mode: str) -> None:
         "codes": [str(w.dtype) for w in codes],
         "local": [w.to_local().shape[0] / w.shape[0] for w in codes if isinstance(w, DTensor)],
         "loss": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "gathered": gathered,
+        "weights": digest(trainer.model) if mode.startswith("sharded") else "",
     }
     (out / f"{rank}.json").write_text(json.dumps(facts))
 

@@ -104,7 +104,8 @@ class PrecisionConfig(Section):
         default=False,
         description="full fine-tuning: the device holds the linear layers that train as FP8 codes "
         "alone; weights, gradients and optimizer states of them, of embeddings and head are in "
-        "host memory, where the update runs (scaling `tensorwise` or `rowwise`)",
+        "host memory, where the update runs (scaling `tensorwise` or `rowwise`). Under FSDP2 all "
+        "of that is sharded over the GPUs, as ever, and what they gather are codes",
     )
     keep: tuple[str, ...] = Field(
         default=(),

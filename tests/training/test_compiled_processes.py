@@ -45,7 +45,13 @@ def largest_weights(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [AS_ON_GPUS, ("tiny_lora_fp8",), ("tiny_lora_bf16", "model.storage=fp8")]
+    "recipe",
+    [
+        AS_ON_GPUS,
+        (*AS_ON_GPUS, "precision.fp8_params=true"),
+        ("tiny_lora_fp8",),
+        ("tiny_lora_bf16", "model.storage=fp8"),
+    ],
 )
 def test_compiled_layers_over_fsdp2_train_as_eager_ones(recipe, tmp_path) -> None:
     """With training health, which looks at weights outside their layer's forward.

@@ -12,13 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from transformers import TrainerControl
 
-from finetune.errors import ProofError
+from finetune.errors import PrecisionError, ProofError
 from finetune.precision.proof.row import LayerReceipt
+from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import Receipt
 from finetune.training.helper.evidence import refuse_disagreement
+from finetune.training.helper.patches import gathered_type
 from finetune.training.run.interrupt import GracefulStop
 from tests.te.fetch import is_here
 
@@ -50,7 +54,8 @@ def facts(tmp_path_factory):
     """Mode -> what both processes wrote. One launch: it takes ten times as long as a mode."""
     modes = (
         "ddp,fsdp,experts,local,frozen,frozen_fsdp,frozen_experts,frozen_ram,frozen_ram_experts,"
-        "frozen_head,frozen_head_fsdp"
+        "frozen_head,frozen_head_fsdp,sharded_tensorwise,sharded_tensorwise_codes,sharded_rowwise,"
+        "sharded_rowwise_codes"
     )
     return launch(tmp_path_factory.mktemp("two"), modes)
 
@@ -123,6 +128,44 @@ def test_experts_held_in_fp8_are_sharded_as_codes(facts) -> None:
         assert seen["stacks_local"] == [0.5] * 4
         for name in ("gate_up_proj", "down_proj"):
             assert seen["experts"][name] == ["fp8", "fp8", "none"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_weights_that_train_are_gathered_as_codes_in_half_of_the_bytes(scaling, facts) -> None:
+    """With one scale for the tensor losses and weights are equal to the bit, in both processes."""
+    plain, codes = (facts[f"sharded_{scaling}{more}"] for more in ("", "_codes"))
+    for one, other in zip(plain, codes, strict=True):
+        assert other["status"] == "proven"
+        assert other["share"] == one["share"]
+        assert other["trainable"] == one["trainable"]
+        assert other["sharded"] == one["sharded"] > 0
+        assert len(other["loss"]) == 3
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        if scaling == "tensorwise":
+            assert (other["loss"], other["weights"]) == (one["loss"], one["weights"])
+        before = one["gathered"]["torch.bfloat16"] - other["gathered"]["torch.bfloat16"]
+        assert before > 0
+        assert other["gathered"]["torch.uint8"] / before == pytest.approx(0.5, abs=0.01)
+
+
+def test_several_processes_with_masters_in_host_memory_are_refused() -> None:
+    """Each would have a copy of them; FSDP2, which shards them, gathers in the type of compute."""
+    precision = PrecisionConfig(compute="fp8", fp8_params=True)
+    replicated = SimpleNamespace(distributed_type="DistributedType.MULTI_GPU", num_processes=2)
+    with pytest.raises(PrecisionError, match="2 processes would each have a copy"):
+        gathered_type(replicated, precision)
+    alone = SimpleNamespace(distributed_type="DistributedType.NO", num_processes=1)
+    assert gathered_type(alone, precision) is None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    plugin = SimpleNamespace(mixed_precision_policy=policy, cpu_offload=OffloadPolicy())
+    sharded = SimpleNamespace(
+        distributed_type="DistributedType.FSDP", state=SimpleNamespace(fsdp_plugin=plugin)
+    )
+    assert gathered_type(sharded, precision) is torch.bfloat16
+    plugin.cpu_offload = CPUOffloadPolicy()
+    with pytest.raises(PrecisionError, match="keep shards in host memory"):
+        gathered_type(sharded, precision)
 
 
 @pytest.mark.long

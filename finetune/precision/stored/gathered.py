@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import OrderError, PrecisionError
 from finetune.precision.engines.base import in_backward
 from finetune.precision.model.layers import is_conv1d
 from finetune.precision.model.plan import LayerPlan
-from finetune.precision.model.swap import Swapped, weight_matrix
+from finetune.precision.model.swap import Swapped
 from finetune.precision.numbers.formats import E4M3, amax, scale_from_amax
 from finetune.precision.numbers.scaling import scaled
 from finetune.precision.numbers.weights import tile_of
@@ -180,6 +181,19 @@ class Shards:
             one.take(scale)
 
 
+class _Turned(torch.autograd.Function):
+    """A stand-in [N, K] for a parameter [K, N] without memory, of which torch makes no view."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:  # noqa: ARG004
+        return w.new_empty(1).expand(w.shape[::-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:  # noqa: ARG004
+        return g.t().contiguous()
+
+
 class GatheredMixin(CodesMixin):
     """Forward of a linear layer whose weight is gathered as codes."""
 
@@ -191,7 +205,9 @@ class GatheredMixin(CodesMixin):
             memory = self.weight.untyped_storage()
             if memory.nbytes():
                 memory.resize_(0)
-        return weight_matrix(self)
+        if not self.transposed_weight:
+            return self.weight
+        return _Turned.apply(self.weight)  # pyright: ignore[reportReturnType]
 
 
 class GatheringMixin(Swapped):

@@ -95,7 +95,7 @@ def patch_accelerator(session: Any) -> None:
             # inside.
             if models:
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                session.gathered = _gathered(accelerator, precision)
+                session.gathered = gathered_type(accelerator, precision)
                 session.prepare_models([session.tree_of(model) for model in models])
             for optimizer in args:
                 if isinstance(optimizer, Optimizer):
@@ -125,7 +125,7 @@ def patch_accelerator(session: Any) -> None:
                 given = signature.bind(accelerator, model, *args, **kwargs).arguments
                 evaluation = bool(given.get("evaluation_mode"))
                 _check_accelerator(accelerator, resolution, known=accelerator in made)
-                session.gathered = _gathered(accelerator, precision)
+                session.gathered = gathered_type(accelerator, precision)
                 session.prepare_models([tree], evaluation=evaluation)
             return original(accelerator, model, *args, **kwargs)
 
@@ -219,7 +219,7 @@ def _refuse_copies(accelerator: Any) -> None:
         )
 
 
-def _gathered(accelerator: Any, precision: PrecisionConfig) -> torch.dtype | None:
+def gathered_type(accelerator: Any, precision: PrecisionConfig) -> torch.dtype | None:
     """Type in which FSDP2 gathers weights, None if it does not shard them.
 
     Raises:
