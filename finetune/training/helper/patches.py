@@ -51,7 +51,7 @@ WHY_NOT_FSDP1 = "FSDP1 puts each layer into a wrapper under another name, past p
 
 def patch_accelerator(session: Any) -> None:
     """Make every `Accelerator` built from now on follow the precision of a `Session`."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType, PartialState
     from accelerate.state import AcceleratorState
 
     patches, resolution = session.patches, session.resolution
@@ -78,6 +78,10 @@ def patch_accelerator(session: Any) -> None:
             original(accelerator, **given)
             if plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true":
                 _refuse_copies(accelerator)
+                # Accelerate (1.15) leaves FSDP in the state of the process, after which another one
+                # gets no plugin: rows are prepared by trainers of their own, each of which has one.
+                if accelerator.num_processes > 1:
+                    PartialState().distributed_type = DistributedType.MULTI_GPU
             if precision.compute == "fp16":
                 session.loss_scaling = compute_types.complete(accelerator)
             # After Accelerate has made its default policy, which sums gradients in the type of
