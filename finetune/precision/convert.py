@@ -35,7 +35,7 @@ from finetune.precision.numbers import kernels
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.frozen import FrozenBackend
 from finetune.precision.stored.gathered import GatheredBackend
-from finetune.precision.stored.trained import CodesMixin, TrainedBackend
+from finetune.precision.stored.trained import CodedMixin, TrainedBackend
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -318,8 +318,8 @@ def revert(model: nn.Module | Tree) -> nn.Module:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
     every: list[Any] = [m for m in model.modules() if getattr(m, "multiplies", False)]
-    away = {m.fp8_backend for m in every if isinstance(m, CodesMixin)}
-    layers = [module for module in every if not isinstance(module, CodesMixin)]
+    away = {m.fp8_backend for m in every if isinstance(m, CodedMixin)}
+    layers = [module for module in every if not isinstance(module, CodedMixin)]
     classes = [type(module) for module in layers]
     with contextlib.ExitStack() as stack:
         for backend in away:  # of weights that no plain class has at hand

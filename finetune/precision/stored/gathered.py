@@ -33,7 +33,7 @@ from finetune.precision.numbers.formats import E4M3, amax, scale_from_amax
 from finetune.precision.numbers.scaling import scaled
 from finetune.precision.numbers.weights import tile_of
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored.trained import CodesBackend, CodesMixin
+from finetune.precision.stored.trained import CodedBackend, CodedMixin
 
 
 class Shard:
@@ -70,8 +70,8 @@ class Shard:
         if not isinstance(w, DTensor):
             if self._local is None:
                 raise PrecisionError(
-                    f"FSDP2 leaves out a layer [{self.count}, ...] that fp8_params holds as codes",
-                    where="ignored_modules, or a call of a part of the model before the whole",
+                    "FSDP2 leaves out a layer that fp8_params holds as codes",
+                    where=f"a weight of {list(w.shape)}; ignored_modules of FSDP2",
                     why="its codes are made where FSDP2 gathers them",
                     fix="keep it in high precision: precision.keep=[pattern of its name]",
                 )
@@ -194,7 +194,7 @@ class _Turned(torch.autograd.Function):
         return g.t().contiguous()
 
 
-class GatheredMixin(CodesMixin):
+class GatheredMixin(CodedMixin):
     """Forward of a linear layer whose weight is gathered as codes."""
 
     fp8_master: Shard
@@ -226,7 +226,7 @@ class GatheringMixin(Swapped):
         return super().__call__(*args, **kwargs)
 
 
-class GatheredBackend(CodesBackend):
+class GatheredBackend(CodedBackend):
     """Backend of layers that train and are gathered as codes.
 
     Attributes:

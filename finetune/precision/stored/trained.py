@@ -90,7 +90,7 @@ class AwayMixin(Swapped):
         return result
 
 
-class CodesMixin(Fp8Mixin):
+class CodedMixin(Fp8Mixin):
     """Forward of a linear layer that holds codes; evaluated in high precision, by its codes too.
 
     Attributes:
@@ -98,7 +98,7 @@ class CodesMixin(Fp8Mixin):
         fp8_master: its codes, uint8 [N, K], and their inverse scales.
     """
 
-    fp8_backend: CodesBackend
+    fp8_backend: CodedBackend
     fp8_how: Arithmetic
     fp8_master: Any
 
@@ -107,7 +107,7 @@ class CodesMixin(Fp8Mixin):
         raise AssertionError("each mixin knows where its gradient goes")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(self, CodesMixin):  # accelerate keeps a root's forward after a revert
+        if not isinstance(self, CodedMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, input)
         master, low = self.fp8_master, self.runs_low and input.numel() > 0
         w = self.fp8_lent()
@@ -123,7 +123,7 @@ class CodesMixin(Fp8Mixin):
         return y
 
 
-class TrainedMixin(AwayMixin, CodesMixin):
+class TrainedMixin(AwayMixin, CodedMixin):
     """The same of a layer whose master is in host memory."""
 
     keeps_name = False
@@ -203,7 +203,7 @@ class DeviceMixin(Swapped):
         return self.fp8_masters.device
 
 
-class CodesBackend(FrozenBackend):
+class CodedBackend(FrozenBackend):
     """Backend of layers that train and hold codes.
 
     Attributes:
@@ -234,7 +234,7 @@ class CodesBackend(FrozenBackend):
         return super().effective() | here
 
 
-class TrainedBackend(CodesBackend):
+class TrainedBackend(CodedBackend):
     """Backend of layers whose masters are in host memory.
 
     Attributes:
