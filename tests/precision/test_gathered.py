@@ -77,12 +77,13 @@ def test_what_is_sharded_stays_a_plain_float32_parameter() -> None:
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_gathered_weight_takes_a_byte_a_number(scaling) -> None:
-    """Its parameter, which gets a gradient of 16 bits, has no memory."""
+    """Its parameter, which gets a gradient of 16 bits, is one number, NaN for who reads it."""
     model = sharded(codes=True, scaling=scaling, reshard_after_forward=False)
     model(torch.randn(8, 32))
     for layer, shape in ((model[0], (48, 32)), (model[2], (16, 48))):
         assert layer.weight.dtype is BF16
-        assert layer.weight.untyped_storage().nbytes() == 0
+        assert layer.weight.untyped_storage().nbytes() == BF16.itemsize
+        assert layer.weight.isnan().all()
         assert layer.fp8_master.bits.shape == shape
         assert layer.fp8_master.bits.dtype is torch.uint8
         assert layer.fp8_master.inverse.shape == ((shape[0], 1) if scaling == "rowwise" else (1, 1))
@@ -93,6 +94,7 @@ def test_a_layer_changed_between_calls_of_the_whole_is_cast_anew() -> None:
     model = sharded(codes=True)
     model(torch.randn(8, 32))
     before = model[0].fp8_master.inverse.clone()
+    model.reshard()
     with torch.no_grad():
         model[0].weight.mul_(4)
     model.unshard()

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import OrderError, PrecisionError
 from finetune.precision.engines.base import in_backward
 from finetune.precision.model.layers import is_conv1d
 from finetune.precision.model.plan import LayerPlan
-from finetune.precision.model.swap import Swapped
+from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.numbers.formats import E4M3, amax, scale_from_amax
 from finetune.precision.numbers.scaling import scaled
 from finetune.precision.numbers.weights import tile_of
@@ -100,9 +99,9 @@ class Shard:
         return found
 
     def take(self, scale: Tensor) -> None:
-        """Scales of all rows, float32 [count]."""
-        self.scale, self._seen = scale[:, None], self.parameter._version
-        self.inverse = self.scale.reciprocal()
+        """Scales of all rows, float32 [count, 1]."""
+        self.scale, self.inverse = scale, scale.reciprocal()
+        self._seen = self.parameter._version
 
     # ---------------------------------------------------------------------------- FSDP2's protocol
 
@@ -145,53 +144,38 @@ def _share(rows: int, processes: int) -> int:
 
 
 class Shards:
-    """All weights of a model that are gathered as codes, in the order of its forward.
+    """All weights of a model that are gathered as codes.
 
     Attributes:
         dtype: type in which FSDP2 would gather them.
         pow2: True if scales are powers of two.
         is_over: True if their model is plain again.
+        of_weight: the shard of each, by id of the parameter before FSDP2.
     """
 
     def __init__(self, dtype: torch.dtype, *, pow2: bool) -> None:
         self.dtype, self.pow2, self.is_over = dtype, pow2, False
-        self.each: list[Shard] = []
+        self.of_weight: dict[int, Shard] = {}
 
     def of(self, module: nn.Module, count: int) -> Shard:
         """The shard of a layer's weight, one also where layers share it."""
-        for known in self.each:
-            if known.module._parameters["weight"] is module._parameters["weight"]:
-                return known
-        self.each.append(made := Shard(self, module, count))
-        return made
+        key = id(module._parameters["weight"])
+        return self.of_weight.setdefault(key, Shard(self, module, count))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Agree on the scales of all weights."""
-        for one in self.each:
+        every = list(self.of_weight.values())
+        for one in every:
             one.attach()
-        largest = torch.cat([one.largest() for one in self.each])
+        largest = torch.cat([one.largest() for one in every])[:, None]
         if dist.is_initialized():  # one process alone may be no group
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         # Rounding keeps order: that of the largest is the largest of the rounded.
         largest = largest.to(self.dtype).float()
         scales = scale_from_amax(largest, E4M3, pow2=self.pow2)
-        parts = scales.split([one.count for one in self.each])
-        for one, scale in zip(self.each, parts, strict=True):
+        for one, scale in zip(every, scales.split([one.count for one in every]), strict=True):
             one.take(scale)
-
-
-class _Turned(torch.autograd.Function):
-    """A stand-in [N, K] for a parameter [K, N] without memory, of which torch makes no view."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor) -> Tensor:  # noqa: ARG004
-        return w.new_empty(1).expand(w.shape[::-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:  # noqa: ARG004
-        return g.t().contiguous()
 
 
 class GatheredMixin(CodedMixin):
@@ -201,13 +185,11 @@ class GatheredMixin(CodedMixin):
     weight: nn.Parameter
 
     def fp8_lent(self) -> Tensor:
-        if not torch.compiler.is_compiling():  # the first call is not
-            memory = self.weight.untyped_storage()
-            if memory.nbytes():
-                memory.resize_(0)
-        if not self.transposed_weight:
-            return self.weight
-        return _Turned.apply(self.weight)  # pyright: ignore[reportReturnType]
+        w = self.weight
+        if not torch.compiler.is_compiling() and any(w.stride()):  # never in a first call
+            # One number for all: who reads it sees NaN, and its memory is free.
+            w.data = w.new_full((1, 1), torch.nan).expand(w.shape)
+        return weight_matrix(self)
 
 
 class GatheringMixin(Swapped):
