@@ -114,7 +114,7 @@ def test_a_layer_that_is_not_sharded_is_refused() -> None:
     model = stack().train()
     precision = PrecisionConfig(compute="fp8", fp8_params=True, emulation="allow")
     convert.apply(model, plan(model, precision), gathered=BF16)
-    ignored = {model[0].weight, model[0].bias}
+    ignored = set(model[0].parameters())
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params=ignored)
     with pytest.raises(PrecisionError, match=r"FSDP2 leaves out a layer[^~]*\[48, 32\]"):
         model(torch.randn(8, 32))

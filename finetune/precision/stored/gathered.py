@@ -129,7 +129,7 @@ class Shard:
     ) -> Any:
         """Take the codes. FSDP2 wants a parameter of their shape, for its gradient.
 
-        It gets one of the gathered type, whose memory goes before its first use (`GatheredMixin`).
+        It gets one of the gathered type, of one number from its first use on (`GatheredMixin`).
         """
         bits = outputs[0][: self.parameter.shape[0]]
         self.bits = bits.t() if self._turned else bits
@@ -186,7 +186,7 @@ class GatheredMixin(CodedMixin):
 
     def fp8_lent(self) -> Tensor:
         w = self.weight
-        if not torch.compiler.is_compiling() and any(w.stride()):  # never in a first call
+        if not torch.compiler.is_compiling() and any(w.stride()):  # a first call is not
             # One number for all: who reads it sees NaN, and its memory is free.
             w.data = w.new_full((1, 1), torch.nan).expand(w.shape)
         return weight_matrix(self)
