@@ -147,10 +147,8 @@ class Session:
         try:
             hardware = bool(self.device.has_fp8)
             # A plan of its own: weights of a reference are not stored anew, whatever the policy's
-            # are; and whether they will be sharded is not known.
-            codes = self.precision.fp8_params and self.gathered is None
-            own = self.precision.model_copy(update={"fp8_params": codes})
-            made = plan(tree, self.references.precision_of(own, hardware=hardware))
+            # are.
+            made = plan(tree, self.references.precision_of(self.precision, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks
             return
         self._take_over(tree)
