@@ -252,8 +252,8 @@ def masters_copied(count: int) -> PrecisionError:
     return PrecisionError(
         f"fp8_params keeps masters in host memory, and {count} processes would each have a copy",
         where="precision.fp8_params, without FSDP2",
-        why="copies cost the host as often as much, and gradients in host memory are summed by no "
-        "DDP; where FSDP2 shards masters, GPUs hold them and gather codes",
+        why="copies take that many times the host's memory, and DDP sums no gradients that are "
+        "there; where FSDP2 shards masters, GPUs keep them and gather codes",
         fix="train.fsdp=true 'train.fsdp_config={version: 2, reshard_after_forward: true}'; one "
         "process; or ~precision.fp8_params",
     )
