@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback
@@ -204,7 +205,7 @@ def _conclude(
             "without a profiler",
         )
     groups = with_times(with_noise(groups_of_receipt(receipt.layers), observer.sums), timeline)
-    where = next(conversion.model.parameters()).device
+    where = torch.device(device.kind)  # a parameter may be in host memory
     attention = getattr(conversion.model.config, "_attn_implementation", "")
     facts = Facts(
         config=config.model_copy(update={"precision": running.precision}),
