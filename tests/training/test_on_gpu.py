@@ -17,7 +17,7 @@ CODES = (
     "tiny_full_fp8 precision.scaling=tensorwise precision.compile=on "
     "train.gradient_checkpointing=true"
 )
-MASTERS = f"{CODES} precision.fp8_params=true"
+MASTERS = f"{CODES} precision.fp8_params=true precision.health_every=4"
 CASES = (
     "tiny_lora_fp8 train.packing=true precision.health_every=4 precision.compile=on",
     "tiny_lora_fp8 precision.compile=off train.gradient_checkpointing=true",

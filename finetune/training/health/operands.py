@@ -382,9 +382,11 @@ class OperandWatch:
 
     def _fetch_amaxes(self) -> None:
         """Fetch the amaxes of high-precision operands in one transfer: each fetch synchronizes."""
-        keys, values = [key for key, _ in self._amaxes], [value for _, value in self._amaxes]
-        for key, largest in zip(keys, torch.stack(values).tolist() if values else (), strict=True):
-            self.sums[key].merge(OperandSums(largest))
+        for device in {value.device for _, value in self._amaxes}:  # masters are in host memory
+            here = [(key, value) for key, value in self._amaxes if value.device == device]
+            found = torch.stack([value for _, value in here]).tolist()
+            for (key, _), largest in zip(here, found, strict=True):
+                self.sums[key].merge(OperandSums(largest))
         self._amaxes.clear()
 
 
