@@ -358,7 +358,7 @@ class OperandWatch:
         if self._products[name, in_backward()] > PRODUCTS:
             return
         if not in_backward():
-            (x, w, _), low = inputs, self._low.get(name, ())
+            (x, w, *_), low = inputs, self._low.get(name, ())  # some have a bias
             with torch.no_grad():
                 self._see(name, "x", x.to(compute_dtype(x)), low)
                 self._see(name, "w", w.detach(), low)
