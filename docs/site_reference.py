@@ -111,7 +111,7 @@ def _engine(name: str, precision: PrecisionConfig) -> str:
         return verdict.reason
     if name == "emulated":
         return "anywhere"
-    major, minor = precision.rule.capability
+    major, minor = precision.facts.capability
     later = f"has no {precision.scaling} on" in backend_verdict(name, precision, RTX5090).reason
     return f"{major}.{minor}+" + (", not 12.0" if later else "")
 

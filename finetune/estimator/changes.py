@@ -199,7 +199,7 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
         yield Change("base", overrides, f"the frozen base is stored {why}", "otherwise")
     plain = precision.compute == "fp8" and precision.frozen != "fp8"
     # A stored base multiplies E4M3 operands alone: another format was asked for on purpose.
-    if plain and precision.rule.frozen and precision.format in (None, "e4m3"):
+    if plain and precision.facts.frozen and precision.format in (None, "e4m3"):
         why = "the frozen base is stored in FP8 alone, without a copy in 16 bits"
         yield Change("base", ("precision.frozen=fp8",), why, "otherwise")
     # bitsandbytes casts a layer's bias to BF16 in place, where its small updates are lost.

@@ -40,7 +40,7 @@ def _fastest(config: RunConfig) -> Iterator[Change]:
         yield Change(
             "compile", (COMPILED,), "joins chains of small kernels; the first step takes minutes"
         )
-    slow = precision.scaling != FASTEST and not precision.rule.own_scales
+    slow = precision.scaling != FASTEST and not precision.facts.own_scales
     if precision.compute == "fp8" and config.lora is None and slow:
         overrides = (f"precision.scaling={FASTEST}", "~precision.format")
         yield Change("scaling", overrides, "predicted the fastest where all weights train")

@@ -64,14 +64,14 @@ def _limits(
 
     What is not here it has, from `least_capability` on.
     """
-    if name not in precision.rule.engines:
+    if name not in precision.facts.engines:
         yield f"{ENGINES[name].shown} has no {precision.scaling} scaling", {}
     capability = device.capability if device and device.has_fp8 else None
     yield from _LIMITS[name](precision, capability[0] if capability else 0, device and device.name)
 
 
 def _torchao_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterator[Limit]:
-    by_row = p.rule.by_row
+    by_row = p.facts.by_row
     if by_row and p.fp8_format != "e4m3":
         yield "torchao's rowwise GEMMs take E4M3 operands only", {"format": "e4m3"}
     if p.fp8_format == "e5m2":
@@ -82,25 +82,25 @@ def _torchao_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterato
 
 
 def _emulation_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterator[Limit]:
-    if p.rule.has_history and p.compile_requested == "on":
+    if p.facts.has_history and p.compile_requested == "on":
         # Its casts write into a history that every layer shares.
         yield f"the emulation cannot compile {p.scaling} scaling", {"compile": "off"}
 
 
 def _te_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterator[Limit]:
-    rule, high, engine = p.rule, p.high_gemms, "Transformer Engine"
+    facts, high, engine = p.facts, p.high_gemms, "Transformer Engine"
     if p.fp8_format == "e5m2":
         yield f"{engine} has no pure E5M2", {"format": "hybrid"}
-    if rule.has_history and p.pow2_scales:
+    if facts.has_history and p.pow2_scales:
         yield f"{engine}'s delayed scales are not powers of two", {"power_of_two_scales": None}
-    if rule.has_history and high:
+    if facts.has_history and high:
         yield f"{engine} keeps no GEMM high under delayed scaling", {"high_gemms": ()}
     if high and set(high) != {"dgrad", "wgrad"}:
         both = {"high_gemms": ("dgrad", "wgrad")}
         yield f"{engine} keeps dgrad and wgrad high together or not at all", both
-    if rule.has_exponents and major >= 12:
+    if facts.has_exponents and major >= 12:
         yield f"{engine} has no {p.scaling} on {here} yet", {}
-    if rule.has_float_blocks and major >= BLOCK_CAPABILITY[0] and not p.pow2_scales:
+    if facts.has_float_blocks and major >= BLOCK_CAPABILITY[0] and not p.pow2_scales:
         # Its blockwise recipe runs on MXFP8 there, whose scales are powers of two.
         no = f"{engine}'s block scales are powers of two on {here}"
         yield no, {"power_of_two_scales": None}
@@ -142,7 +142,7 @@ def backend_verdict(
         if not ENGINES[name].extra and precision.emulation != "forbid":
             return Verdict(True, "torchao's own emulation (emulate=True), no FP8 speed")
         return device.has_fp8
-    needed = precision.rule.capability
+    needed = precision.facts.capability
     if device.capability < needed:
         no = f"{precision.scaling} needs compute capability {shown_capability(needed)}"
         return Verdict(False, f"{no}; {device.name} has less; backend=emulated has it")
@@ -183,7 +183,7 @@ class Resolution:
         if p.compute != "fp8":
             return self.label
         engine = "frozen base" if p.frozen == "fp8" else p.backend
-        return f"{p.low.upper()} ({engine}, {p.rule.shown})"
+        return f"{p.low.upper()} ({engine}, {p.facts.shown})"
 
 
 def emulates(precision: PrecisionConfig, device: Device) -> bool:
@@ -356,7 +356,7 @@ def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
     """Settings under which it runs here, each of them tried; then what has FP8 units."""
     limits = () if precision.backend == "auto" else _limits(precision.backend, precision, device)
     tried = [settings for _, settings in limits if settings][:1]
-    if not tried and precision.rule.by_row and precision.frozen != "bf16":
+    if not tried and precision.facts.by_row and precision.frozen != "bf16":
         tried.append({"scaling": FASTEST})
     if not precision.engine.emulates:
         others = [x for x in AUTO_ORDER[:-1] if x != precision.backend and device.has_fp8]

@@ -21,11 +21,8 @@ from torch import nn
 from finetune.precision.cases import CASES
 from finetune.precision.cases.case import Site
 from finetune.precision.cases.parameters import promise
-from finetune.precision.engines.base import (
-    Backend,
-    ObservedMixin,
-    in_backward,
-)
+from finetune.precision.engines.base import Backend
+from finetune.precision.engines.observers import ObservedMixin, in_backward
 from finetune.precision.model import compiling
 from finetune.precision.model.layers import decoder_layers, records
 from finetune.precision.model.plan import PrecisionPlan

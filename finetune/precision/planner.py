@@ -209,7 +209,7 @@ class _Storing:
         }
         self._typed = set(ids_giving_types(modules))
         # By row as x and g are cast then; the other rules go with one scale per tensor.
-        self._granularity: Granularity = precision.rule.frozen or "tensor"
+        self._granularity: Granularity = precision.facts.frozen or "tensor"
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""

@@ -145,7 +145,7 @@ class PrecisionConfig(Section):
     )
 
     @property
-    def rule(self) -> ScalingFacts:
+    def facts(self) -> ScalingFacts:
         """Facts of the scaling rule."""
         return SCALINGS[self.scaling]
 
@@ -157,22 +157,22 @@ class PrecisionConfig(Section):
     @property
     def low(self) -> Literal["fp8", "fp4"]:
         """Precision of the GEMMs requested as `fp8`: FP4 with nvfp4 scaling."""
-        return self.rule.low
+        return self.facts.low
 
     @property
     def fp8_format(self) -> Fp8Format:
         """The format in force, as given or as usual for the scaling; nvfp4 has none of these."""
-        return self.format or self.rule.format or "e4m3"
+        return self.format or self.facts.format or "e4m3"
 
     @property
     def pow2_scales(self) -> bool:
         """True when scales are powers of two: as given, or as usual for the scaling."""
-        return self.rule.pow2 if self.power_of_two_scales is None else self.power_of_two_scales
+        return self.facts.pow2 if self.power_of_two_scales is None else self.power_of_two_scales
 
     @property
     def gemms_kept_high(self) -> frozenset[Gemm]:
         """GEMMs in high precision: those asked for, and the one that the scaling leaves out."""
-        return frozenset((*self.high_gemms, *self.rule.high))
+        return frozenset((*self.high_gemms, *self.facts.high))
 
     @property
     def compile_requested(self) -> Literal["auto", "on", "off"]:
@@ -183,18 +183,18 @@ class PrecisionConfig(Section):
     @model_validator(mode="after")
     def _known_limits(self) -> PrecisionConfig:
         # A setting of another scaling rule would be ignored silently.
-        for other, rule in SCALINGS.items():
-            for name in self._changed(*rule.settings) if self.scaling != other else ():
+        for other, facts in SCALINGS.items():
+            for name in self._changed(*facts.settings) if self.scaling != other else ():
                 raise RefusedError(
                     f"{name} belongs to {other} scaling and scaling is {self.scaling!r}, which has "
-                    f"no {rule.state}",
+                    f"no {facts.state}",
                     f"scaling={other}",
                     f"~{name}",
                 )
-        if self.rule.format is None and self.format is not None:
+        if self.facts.format is None and self.format is not None:
             what = f"{self.scaling} has one format, E2M1 with E4M3 block scales"
             raise RefusedError(what, "~format")
-        if (kind := self.rule.own_scales) and self.power_of_two_scales is not None:
+        if (kind := self.facts.own_scales) and self.power_of_two_scales is not None:
             raise RefusedError(
                 f"scales of {self.scaling} are {kind} by definition", "~power_of_two_scales"
             )
@@ -223,7 +223,7 @@ class PrecisionConfig(Section):
                 f"fp8_params casts weights under current scaling, and scaling is {self.scaling!r}"
             )
             raise RefusedError(what, *ways, "~fp8_params")
-        if (self.rule.by_row and self.fp8_format != "e4m3") or self.fp8_format == "e5m2":
+        if (self.facts.by_row and self.fp8_format != "e4m3") or self.fp8_format == "e5m2":
             what = f"fp8_params has weights in E4M3, and format is {self.format!r}"
             raise RefusedError(what, "~format", "~fp8_params")
         if self.engine.owns_weights:

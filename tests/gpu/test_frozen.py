@@ -13,7 +13,7 @@ from finetune import (
 )
 from finetune.precision.numbers.weights import (
     Arithmetic,
-    cast,
+    cast_operand,
     dgrad,
     fprop,
     quantize_weight,
@@ -36,7 +36,7 @@ def test_hardware_and_emulation_differ_by_accumulation_only(granularity, tokens)
     results = []
     for emulate in (True, False):
         how = Arithmetic(tile, per_row=granularity == "row", emulate=emulate)
-        y = fprop(x, cast(x, how), bits, inverse, how)
+        y = fprop(x, cast_operand(x, how), bits, inverse, how)
         results.append((y, dgrad(g, bits, inverse, how)))
     for emulated, real in zip(*results, strict=True):
         # Hopper's fast accumulation keeps about 14 bits.

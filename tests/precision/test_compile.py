@@ -20,7 +20,7 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.errors import PrecisionError
 from finetune.precision import convert
 from finetune.precision.cases.lora import AdaptedLinear
-from finetune.precision.engines.base import Owner
+from finetune.precision.engines.observers import Owner
 from finetune.precision.model import compiling
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig

@@ -26,11 +26,16 @@ from finetune.precision.cases.experts import (
     store_experts,
     stored_names,
 )
-from finetune.precision.engines.base import Owner
+from finetune.precision.engines.observers import Owner
 from finetune.precision.model.layers import are_batched_experts, are_served_experts, experts_in
 from finetune.precision.model.swap import swap
 from finetune.precision.numbers.formats import E4M3, decode_bits
-from finetune.precision.numbers.weights import Arithmetic, FrozenLinear, cast, dequantize_weight
+from finetune.precision.numbers.weights import (
+    Arithmetic,
+    FrozenLinear,
+    cast_operand,
+    dequantize_weight,
+)
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.linear import before_sharding
@@ -155,7 +160,7 @@ def test_each_expert_is_a_frozen_linear_layer(tile, sizes) -> None:
     bits, inverse = quantize_stack(stack, tile)
     how, route = Arithmetic(tile, per_row=tile[0] == 1), routed(sizes)
     x = torch.randn(sum(sizes), 48, dtype=torch.bfloat16, requires_grad=True)
-    xq = cast(x.detach(), Arithmetic(tile)) if sum(sizes) else (x.detach(), x.detach())
+    xq = cast_operand(x.detach(), Arithmetic(tile)) if sum(sizes) else (x.detach(), x.detach())
     y = FrozenExperts.apply(x, *xq, bits, inverse, route, how, Owner("experts", []))
     g = torch.randn_like(y)
     (dx,) = torch.autograd.grad(y, x, g)

@@ -19,7 +19,7 @@ from finetune.precision.convert import apply
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.numbers.weights import (
     Arithmetic,
-    cast,
+    cast_operand,
     dequantize_weight,
     dgrad,
     fprop,
@@ -74,7 +74,7 @@ def test_gemms_are_those_of_the_operands_codes(granularity, pow2):
         return (v.float() * scale).to(E4M3.dtype).double() / scale.double()
 
     w = dequantize_weight(bits, inverse, tile).double()
-    y = fprop(x, cast(x, how), bits, inverse, how)
+    y = fprop(x, cast_operand(x, how), bits, inverse, how)
     torch.testing.assert_close(y, (by_hand(x) @ w.t()).to(y.dtype))
     dx = dgrad(g, bits, inverse, how)
     q = bits.view(E4M3.dtype).double()
@@ -90,11 +90,11 @@ def test_scaled_mm_and_emulation_differ_by_accumulation_only(granularity, transp
     results = []
     for emulate in (True, False):
         how = arithmetic(tile, granularity, emulate=emulate, in_bf16=False)
-        xq = cast(x, how)
+        xq = cast_operand(x, how)
         results.append((fprop(x, xq, bits, inverse, how), dgrad(g, bits, inverse, how)))
         with torch.autocast("cpu", torch.bfloat16):  # a CPU's `torch._scaled_mm` is a plain matmul
             assert torch.equal(fprop(x, xq, bits, inverse, how), results[-1][0])
-        assert torch.equal(xq[0].float(), cast(x, arithmetic(tile, granularity))[0].float())
+        assert torch.equal(xq[0].float(), cast_operand(x, arithmetic(tile, granularity))[0].float())
     for a, b in zip(*results, strict=True):
         assert a.dtype is b.dtype is torch.bfloat16
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-4 * float(a.abs().max()))
@@ -105,7 +105,7 @@ def test_a_weight_with_one_scale_serves_row_wise_gemms():
     for emulate in (True, False):
         how = Arithmetic(tile, per_row=True, emulate=emulate)
         w = dequantize_weight(bits, inverse, tile, torch.bfloat16)
-        y, dx = fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how)
+        y, dx = fprop(x, cast_operand(x, how), bits, inverse, how), dgrad(g, bits, inverse, how)
         assert (y - x @ w.t()).norm() < 0.04 * y.norm()
         assert (dx - g @ w).norm() < 0.04 * dx.norm()
 
@@ -115,7 +115,7 @@ def test_a_gemm_kept_high_starts_from_the_dequantized_weight(high):
     x, g, bits, inverse, tile = operands()
     how = Arithmetic(tile, high=frozenset({high}))
     w = dequantize_weight(bits, inverse, tile, torch.bfloat16)
-    y, dx = fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how)
+    y, dx = fprop(x, cast_operand(x, how), bits, inverse, how), dgrad(g, bits, inverse, how)
     assert torch.equal(y, x @ w.t()) is (high == "fprop")
     assert torch.equal(dx, g @ w) is (high == "dgrad")
 

@@ -14,7 +14,7 @@ from finetune import load_recipe, train
 from finetune.errors import PlanError
 from finetune.precision import convert
 from finetune.precision.cases import head
-from finetune.precision.engines.base import Owner
+from finetune.precision.engines.observers import Owner
 from finetune.precision.numbers.weights import multiply
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig

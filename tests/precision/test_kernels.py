@@ -37,7 +37,7 @@ from finetune.precision.numbers.scaling import cast_current
 from finetune.precision.numbers.weights import (
     Arithmetic,
     FrozenLinear,
-    cast,
+    cast_operand,
     dgrad,
     fprop,
     quantize_weight,
@@ -122,7 +122,7 @@ def test_a_frozen_layer_multiplies_the_same_codes_with_and_without_kernels(pow2)
         how = Arithmetic((1, x.shape[1]), pow2=pow2, emulate=False, own=kernels)
         with Seen() as seen:
             results.append(
-                (fprop(x, cast(x, how), bits, inverse, how), dgrad(g, bits, inverse, how))
+                (fprop(x, cast_operand(x, how), bits, inverse, how), dgrad(g, bits, inverse, how))
             )
         assert seen.ops.count(CASTS) == 2 * kernels
         assert seen.ops.count(TRANSPOSES) == kernels
@@ -135,7 +135,7 @@ def test_the_emulation_casts_as_before_whatever_is_chosen() -> None:
     plain = Arithmetic((1, x.shape[1]))
     chosen = plain._replace(own=True, own_cast=True)
     with Seen() as seen:
-        for a, b in zip(cast(x, plain), cast(x, chosen), strict=True):
+        for a, b in zip(cast_operand(x, plain), cast_operand(x, chosen), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(dgrad(g, bits, inverse, plain), dgrad(g, bits, inverse, chosen))
     assert not {CASTS, TRANSPOSES} & set(seen.ops)
@@ -154,7 +154,7 @@ def test_equal_casts_of_a_graph_are_stored_once() -> None:
 
     def siblings(x: torch.Tensor) -> torch.Tensor:
         return sum(
-            FrozenLinear.apply(x, *cast(x.detach(), how), bits, inverse, how) * each
+            FrozenLinear.apply(x, *cast_operand(x.detach(), how), bits, inverse, how) * each
             for each in (1, 2, 3)
         )
 
@@ -188,7 +188,9 @@ def test_inductor_stores_codes_once_for_all_who_read_them() -> None:
     how = Arithmetic((1, x.shape[1]), emulate=False)
 
     def siblings(x: torch.Tensor) -> list[torch.Tensor]:
-        return [FrozenLinear.apply(x, *cast(x.detach(), how), w, inverse, how) for w in weights]
+        return [
+            FrozenLinear.apply(x, *cast_operand(x.detach(), how), w, inverse, how) for w in weights
+        ]
 
     prepare()
     leaf = x.requires_grad_()
@@ -370,7 +372,7 @@ def test_kernels_of_ours_run_where_nothing_fuses(update, emulate, eager, compile
         return graph
 
     def gradient(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        return dgrad(g, bits, inverse, how) + cast(x, how)[1]
+        return dgrad(g, bits, inverse, how) + cast_operand(x, how)[1]
 
     with Seen() as seen:
         plain = gradient(x, g)

@@ -18,8 +18,9 @@ from finetune import get_receipt
 from finetune.errors import ProofError
 from finetune.precision import convert
 from finetune.precision.convert import Conversion
-from finetune.precision.engines.base import Fp8Mixin, in_backward
+from finetune.precision.engines.base import Fp8Mixin
 from finetune.precision.engines.emulated import EmulatedMixin
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.model.layers import linear_records
 from finetune.precision.model.swap import unswap
 from tests.conftest import train

@@ -82,7 +82,7 @@ def configs_of(recipe: Recipe, place: Place) -> tuple[dict[str, RunConfig], dict
     for label, entry in MATRIX.items():
         more = [f"precision.emulation={'allow' if emulated else 'forbid'}"]
         # A recipe of MXFP8 or NVFP4 scaling would put its own scales into the rows called FP8.
-        if label.startswith("FP8") and recipe.config.precision.rule.own_scales:
+        if label.startswith("FP8") and recipe.config.precision.facts.own_scales:
             more.append(f"precision.scaling={FASTEST}")
         try:
             config = with_overrides(recipe.config, [*entry.overrides, *more])

@@ -166,8 +166,8 @@ class Facts:
         gpu, p = find_gpu(self.device), self.config.precision
         if gpu is None or not self.device.has_fp8:
             return None
-        fused = self.is_compiled or p.engine.is_fused or p.rule.has_history
-        return payoff_of(gpu, fused=fused, rowwise=p.rule.by_row)
+        fused = self.is_compiled or p.engine.is_fused or p.facts.has_history
+        return payoff_of(gpu, fused=fused, rowwise=p.facts.by_row)
 
     @property
     def seconds(self) -> float:

@@ -35,7 +35,7 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.hardware.device import synchronize
 from finetune.precision.convert import Conversion
-from finetune.precision.engines.base import ObservedMixin, in_backward
+from finetune.precision.engines.observers import ObservedMixin, in_backward
 from finetune.precision.model.compiling import OURS
 from finetune.precision.model.layers import decoder_layers
 from finetune.precision.model.plan import PrecisionPlan

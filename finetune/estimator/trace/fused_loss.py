@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from finetune.precision.cases.head import Head
-from finetune.precision.engines.base import Owner
+from finetune.precision.engines.observers import Owner
 
 OPS = torch.ops.finetune_estimator
 

@@ -68,9 +68,10 @@ from finetune.storage.nf4 import nf4_bytes
 def casts_to_fuse(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Record casts in layers that are compiled later as the operators that Inductor fuses.
 
-    The first micro-step is eager, where kernels of ours do them (`weights.cast`, `whole.cast`).
-    Compiled, operators cast weights and gradients under scales that can be guessed, as recorded;
-    those of a joined MLP, which its operators cast in passing, are recorded to be fused.
+    The first micro-step is eager, where kernels of ours do them (`weights.cast_operand`,
+    `whole.cast_tensorwise`). Compiled, operators cast weights and gradients under scales that can
+    be guessed, as recorded; those of a joined MLP, which its operators cast in passing, are
+    recorded to be fused.
     """
 
     def is_inside(x: Tensor) -> bool:
@@ -87,7 +88,7 @@ def casts_to_fuse(recorder: Recorder, model: nn.Module) -> Iterator[None]:
             return kernels.cast_rows(x, fold, pow2=pow2)
         return recorder.as_kernel(reference, x, fold, pow2)
 
-    eager_cast, eager_turn = whole.cast, whole.turn
+    eager_cast, eager_turn = whole.cast_tensorwise, whole.turn
     mlps: list[Any] = [m for m in model.modules() if isinstance(m, whole.MlpMixin)]
 
     def is_joined(operand: Operand, guesses: Tensor) -> bool:
@@ -123,7 +124,7 @@ def casts_to_fuse(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     with replaced(
         [
             (weights, "cast_rows", cast_rows),
-            (whole, "cast", cast_whole),
+            (whole, "cast_tensorwise", cast_whole),
             (whole, "turn", turn),
         ]
     ):
@@ -200,7 +201,7 @@ class EngineBackend(Backend):
 
     def cast(self, x: Tensor, *, both: bool) -> list[Tensor]:
         """Codes of a matrix, row-wise, and column-wise if `both` directions are multiplied."""
-        if self.precision.rule.reads_twice and not self.precision.pow2_scales:
+        if self.precision.facts.reads_twice and not self.precision.pow2_scales:
             OPS.fp8_amax(x)  # which kernels of ours find in passing
         return [OPS.fp8_cast(x, self._size) for _ in range(self._copies if both else 1)]
 

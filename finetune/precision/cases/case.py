@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from finetune.precision.engines.base import Backend, ObservedMixin, Observer
+from finetune.precision.engines.base import Backend
+from finetune.precision.engines.observers import ObservedMixin, Observer
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.model.swap import Swapped
 from finetune.precision.stored.frozen import FrozenBackend

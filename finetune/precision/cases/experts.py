@@ -39,7 +39,7 @@ from finetune.precision import constants
 from finetune.precision.cases.case import Site, Swap
 from finetune.precision.cases.lora import Adapter
 from finetune.precision.cases.parameters import fp8_matmul, group_sizes, grouped_mm
-from finetune.precision.engines.base import ObservedMixin, Observer, Owner, Tally, multiplying
+from finetune.precision.engines.observers import ObservedMixin, Observer, Owner, Tally, multiplying
 from finetune.precision.model.layers import (
     are_batched_experts,
     are_served_experts,

@@ -49,12 +49,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.base import Fp8Mixin, Owner, in_backward, multiplying
+from finetune.precision.engines.base import Fp8Mixin
+from finetune.precision.engines.observers import Owner, in_backward, multiplying
 from finetune.precision.numbers import gemm
 from finetune.precision.numbers.kernels import STATISTICS, LogitMap, grade_logits, observe_logits
 from finetune.precision.numbers.weights import (
     Arithmetic,
-    cast,
+    cast_operand,
     dequantize_weight,
     dequantizing,
     dgrad,
@@ -126,7 +127,7 @@ class Head:
             low = issubclass(type(head), Fp8Mixin) and head.runs_low and hidden.numel() > 0
             bits = weight.t() if head.transposed_weight else weight
             how = head.fp8_how if low else dequantizing(head.stored_tile)
-            w: Any = _Codes(bits, head.weight_scale, bias, self.owner, x.dtype, how)
+            w: Any = _CodedMatrix(bits, head.weight_scale, bias, self.owner, x.dtype, how)
             if low:
                 head.fp8_tally.count(hidden)
         else:
@@ -198,7 +199,7 @@ class _Matrix(NamedTuple):
         return self.w[targets]
 
 
-class _Codes(NamedTuple):
+class _CodedMatrix(NamedTuple):
     """The same by FP8 codes [S, K] and their inverse scales."""
 
     bits: Tensor
@@ -208,7 +209,7 @@ class _Codes(NamedTuple):
     dtype: torch.dtype
     how: Arithmetic
 
-    def slab(self, words: slice) -> _Codes:
+    def slab(self, words: slice) -> _CodedMatrix:
         bias = None if self.bias is None else self.bias[words]
         return self._replace(bits=self.bits[words], inverse=self._scales(words), bias=bias)
 
@@ -216,7 +217,7 @@ class _Codes(NamedTuple):
         return self.inverse if self.inverse.numel() == 1 else self.inverse[words]
 
     def tokens(self, x: Tensor) -> _Operand:
-        return (x, None) if "fprop" in self.how.high else cast(x, self.how)
+        return (x, None) if "fprop" in self.how.high else cast_operand(x, self.how)
 
     def logits(self, x: _Operand) -> Tensor:
         with _products(self.owner, self.bits):
@@ -239,7 +240,7 @@ class _Codes(NamedTuple):
         return (codes[0], codes[1]) if codes else self.graded(z)
 
     def graded(self, g: Tensor) -> _Operand:
-        return (g, None) if "dgrad" in self.how.high else cast(g, self.how, self._fold)
+        return (g, None) if "dgrad" in self.how.high else cast_operand(g, self.how, self._fold)
 
     def add_dgrad(self, g: _Operand, total: Tensor) -> None:
         """The scales of W are folded into g, and those of g belong to the rows of the result.

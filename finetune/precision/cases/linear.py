@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.base import Tally
+from finetune.precision.engines.observers import Tally
 from finetune.precision.engines.whole import MlpMixin, joinable_mlps
 
 

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.precision import constants
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.base import ObservedMixin, Owner, multiplying
+from finetune.precision.engines.observers import ObservedMixin, Owner, multiplying
 from finetune.precision.model.layers import is_conv1d, linear_shape
 from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.numbers.formats import decode_bits

@@ -42,8 +42,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.base import (
-    Backend,
+from finetune.precision.engines.base import Backend
+from finetune.precision.engines.observers import (
     ObservedMixin,
     Owner,
     Tally,

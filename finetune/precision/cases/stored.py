@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.base import Tally
+from finetune.precision.engines.observers import Tally
 from finetune.precision.stored.linear import store
 from finetune.precision.stored.peft_methods import guard_adapters
 

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
 from finetune.precision import constants
-from finetune.precision.engines.base import Backend, Fp8Mixin, in_backward, restore
+from finetune.precision.engines.base import Backend, Fp8Mixin, restore
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.facts import Gemm
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.numbers.gemm import Codes, as_output, as_rows, compute_dtype, scaled_mm
@@ -156,7 +157,7 @@ class EmulatedBackend(Backend):
     def __init__(self, precision: PrecisionConfig, layers: int) -> None:
         super().__init__(precision)
         self.high = precision.gemms_kept_high
-        has_history = precision.rule.has_history
+        has_history = precision.facts.has_history
         self.state = DelayedState(layers, precision) if has_history else None
         self._passes = Passes()
         self.randomness = Randomness()
@@ -212,7 +213,7 @@ class EmulatedBackend(Backend):
             "power_of_two_scales": p.pow2_scales,
             "high_gemms": sorted(self.high),
         }
-        if p.rule.is_random:
+        if p.facts.is_random:
             report["hadamard"] = constants.HADAMARD
             report["stochastic_rounding"] = constants.STOCHASTIC_ROUNDING
         if self.state is not None:
@@ -227,7 +228,7 @@ class EmulatedBackend(Backend):
     @property
     def rounds_stochastically(self) -> bool:
         """True if gradients are rounded stochastically in some GEMM."""
-        requested = self.precision.rule.is_random and constants.STOCHASTIC_ROUNDING
+        requested = self.precision.facts.is_random and constants.STOCHASTIC_ROUNDING
         # Only gradients are rounded so, and they are operands of dgrad and wgrad alone.
         return requested and not {"dgrad", "wgrad"} <= self.high
 

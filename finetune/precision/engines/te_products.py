@@ -169,7 +169,7 @@ for _name, _real, _empty in (
     _library.impl(_name, _empty, "Meta")
 
 
-def cast(
+def cast_buffers(
     x: Tensor, rule: TeRule, operand: Operand, both: bool, state: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Buffers of `x` [R, C], row-wise or in both directions.
@@ -179,7 +179,7 @@ def cast(
     scale, history = state
     if rule.own is not None and scale is not None:
         turned = both and rule.rows[operand] != rule.columns[operand]  # alike on Blackwell
-        made = whole.cast(x, operand, scale, rule.own, turned=turned)
+        made = whole.cast_tensorwise(x, operand, scale, rule.own, turned=turned)
         codes = (made.codes, made.turned) if turned else (made.codes,)
         return [*(each.view(torch.uint8) for each in codes), made.inverse.reshape(1)]
     if scale is None:
@@ -213,12 +213,13 @@ class TeLinear(torch.autograd.Function):
         Args:
             high: dgrad and wgrad are multiplied in high precision.
             saves: False where no backward follows: column-wise codes are not made.
-            scale, history, g_scale, g_history: states of forward and backward, as in `cast`.
+            scale, history, g_scale, g_history: states of forward and backward, as `cast_buffers`
+                takes them.
         """
         needs_x, needs_w = ctx.needs_input_grad[:2]
         low, state = saves and not high, (scale, history)
-        xq = cast(x, rule, "x", low and needs_w, state)
-        wq = cast(w, rule, "w", low and needs_x, state)
+        xq = cast_buffers(x, rule, "x", low and needs_w, state)
+        wq = cast_buffers(w, rule, "w", low and needs_x, state)
         m, n = x.shape[0], w.shape[0]
         x_rows = _part(xq, rule.rows["x"], low and needs_w)
         w_rows = _part(wq, rule.rows["w"], low and needs_x)
@@ -252,7 +253,7 @@ class TeLinear(torch.autograd.Function):
             dw = g.t() @ xs[0].to(g.dtype) if needs_w else None  # [N, M] @ [M, K]
         else:
             mm = torch.ops.finetune.te_mm
-            gq = cast(g, rule, "g", needs_w, ctx.state)
+            gq = cast_buffers(g, rule, "g", needs_w, ctx.state)
             if needs_x:
                 rows = _part(gq, rule.rows["g"], needs_w)
                 dx = mm(ws, rows, None, rule.name, "NN", m, k, g.dtype)  # [M, N] @ [N, K]

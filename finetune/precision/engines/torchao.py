@@ -181,7 +181,7 @@ class TorchaoBackend(Backend):
         super().__init__(precision)
         self.config = ao_config(precision, emulate=emulate)
         self.whole: Tensorwise | None = None
-        if precision.rule.reads_twice and not emulate and not precision.gemms_kept_high:
+        if precision.facts.reads_twice and not emulate and not precision.gemms_kept_high:
             formats, pow2 = formats_of(precision), bool(precision.pow2_scales)
             self.whole = Tensorwise(formats, pow2, own=triton)
 

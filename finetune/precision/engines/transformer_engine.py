@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from finetune.errors import PrecisionError
 from finetune.precision import constants
-from finetune.precision.engines.base import Backend, Fp8Mixin, in_backward, restore
+from finetune.precision.engines.base import Backend, Fp8Mixin, restore
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.engines.te_products import RULES, SLOTS, TeRule, te_linear
 from finetune.precision.engines.whole import Tensorwise
 from finetune.precision.model.layers import alignment
@@ -47,8 +48,8 @@ def te_recipe(precision: PrecisionConfig) -> Any:
 
     # Recipes of an older TE have no `backward_override`: it is passed only where it is needed.
     high = {"backward_override": "high_precision"} if precision.gemms_kept_high else {}
-    rule = precision.rule
-    if rule.is_random:
+    facts = precision.facts
+    if facts.is_random:
         return _made(
             recipe.NVFP4BlockScaling,
             disable_rht=not constants.HADAMARD,
@@ -56,7 +57,7 @@ def te_recipe(precision: PrecisionConfig) -> Any:
             **high,
         )
     fmt = {"hybrid": recipe.Format.HYBRID, "e4m3": recipe.Format.E4M3}[precision.fp8_format]
-    if rule.has_history:
+    if facts.has_history:
         return _made(
             recipe.DelayedScaling,
             margin=precision.margin,
@@ -66,9 +67,9 @@ def te_recipe(precision: PrecisionConfig) -> Any:
             reduce_amax=precision.reduce_amax,
             **high,
         )
-    if rule.has_exponents:
+    if facts.has_exponents:
         return _made(recipe.MXFP8BlockScaling, fp8_format=fmt, **high)
-    kind = recipe.Float8BlockScaling if rule.block else recipe.Float8CurrentScaling
+    kind = recipe.Float8BlockScaling if facts.block else recipe.Float8CurrentScaling
     made = _made(kind, fp8_format=fmt, **high)
     # TE reads this setting off the recipe object, and offers an environment variable to set it.
     scales = _made(
@@ -140,7 +141,7 @@ class TransformerEngineBackend(Backend):
         import transformer_engine.pytorch as te
 
         self.recipe, self.high = te_recipe(precision), bool(precision.gemms_kept_high)
-        if precision.rule.is_random:
+        if precision.facts.is_random:
             # The first quantizer makes TE's Hadamard matrix, by a product (2.20): here, and not in
             # the forward of the first layer, where the proof would count it as BF16.
             te.NVFP4Quantizer()
@@ -151,9 +152,9 @@ class TransformerEngineBackend(Backend):
         for operand, quantizer in quantizers.items():
             quantizer.internal = True
             # Block scales in the order in which the product reads them, as TE's layers have it.
-            quantizer.optimize_for_gemm = operand != "w" or precision.rule.has_exponents
+            quantizer.optimize_for_gemm = operand != "w" or precision.facts.has_exponents
         how = None
-        if precision.rule.has_history:
+        if precision.facts.has_history:
             how = {
                 operand: te.Float8CurrentScalingQuantizer(quantizer.dtype, device=None)
                 for operand, quantizer in quantizers.items()
@@ -161,7 +162,7 @@ class TransformerEngineBackend(Backend):
             for quantizer in how.values():
                 quantizer.internal = True
         own = None
-        if triton and precision.rule.reads_twice and precision.pow2_scales:
+        if triton and precision.facts.reads_twice and precision.pow2_scales:
             own = Tensorwise(formats_of(precision), pow2=True, own=True)
         self.casts = "transformer_engine" if own is None else "finetune"
         self.rule = TeRule(repr(self.effective()), self.recipe, quantizers, how, own)
@@ -181,7 +182,7 @@ class TransformerEngineBackend(Backend):
         if self.rule.own is not None:  # two, since Dynamo wants arguments of a function apart
             guesses, of_g = (torch.zeros(len(OPERANDS)) for _ in range(2))
             return {"fp8_states": (guesses, None, of_g, None)}
-        if not self.precision.rule.has_history:
+        if not self.precision.facts.has_history:
             return {"fp8_states": (None,) * 4}
         self._engines.append(engine := self._engine())
         states = [state for _, state in _delayed_states(engine)]
@@ -237,7 +238,7 @@ class TransformerEngineBackend(Backend):
                     row.copy_(old)
 
     def scale_in_force(self, module: nn.Module, operand: Operand) -> Tensor | None:
-        if not self.precision.rule.has_history:
+        if not self.precision.facts.has_history:
             return None
         states: Any = module.fp8_states
         return states[2 if operand == "g" else 0][SLOTS[operand]]

@@ -58,7 +58,7 @@ class Tensorwise(NamedTuple):
     own: bool
 
 
-def cast(
+def cast_tensorwise(
     x: Tensor, operand: Operand, guesses: Tensor, how: Tensorwise,
     *, plain: bool = True, turned: bool = False,
 ) -> Whole:  # fmt: skip
@@ -115,7 +115,7 @@ class WholeLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, guesses: Tensor, how: Tensorwise) -> Tensor:
         """x [M, K], w [N, K] -> y [M, N] in the type of `x`."""
-        xq, wq = cast(x, "x", guesses, how), cast(w, "w", guesses, how)
+        xq, wq = cast_tensorwise(x, "x", guesses, how), cast_tensorwise(w, "w", guesses, how)
         kept = x if ctx.needs_input_grad[1] else None  # only wgrad needs x
         ctx.save_for_backward(kept, w, *xq[2:], *wq[2:], guesses)
         ctx.how = how
@@ -128,7 +128,7 @@ class WholeLinear(torch.autograd.Function):
         x, w, x_scale, x_inverse, w_scale, w_inverse, guesses = ctx.saved_tensors
         how, (wants_x, wants_w, *_) = ctx.how, ctx.needs_input_grad
         dx = dw = None
-        gq = cast(g, "g", guesses, how, plain=wants_x, turned=wants_w)
+        gq = cast_tensorwise(g, "g", guesses, how, plain=wants_x, turned=wants_w)
         if wants_x:
             w_t = turn(w, "w", w_scale, how)
             # [M, N] @ [N, K]
@@ -161,9 +161,10 @@ class WholeMlp(torch.autograd.Function):
         ctx.how, ctx.dtype = how, x.dtype
         x = x.to(dtype)
         guesses = gate_guesses, up_guesses, down_guesses
-        xq = cast(x, "x", gate_guesses, how)
+        xq = cast_tensorwise(x, "x", gate_guesses, how)
         gate_q, up_q, down_q = (
-            cast(w, "w", each, how) for w, each in zip((gate_w, up_w, down_w), guesses, strict=True)
+            cast_tensorwise(w, "w", each, how)
+            for w, each in zip((gate_w, up_w, down_w), guesses, strict=True)
         )
         gate, up = (
             multiply(xq.codes, wq.codes, xq.inverse, wq.inverse, x.dtype, fast=True)
@@ -183,7 +184,7 @@ class WholeMlp(torch.autograd.Function):
         how, (x, gate_w, up_w, down_w, gate, up, *rest) = ctx.how, ctx.saved_tensors
         *scales, scale, inverse, gate_guesses, up_guesses, down_guesses = rest
         of_x, of_gate, of_up, of_down = zip(scales[::2], scales[1::2], strict=True)
-        gq = cast(g, "g", down_guesses, how, turned=True)
+        gq = cast_tensorwise(g, "g", down_guesses, how, turned=True)
         # [M, K] @ [K, F]
         down_t = turn(down_w, "w", of_down[0], how)
         d_act = multiply(gq.codes, down_t, gq.inverse, of_down[1], g.dtype)

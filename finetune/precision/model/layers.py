@@ -467,4 +467,4 @@ def why_not_aligned(shape: tuple[int, int], precision: PrecisionConfig) -> str:
 
 def alignment(precision: PrecisionConfig) -> int:
     """Required divisor of K and N: 16 for FP8 GEMMs, 32 for Blackwell's block formats."""
-    return precision.rule.alignment
+    return precision.facts.alignment

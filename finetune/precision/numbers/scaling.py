@@ -65,7 +65,7 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 def formats_of(precision: PrecisionConfig) -> dict[Operand, Format]:
     """Formats of the operands. `hybrid` has E5M2 gradients: they need range more than digits."""
-    if precision.rule.format is None:
+    if precision.facts.format is None:
         return dict.fromkeys(OPERANDS, E2M1)
     # e4m3, e5m2: all three operands; hybrid: x and w in E4M3, g in E5M2.
     both = E5M2 if precision.fp8_format == "e5m2" else E4M3
@@ -141,7 +141,7 @@ def multiply_in_bf16(precision: PrecisionConfig) -> bool:
     Float32 scales of blocks are part of the operands, which then do not fit in BF16.
     """
     exact = precision.pow2_scales
-    return exact or (precision.emulation != "exact" and not precision.rule.has_float_blocks)
+    return exact or (precision.emulation != "exact" and not precision.facts.has_float_blocks)
 
 
 class TensorwiseRule(Rule):
@@ -162,7 +162,7 @@ class RowwiseRule(Rule):
 
     def __init__(self, precision: PrecisionConfig) -> None:
         super().__init__(precision)
-        self.one_scale_in_dgrad = "wgrad" in precision.rule.high
+        self.one_scale_in_dgrad = "wgrad" in precision.facts.high
 
     def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
         whole = operand == "w" and dim == 0 and self.one_scale_in_dgrad
@@ -305,7 +305,7 @@ _RULES: dict[str, type[Rule]] = {
 
 def make_rule(precision: PrecisionConfig, randomness: Randomness | None = None) -> Rule:
     """Rule of a precision; delayed scaling has state, and its backend makes a `DelayedRule`."""
-    if precision.rule.is_random:
+    if precision.facts.is_random:
         return NvRule(precision, randomness or Randomness())
     return _RULES[precision.scaling](precision)
 

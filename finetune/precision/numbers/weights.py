@@ -173,7 +173,7 @@ def dequantizing(tile: Tile) -> Arithmetic:
     return Arithmetic(tile, high=frozenset({"fprop", "dgrad"}))
 
 
-def cast(
+def cast_operand(
     x: Tensor, how: Arithmetic, fold: Tensor | None = None, fmt: Format = E4M3
 ) -> tuple[Tensor, Tensor]:
     """Codes of an activation or gradient [M, C], and their inverse scale: [M, 1], or one number.
@@ -193,7 +193,7 @@ def multiply(
     a: tuple[Tensor, Tensor], bits: Tensor, inverse: Tensor, how: Arithmetic, dtype: torch.dtype,
     fmt: Format = E4M3,
 ) -> Tensor:  # fmt: skip
-    """Multiply a `cast` operand by stored codes: [M, C] @ [C, D] -> [M, D] in `dtype`.
+    """Multiply a cast operand by stored codes: [M, C] @ [C, D] -> [M, D] in `dtype`.
 
     `bits` are uint8 in any layout, with a float32 inverse scale per column, [1, D], or one number;
     `fmt` is the format of `a`.
@@ -244,8 +244,9 @@ def dgrad(g: Tensor, bits: Tensor, inverse: Tensor, how: Arithmetic) -> Tensor:
         return g @ dequantize_weight(bits, inverse, how.tile, g.dtype)  # [M, N] @ [N, K]
     fmt = how.gradients
     if inverse.numel() == 1:
-        return multiply(cast(g, how, fmt=fmt), bits, inverse, how, g.dtype, fmt)  # [M, N] @ [N, K]
-    folded = cast(g, how, inverse.t(), fmt)
+        gq = cast_operand(g, how, fmt=fmt)
+        return multiply(gq, bits, inverse, how, g.dtype, fmt)  # [M, N] @ [N, K]
+    folded = cast_operand(g, how, inverse.t(), fmt)
     # The scales of W are in the codes of g already: 1 in their place.
     return multiply(folded, bits, inverse.new_ones(1, 1), how, g.dtype, fmt)  # [M, N] @ [N, K]
 
@@ -265,7 +266,7 @@ def wgrad(g: Tensor, x: Tensor, how: Arithmetic) -> Tensor:
     if missing := -len(g) % INNER_MULTIPLE:
         g, x = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (g, x))
     # Turned before they are cast: a scale for each row, and tokens innermost, as FP8 GEMMs want.
-    gq, xq = (cast(each.t().contiguous(), how, fmt=f) for each, f in ((g, fmt), (x, E4M3)))
+    gq, xq = (cast_operand(each.t().contiguous(), how, fmt=f) for each, f in ((g, fmt), (x, E4M3)))
     bits, inverse = xq[0].view(torch.uint8).t(), xq[1].t() if how.per_row else xq[1]
     return multiply(gq, bits, inverse, how._replace(fast_accum=False), g.dtype)  # [N, M] @ [M, K]
 

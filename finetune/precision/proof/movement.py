@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from finetune.errors import some
-from finetune.precision.engines.base import in_backward
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.model.tree import Tree
 from finetune.precision.proof.row import still_line
 

@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 
 from finetune.errors import OrderError, ProofError
 from finetune.precision.convert import Conversion
-from finetune.precision.engines.base import in_backward
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.model.compiling import (
     is_inside,
     never_compiled,

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from finetune.errors import some
-from finetune.precision.engines.base import Tally
+from finetune.precision.engines.observers import Tally
 from finetune.precision.model.compiling import compiled_later, refuse_compiled
 from finetune.precision.model.layers import is_low_rank, linear_records
 from finetune.precision.model.plan import LayerPlan, PrecisionPlan

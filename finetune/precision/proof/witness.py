@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from finetune.precision.engines.base import Hook, ObservedMixin, in_backward, tensors_of
+from finetune.precision.engines.observers import Hook, ObservedMixin, in_backward, tensors_of
 from finetune.precision.facts import Gemm
 from finetune.precision.model.plan import LayerPlan, PrecisionPlan
 from finetune.precision.model.tree import Tree

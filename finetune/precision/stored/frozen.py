@@ -18,7 +18,7 @@ from finetune.precision.model.plan import LayerPlan
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.numbers.gemm import as_output, as_rows, compute_dtype
 from finetune.precision.numbers.scaling import Operand
-from finetune.precision.numbers.weights import Arithmetic, FrozenLinear, cast
+from finetune.precision.numbers.weights import Arithmetic, FrozenLinear, cast_operand
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.linear import StoredMixin
 
@@ -65,7 +65,7 @@ class SharedCast:
 def _cast_rows(x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
     # Not of `x.detach()`: in a compiled graph its view would be another node than the one that the
     # adapter multiplies, and Inductor would store x once for each.
-    return cast(x.reshape(-1, x.shape[-1]).to(dtype), how)
+    return cast_operand(x.reshape(-1, x.shape[-1]).to(dtype), how)
 
 
 class FrozenMixin(Fp8Mixin):
@@ -95,7 +95,7 @@ class FrozenBackend(Backend):
 
     def __init__(self, precision: PrecisionConfig, *, emulate: bool, triton: bool = True) -> None:
         super().__init__(precision)
-        rowwise, pow2 = precision.rule.frozen == "row", bool(precision.power_of_two_scales)
+        rowwise, pow2 = precision.facts.frozen == "row", bool(precision.power_of_two_scales)
         # A frozen weight has no wgrad to keep in high precision.
         high = precision.gemms_kept_high - {"wgrad"}
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than

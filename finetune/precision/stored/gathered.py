@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import OrderError, PrecisionError
-from finetune.precision.engines.base import in_backward
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.model.layers import is_conv1d
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.model.swap import Swapped, weight_matrix

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.precision.engines.base import Fp8Mixin, in_backward
+from finetune.precision.engines.base import Fp8Mixin
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.model.layers import is_conv1d
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.model.swap import Swapped

@@ -157,7 +157,7 @@ def _take_scales(run: TrainedRun, backend: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
     from finetune.training.helper.scaling_state import load_scaling
 
-    if not run.config.precision.rule.has_history:
+    if not run.config.precision.facts.has_history:
         return
     # A checkpoint has its scales beside its weights, a finished run in its folder.
     if load_scaling(backend, run.weights) and (why := load_scaling(backend, run.folder)):

@@ -232,7 +232,7 @@ def _by_precision(finding: Finding, plan: PrecisionPlan | None) -> Iterator[str]
     if precision.compute == "fp16":
         yield "FP16 ends at 65504: train with precision.compute=bf16"
         return
-    if precision.rule.has_history:
+    if precision.facts.has_history:
         yield (
             f"delayed scales come from earlier amaxes: precision.margin={precision.margin + 1}, or "
             "precision.scaling=tensorwise, which has no history"

@@ -203,7 +203,7 @@ class HealthMonitor(TrainerCallback):
             worst, layer = sums.worst
             what = f"{OPERANDS[operand]} of {group}"
             if share > OVERFLOW_WARNING:
-                lags = self._precision.rule.has_history
+                lags = self._precision.facts.has_history
                 fix = "precision.margin, or a scaling without history" if lags else "precision.map"
                 self._warn_once(
                     f"overflow of {what}",

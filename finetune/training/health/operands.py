@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.precision.cases.parameters import ParameterMixin
 from finetune.precision.convert import Conversion
-from finetune.precision.engines.base import in_backward
+from finetune.precision.engines.observers import in_backward
 from finetune.precision.facts import Gemm
 from finetune.precision.model.choices import part_of
 from finetune.precision.model.compiling import recomputed
@@ -156,7 +156,7 @@ def inspect_operand(
     if scale is None:
         # Its scales are known from earlier steps alone, and none was given: that of the tensor
         # itself is the nearest.
-        update = {"scaling": "tensorwise"} if precision.rule.has_history else {}
+        update = {"scaling": "tensorwise"} if precision.facts.has_history else {}
         codes = make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
     else:
         fmt = formats_of(precision)[operand]
@@ -190,16 +190,16 @@ def inspect_sample(
     rowwise takes every 16th row; blockwise weights take every 16th run of 128 rows.
     """
     largest = amax(rows)
-    rule = precision.rule
-    run = rule.weight_rows if operand == "w" else 1
-    if scale is None and rule.whole and not rule.block:
+    facts = precision.facts
+    run = facts.weight_rows if operand == "w" else 1
+    if scale is None and facts.whole and not facts.block:
         fmt = formats_of(precision)[operand]
         # A scale of the whole tensor has to be known from all rows, of which a sample is then cast.
         scale = scale_from_amax(largest, fmt, pow2=precision.pow2_scales)
     every, sample = -(-rows.shape[0] // max(SAMPLE_ROWS, run)), rows
     if every > 1:
         first = torch.arange(0, rows.shape[0], run, device=rows.device)[::every]
-        if rule.whole and rule.block:
+        if facts.whole and facts.block:
             # The row that sets the tensor's own scale has to be in the sample.
             top = rows.abs().amax(1).argmax() // run * run
             first = torch.cat((first, top[None])).unique()

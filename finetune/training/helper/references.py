@@ -113,7 +113,7 @@ class References:
             key = f"{getattr(trainer, ITS_KEY)} {low} {conversion.plan.precision!r}"
             if low:
                 line = "log-probabilities precomputed in FP8"
-                if conversion.plan.precision.rule.whole:
+                if conversion.plan.precision.facts.whole:
                     line += ", with the scales of other batches"
                 self._lines[line] = None
             with (
