@@ -8,7 +8,7 @@ another (a paged one on a CPU).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,10 +211,32 @@ def resolve(
         MissingExtraError: the backend asked for by name is not installed.
         PrecisionError: FP8 is not available and `on_unsupported` is `error`.
     """
+    found = _found(precision, device, engine)
+    if isinstance(found, Resolution):
+        return found
+    why, ways = _listed(found), [words for words, _ in _ways(precision, device)]
+    if (extra := precision.engine.extra) and device.has_fp8 and "not installed" in why:
+        install = f"{install_hint(extra)} (builds against your CUDA and torch)"
+        raise MissingExtraError(
+            "precision.backend=te needs Transformer Engine",
+            why=why,
+            fix=", or ".join([install, *ways]),
+        )
+    raise _not_available(precision, device, found, ways)
+
+
+Refused = dict[BackendName, str]
+"""Engine -> why it cannot run a precision."""
+
+
+def _found(
+    precision: PrecisionConfig, device: Device, engine: Verdict | None
+) -> Resolution | Refused:
+    """What runs on the device, or why each engine that was tried does not."""
     if precision.compute != "fp8":
         return Resolution(precision, precision, f"{precision.compute} was asked")
     names = _engines(precision)
-    refused: dict[str, list[str]] = {}  # reason -> engines
+    refused: Refused = {}
     for name in names:
         verdict = backend_verdict(name, precision, device, engine)
         # Torchao's emulation is a test vehicle: `auto` prefers ours, which is faster and complete.
@@ -231,24 +253,21 @@ def resolve(
             elif not emulated and precision.backend == "auto":
                 reason = f"{reason}; {_preferred(name, precision, device)}"
             return Resolution(chosen, precision, reason)
-        reason = verdict.reason if hardware else device.has_fp8.reason
-        refused.setdefault(reason, []).append(name)
-    why = _listed(refused)
+        refused[name] = verdict.reason if hardware else device.has_fp8.reason
     if precision.on_unsupported == "bf16":
-        line = f"FP8 was requested, BF16 will run ({why})"
+        line = f"FP8 was requested, BF16 will run ({_listed(refused)})"
         return Resolution(_in_bf16(precision), precision, "on_unsupported=bf16", fallback=line)
-    if (extra := precision.engine.extra) and device.has_fp8 and "not installed" in why:
-        install = f"{install_hint(extra)} (builds against your CUDA and torch)"
-        raise MissingExtraError(
-            "precision.backend=te needs Transformer Engine",
-            why=why,
-            fix=", or ".join([install, *_ways(precision, device)]),
-        )
-    raise PrecisionError(
+    return refused
+
+
+def _not_available(
+    precision: PrecisionConfig, device: Device, refused: Refused, ways: Iterable[str]
+) -> PrecisionError:
+    return PrecisionError(
         f"FP8 ({precision.scaling}, {precision.fp8_format}) is not available on {device.name}",
         where=f"precision.backend={precision.backend}",
-        why=why,
-        fix=", or ".join(_ways(precision, device)),
+        why=_listed(refused),
+        fix=", or ".join(ways),
     )
 
 
@@ -265,9 +284,10 @@ def _preferred(name: BackendName, precision: PrecisionConfig, device: Device) ->
     return next((no for no, _ in _limits(other, precision, device)), FASTER[name])
 
 
-def _listed(refused: dict[str, list[str]]) -> str:
+def _listed(refused: Refused) -> str:
     """Engines and the reasons why they were refused."""
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
+    alike = {no: [name for name in refused if refused[name] == no] for no in refused.values()}
+    return "; ".join(f"{', '.join(names)}: {no}" for no, names in alike.items())
 
 
 def _check_kernels(precision: PrecisionConfig, device: Device, backend: BackendName) -> None:
@@ -352,8 +372,11 @@ def check_launcher(precision: PrecisionConfig, device: Device) -> None:
         )
 
 
-def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
-    """Settings under which it runs here, each of them tried; then what has FP8 units."""
+def _ways(precision: PrecisionConfig, device: Device) -> Iterator[tuple[str, bool]]:
+    """Settings under which it runs there, each of them tried; then what has FP8 units.
+
+    With each, True if FP8 is emulated by it.
+    """
     limits = () if precision.backend == "auto" else _limits(precision.backend, precision, device)
     tried = [settings for _, settings in limits if settings][:1]
     if not tried and precision.facts.by_row and precision.frozen != "bf16":
@@ -365,15 +388,16 @@ def _ways(precision: PrecisionConfig, device: Device) -> Iterator[str]:
     for update in tried:
         other = precision.model_copy(update=update)
         if any(backend_verdict(name, other, device) for name in _engines(other)):
-            emulated = " (exact FP8 rounding, slow)" if other.engine.emulates else ""
-            yield _typed(update) + emulated
+            emulated = other.engine.emulates
+            yield _typed(update) + " (exact FP8 rounding, slow)" * emulated, emulated
             if emulated:
                 break
     half = device.capability is not None and device.capability < (8, 0)  # no BF16 either
     compute = "precision.compute=fp16" if half else "precision.compute=bf16"
-    yield compute + (" ~precision.high_gemms" if precision.high_gemms else "")  # FP8's alone
+    without = " ~precision.high_gemms" if precision.high_gemms else ""  # FP8's alone
+    yield compute + without, False
     if not device.has_fp8:
-        yield FP8_GPUS
+        yield FP8_GPUS, False
 
 
 def _typed(settings: Mapping[str, Any]) -> str:
@@ -398,23 +422,20 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
         PrecisionError: FP8 is unavailable there.
     """
     engine = TAKEN if precision.engine.extra and not place.here else None
-    try:
-        try:
-            return resolve(precision, place.device, engine)
-        except (PrecisionError, MissingExtraError):
-            named = precision.backend != "auto" and not precision.engine.extra
-            if engine or named:
-                raise
-            # Here nothing runs it without Transformer Engine, which may be installed there.
-            return resolve(precision, place.device, TAKEN)
-    except PrecisionError as error:
-        why, fix = error.why, "--gpu H100, or another GPU, which need not be here"
-        ways = error.fix.split(", or ")
-        if not place.here:  # a plan for a GPU is of what is trained there: not emulated
-            why, fix = why.partition("; emulated:")[0], "the recipe's _bf16 twin"
-            ways = [way for way in ways if "emulated" not in way]
-        fixes = ", or ".join((fix, *ways))
-        raise PrecisionError(error.what, where=error.where, why=why, fix=fixes) from None
+    found = _found(precision, place.device, engine)
+    named = precision.backend != "auto" and not precision.engine.extra
+    if not (isinstance(found, Resolution) or engine or named):
+        # Here nothing runs it without Transformer Engine, which may be installed there.
+        found = _found(precision, place.device, TAKEN)
+    if isinstance(found, Resolution):
+        return found
+    first = "--gpu H100, or another GPU, which need not be here"
+    ways = list(_ways(precision, place.device))
+    if not place.here:  # a plan for a GPU is of what is trained there: not emulated
+        first, ways = "the recipe's _bf16 twin", [way for way in ways if not way[1]]
+        if precision.backend == "auto":
+            found = Refused((name, no) for name, no in found.items() if not ENGINES[name].emulates)
+    raise _not_available(precision, place.device, found, [first, *(words for words, _ in ways)])
 
 
 # ---------------------------------------------------------------------------- libraries, optimizer
