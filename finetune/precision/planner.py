@@ -133,6 +133,15 @@ def plan(
             why="every linear layer that runs in FP8 trains, and needs its high-precision weight",
             fix="~precision.frozen; it is for the base under adapters (a lora section)",
         )
+    trained = {each.name for each in found if each.weight.requires_grad}
+    if precision.fp8_params and not any(layer.name in trained for layer in result.fp8_layers):
+        raise PlanError(
+            "fp8_params was requested and no FP8 layer of this model trains",
+            where="precision.fp8_params",
+            why="it holds weights that train as FP8 codes, with their updates in host memory",
+            fix="~precision.fp8_params; a base under adapters is held as codes by "
+            "precision.frozen=fp8",
+        )
     return result
 
 

@@ -259,6 +259,13 @@ def test_weights_that_are_no_layers_are_refused_by_name(setup_backend) -> None:
         trained(setup_backend, Block(), scaling="rowwise", fp8_params=True)
 
 
+def test_a_base_that_does_not_train_is_refused(make_llama, setup_backend) -> None:
+    model = make_llama()
+    model.model.requires_grad_(False)
+    with pytest.raises(PlanError, match="no FP8 layer of this model trains"):
+        trained(setup_backend, model, scaling="rowwise", fp8_params=True)
+
+
 # ------------------------------------------------------------------------------- the other memory
 
 
