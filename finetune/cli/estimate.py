@@ -40,6 +40,15 @@ def estimate(
     ] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of one GPU.")] = None,
     gpus: Annotated[int, typer.Option(help="How many.")] = 1,
+    pcie: Annotated[
+        float | None, typer.Option(help="GB/s to host memory, one way: fp8_params. By the GPU.")
+    ] = None,
+    cpu_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of host memory, where fp8_params updates. 70.")
+    ] = None,
+    cpu_cores: Annotated[
+        int | None, typer.Option(help="Cores, by which fp8_params updates. 16; here: its own.")
+    ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(help="Tokens of the whole run (10e9, 10B): days, cost, energy by precision."),
@@ -78,7 +87,9 @@ def estimate(
     from finetune.hardware.gpus import place_of
 
     budget, (gpu, *others) = _tokens(tokens), _named(gpu, tokens=tokens, price=price)
-    places = [place_of(name, memory_gib=memory, gpus=gpus) for name in (gpu, *others)]
+    around = {"pcie": pcie, "cpu_bandwidth": cpu_bandwidth, "cpu_cores": cpu_cores}
+    names = (gpu, *others)
+    places = [place_of(name, memory_gib=memory, gpus=gpus, **around) for name in names]
     checked = load_recipe(recipe, overrides or ())
     days = None
     if budget is not None:
@@ -92,7 +103,7 @@ def estimate(
         if fit is not None:
             result = _searched(fit, checked.config, places[0], gpu)
         else:
-            where = {"gpu": gpu, "memory_gib": memory, "gpus": gpus}
+            where = {"gpu": gpu, "memory_gib": memory, "gpus": gpus, **around}
             try:
                 result = estimator.estimate(checked, tokens=budget, **where, **rest)
             except (PrecisionError, ConfigError):
@@ -117,6 +128,8 @@ def estimate(
     place = ["--gpu", gpu] if gpu else []
     place += ["--memory", f"{memory:g}"] if memory else []
     place += ["--gpus", str(gpus)] if gpus > 1 else []
+    for name, value in around.items():
+        place += [] if value is None else [f"--{name.replace('_', '-')}", f"{value:g}"]
     console.print(line(_next(result, [recipe, *(overrides or ())], place)), crop=False)
 
 

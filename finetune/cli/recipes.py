@@ -329,7 +329,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         check_sharding(config)
         model = sketch(config)
         the_plan, resolution = check_settings(config, model), None
-        need = bound_of(config, model, the_plan)
+        need = bound_of(config, model, the_plan, device)
         attention = resolve_attention(config, model, device)
     try:
         check_here(config, device)

@@ -37,6 +37,7 @@ FP8, BF16, COMPILED = "precision.compute=fp8", "precision.compute=bf16", "precis
 CHECKPOINTED = f"train.{CHECKPOINTING}=true"
 LORA = ("lora.r=16", "lora.alpha=32")
 IN_FP8 = (FP8, "precision.scaling=rowwise")
+FP8_PARAMS = "precision.fp8_params=true"
 IN_FOUR_BITS = (BF16, "model.storage=nf4")
 UNMASKED = "model.attention=auto"
 # Adapters need about ten times the learning rate of full fine-tuning; as in the LoRA recipes.
@@ -149,6 +150,7 @@ def changes(
     found = (
         *free_of_charge(config, device),
         *_smaller_base(config, device),
+        *_masters(config, device),
         *_other_batches(config),
         *_recomputed(config),
         *_compiled(device, compiled),
@@ -206,6 +208,19 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
     if precision.compute in ("bf16", "fp8") and config.lora.bias == "none":
         why = "QLoRA: the frozen base in four bits, turned back to BF16 before each product"
         yield Change("base", IN_FOUR_BITS, f"{why}; needs the extra bnb", "otherwise")
+
+
+def _masters(config: RunConfig, device: Device) -> Iterator[Change]:
+    """Weights as FP8 codes on the GPU; what an optimizer has in host memory."""
+    precision, train = config.precision, config.train
+    able = device.kind == "cuda" and device.has_fp8 and config.lora is None and not train.fsdp
+    if not able or precision.fp8_params or precision.engine.extra:
+        return
+    why = "weights on the GPU as FP8 codes alone; masters, gradients and states in host memory"
+    if precision.compute == "fp8" and precision.rule.frozen:
+        yield Change("masters", (FP8_PARAMS,), f"{why}, where the update runs")
+    elif precision.compute == "bf16":
+        yield Change("masters", (FP8, FP8_PARAMS), f"in FP8: {why}", "otherwise")
 
 
 def _other_batches(config: RunConfig) -> Iterator[Change]:

@@ -23,6 +23,7 @@ from finetune.estimator.limits import limits
 from finetune.estimator.measured import measured_pair
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
+from finetune.estimator.speed.hosted import OVERLAPS
 from finetune.estimator.speed.timing import Pace
 from finetune.estimator.variants import Changes, PrecisionPair, changes_of, pair_of
 from finetune.hardware.gpus import Gpu, Place, place_of
@@ -153,6 +154,11 @@ class Estimate(JupyterMixin):
         yield Text()
         yield self._memory()
         yield from self._allocator()
+        if held.pinned:
+            yield Text.assemble(
+                "in host memory: ", (_size(held.on_host), "bold"), f": {_size(held.pinned)} pinned "
+                f"(masters and gradients), {_size(held.pageable)} for optimizer states",
+            )  # fmt: skip
         if prediction.pace is not None:
             yield Text()
             yield from self._time(prediction.pace)
@@ -227,6 +233,8 @@ class Estimate(JupyterMixin):
                 f"{duration(traffic.seconds)}, of which it waits {duration(traffic.added)} "
                 f"({least} to {most}; how much hides behind computation is assumed): {alone}"
             )
+        if pace.hosted is not None:
+            yield from self._host(pace)
         if self.tokens is not None and self.run_seconds is not None:
             cost = f", costs {self.cost:.2f}" if self.cost is not None else ""
             took = duration(self.run_seconds)
@@ -234,6 +242,27 @@ class Estimate(JupyterMixin):
         elif self.price is not None:
             million = 1e6 / speed / 3600 * self.price * self.place.count
             yield Text(f"a million tokens cost {million:.3f}")
+
+    def _host(self, pace: Pace) -> Iterator[Text]:
+        """What host memory takes of a step."""
+        on_host, host = pace.hosted, self.place.host
+        assert on_host is not None
+        down, up = (f"{nbytes / 1e9:.3g} GB" for nbytes in on_host.moved)
+        yield Text(
+            f"PCIe: a step moves {down} of gradients down and {up} up at "
+            f"{on_host.bus / 1e9:.3g} GB/s, and waits {duration(on_host.waits)} for it; hidden "
+            f"behind micro-batches of {_rough(on_host.hides_from(pace.tokens))} tokens or more"
+        )
+        behind = (
+            ""
+            if OVERLAPS
+            else f" (behind the next forward it would save {duration(on_host.gained)})"
+        )
+        yield Text(
+            f"CPU: norm {duration(on_host.norm)} and update {duration(on_host.update)} a step, by "
+            f"{host.cores} cores and {host.gb_s:g} GB/s; the GPU waits "
+            f"{duration(on_host.on_cpu)}{behind}"
+        )
 
     def _verdict(self, pair: PrecisionPair) -> Iterator[Text]:
         if pair.gain is not None:
@@ -257,7 +286,7 @@ def _rough(number: float) -> str:
 
 _IN_JSON = (
     *("tensors", "allocated", "reserved", "shown", "margin"),
-    *("phases", "workspaces", "outside"),
+    *("phases", "workspaces", "outside", "pinned", "pageable"),
 )
 
 
@@ -287,6 +316,7 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
                 "waited": pace.traffic.added,
                 "waited_range": list(pace.traffic.waits),
             },
+            "host": pace.hosted and pace.hosted.facts(pace.tokens),
             "bound": pace.bound,
         },
     }
@@ -298,6 +328,9 @@ def estimate(
     gpu: str | Gpu | None = None,
     memory_gib: float | None = None,
     gpus: int = 1,
+    pcie: float | None = None,
+    cpu_bandwidth: float | None = None,
+    cpu_cores: int | None = None,
     length: int | None = None,
     tokens: int | None = None,
     price: float | None = None,
@@ -313,6 +346,10 @@ def estimate(
         gpu: Name (`H100`, `4090`, `A100-80GB`) or table entry; default: this machine.
         memory_gib: Memory of one GPU, if only that is known or it differs from the table.
         gpus: Number of GPUs; they shard the model with `train.fsdp`, else replicate it (DDP).
+        pcie: GB/s between GPU and host memory, one way; default: the table's. What is in host
+            memory (`precision.fp8_params`) crosses it.
+        cpu_bandwidth, cpu_cores: GB/s and cores of the host, which updates what is there; default:
+            a desktop's.
         length: Tokens of the longest row; default: `train.max_length`. Of a prompt and its answer
             where the model writes answers; default: twice `train.max_completion_length`.
         tokens: Tokens of the whole run, for its time and cost; default: `data.max_tokens`, or
@@ -327,7 +364,8 @@ def estimate(
         FinetuneError: the run would fail before loading: unknown recipe, GPU or model, invalid
             batch sizes, adapters that the model cannot take.
     """
-    place = place_of(gpu, memory_gib=memory_gib, gpus=gpus)
+    place = place_of(gpu, memory_gib=memory_gib, gpus=gpus, pcie=pcie,
+                     cpu_bandwidth=cpu_bandwidth, cpu_cores=cpu_cores)  # fmt: skip
     if isinstance(run, str):
         run = load_recipe(run)
     name, config = (run.name, run.config) if isinstance(run, Recipe) else (run.model.name, run)

@@ -1,10 +1,13 @@
 """Memory checks of a run: refusal before it loads, and the prediction beside the measurement.
 
-Three checks on the sketch of the model, the first two instant:
+Three checks of the device's memory on the sketch of the model, the first two instant:
 
     lower bound     weights, gradients and optimizer states, without activations: refuses
     upper bound     every activation that a step could keep, and more: accepts
     rehearsal       one step on tensors without memory: seconds, before minutes of loading
+
+Host memory of masters (`precision.fp8_params`) is known to the byte. The driver pins it by itself:
+`ulimit -l` bounds `mlock` alone.
 
 After a run, the prediction is for the measured batch, which is smaller than the largest possible if
 rows are shorter than `train.max_length`.
@@ -25,10 +28,18 @@ from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.changes import as_typed, freeing, length_of, rows_of, with_length
+from finetune.estimator.memory.overheads import pinned_bytes
 from finetune.estimator.predict import Prediction, predict_whole
-from finetune.hardware.device import EXPANDABLE, Device, available_gib, expand_segments, processes
+from finetune.hardware.device import (
+    EXPANDABLE,
+    Device,
+    available_gib,
+    expand_segments,
+    host_gib,
+    processes,
+)
 from finetune.hardware.gpus import place_here
-from finetune.precision.model.layers import linear_shape
+from finetune.precision.model.layers import head_modules, linear_shape
 from finetune.storage.nf4 import nf4_bytes
 from finetune.training.health.memory_meter import Batch
 from finetune.training.helper.optimizer.low_bit import bytes_of_states
@@ -45,8 +56,12 @@ ACTIVATION_BYTES, SCORE_BYTES = 16, 8
 """Most bytes that a layer keeps of one input or output element of a matrix (copies on both sides of
 a cast, an adapter's, its dropout mask), and of one score of attention that is not fused.
 """
-KINDS_IN_BOUND = ("base", "weights", "optimizer", "method")
+KINDS_IN_BOUND = ("base", "weights", "optimizer", "masters", "method")
 """Kinds of changes that reduce the lower bound."""
+
+
+HOST_BESIDE = GIB
+"""Host memory that libraries and data take after the check: assumed."""
 
 
 class MemoryForecast:
@@ -54,7 +69,7 @@ class MemoryForecast:
 
     def explain(self, error: PrecisionError, run: Planned) -> PrecisionError:
         """Extend the error of an unavailable precision if memory is short, too."""
-        short = why_too_small(bound_of(run.config, run.sketch, run.plan), run.device)
+        short = why_too_small(bound_of(run.config, run.sketch, run.plan, run.device), run.device)
         if not short:
             return error
         return type(error)(
@@ -70,7 +85,8 @@ class MemoryForecast:
         Several processes go by the whole memory, so that all decide alike: under FSDP a process
         that computes its layers a second time gathers weights that the others do not send.
         """
-        if why_too_small(bound_of(run.config, run.sketch, run.plan), run.device):
+        need = bound_of(run.config, run.sketch, run.plan, run.device)
+        if why_too_small(need, run.device):
             return True  # the check refuses it, unless it is overridden: no seconds for a rehearsal
         # The question is whether a step fits that keeps everything.
         config, device = with_checkpointing(run.config, False), run.device
@@ -78,7 +94,7 @@ class MemoryForecast:
         if run.processes == 1:
             free = int(available_gib(device) * GIB)
         # Most small models are decided here, in milliseconds and without a rehearsal.
-        if most_bytes(config, run.sketch, bound_of(config, run.sketch, run.plan)) <= free:
+        if most_bytes(config, run.sketch, need) <= free:
             return False
         try:
             held = _rehearsed(run, config).footprint
@@ -93,7 +109,7 @@ class MemoryForecast:
             MemoryShortError: it cannot fit, with what to change.
         """
         config, device = run.config, run.device
-        need = bound_of(config, run.sketch, run.plan)
+        need = bound_of(config, run.sketch, run.plan, device)
         short = why_too_small(need, device)
         if short:
             raise _does_not_fit(config, device, need.parameters, why=short)
@@ -167,6 +183,8 @@ class MemoryForecast:
         }
         if run.device.kind == "cuda":
             values["predicted_reserved_gib"] = round(found.reserved / GIB, 6)
+        if found.on_host:
+            values["predicted_host_gib"] = round(found.on_host / GIB, 6)
         return values
 
 
@@ -198,13 +216,23 @@ def changes_to_fit(config: RunConfig, device: Device) -> str:
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes that one device stores from step to step, and element counts of the model."""
+    """Bytes that one device stores from step to step, and element counts of the model.
+
+    Attributes:
+        pinned, pageable: bytes in host memory beside a GPU: masters and gradients, and states.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     parameters: int
     trainable: int
+    pinned: float = 0.0
+    pageable: float = 0.0
+
+    @property
+    def on_host(self) -> float:
+        return self.pinned + self.pageable
 
     @property
     def total(self) -> float:
@@ -233,6 +261,7 @@ def bound(
     *,
     shards: int = 1,
     storage: Storage | None = None,
+    apart: bool = False,
 ) -> StaticMemory:
     """Lower bound of a run's memory per device, for a model that may be on meta.
 
@@ -245,6 +274,7 @@ def bound(
         train: the recipe's `train` section; only `optim` matters.
         shards: processes that share one copy of everything (FSDP).
         storage: storage of the base weights (`model.storage`), if different from `model`'s.
+        apart: host memory is not the device's.
     """
     from finetune.storage.loading import stored_layers
 
@@ -261,34 +291,70 @@ def bound(
         # Experts lie in one parameter: as many matrices as it has numbers over those of one.
         matrix = fp8_bytes(*row.shape, row.shape[0] if row.stored == "row" else 1)
         stored[id(weight)] = weight.numel() // math.prod(row.shape) * matrix
-    every = list(model.parameters())
+    every, away = list(model.parameters()), masters_of(model, plan) if apart else {}
+    stored |= away
     training = [p for p in every if p.requires_grad]
+    states, here = (bytes_of_states(model, train, without) for without in ((), away))
     return StaticMemory(
         # By identity: a tied head and embedding are one tensor, and counted once by `parameters()`.
         weights=sum(stored.get(id(p), p.nbytes) for p in every) / shards,
-        gradients=sum(p.nbytes for p in training) / shards,
-        optimizer=0.0 if chosen(train).paged else bytes_of_states(model, train) / shards,
+        gradients=sum(p.nbytes for p in training if id(p) not in away) / shards,
+        optimizer=0.0 if chosen(train).paged else here / shards,
         parameters=sum(p.numel() for p in every),
         trainable=sum(p.numel() for p in training),
+        pinned=sum(2 * pinned_bytes(p.nbytes) for p in every if id(p) in away),
+        pageable=states - here,
     )
 
 
-def bound_of(config: RunConfig, model: Any, plan: PrecisionPlan) -> StaticMemory:
-    """Lower bound of one process of a run, from the sketch of its model and the sketch's plan."""
+def masters_of(model: nn.Module, plan: PrecisionPlan) -> dict[int, float]:
+    """Weights in host memory, by id, with the bytes of what stands for them on the device."""
+    from torch import nn
+
+    if not plan.precision.fp8_params:
+        return {}
+    found, heads = dict[int, float](), head_modules(model)
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        is_table = isinstance(module, nn.Embedding) or module in heads
+        if is_table and weight is not None and weight.requires_grad:
+            found[id(weight)] = weight.nbytes
+    for row in plan.fp8_layers:
+        scales = row.shape[0] if plan.precision.rule.by_row else 1
+        weight: Any = model.get_submodule(row.owner).weight
+        found[id(weight)] = fp8_bytes(*row.shape, scales)
+    return found
+
+
+def bound_of(
+    config: RunConfig, model: Any, plan: PrecisionPlan, device: Device | None = None
+) -> StaticMemory:
+    """Lower bound of one process of a run, from the sketch of its model and the sketch's plan.
+
+    Args:
+        device: whose memory is meant, if it may have one of its own.
+    """
+    apart = device is not None and device.kind == "cuda"
     storage = config.model.storage
     # Such a checkpoint is read into FP8 layers as it is, without a setting of the recipe.
     if storage is None and is_published_fp8(model.config):
         storage = "fp8"
     shards = processes() if config.train.fsdp else 1
-    return bound(model, plan, config.train, shards=shards, storage=storage)
+    return bound(model, plan, config.train, shards=shards, storage=storage, apart=apart)
 
 
 def why_too_small(need: StaticMemory, device: Device) -> str:
     """One sentence if the bound exceeds the free memory, else an empty string."""
-    free = available_gib(device)
-    if need.total / GIB <= free:
+    free, there = available_gib(device), host_gib() * GIB
+    if need.total / GIB > free:
+        return f"it needs at least {need}; {device.name} has {free:.1f} GiB free"
+    if not need.on_host or need.on_host + HOST_BESIDE <= there:
         return ""
-    return f"it needs at least {need}; {device.name} has {free:.1f} GiB free"
+    return (
+        f"precision.fp8_params takes {size(need.on_host, MEMORY)} of host memory "
+        f"({size(need.pinned, MEMORY)} pinned for masters and gradients, "
+        f"{size(need.pageable, MEMORY)} for optimizer states); {size(there, MEMORY)} are free"
+    )
 
 
 def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:

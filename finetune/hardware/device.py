@@ -256,6 +256,11 @@ def available_gib(device: Device) -> float:
         # On another process' GPU this would make a context, and take half a GiB of it.
         own = launched("LOCAL_RANK", 0) % torch.cuda.device_count()
         return torch.cuda.mem_get_info(own)[0] / GIB
+    return host_gib()
+
+
+def host_gib() -> float:
+    """GiB of host memory that this process could allocate now: its share of what is free."""
     import psutil
 
     return psutil.virtual_memory().available / GIB / _together()

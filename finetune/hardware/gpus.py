@@ -22,9 +22,9 @@ import fnmatch
 import functools
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -39,7 +39,7 @@ from pydantic import (
 from finetune.config.paths import ASSETS, user_path
 from finetune.config.yaml import parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean, nearest
-from finetune.hardware.device import Device, this_device
+from finetune.hardware.device import Device, cores, this_device
 from finetune.units import GIB
 
 TABLE = ASSETS / "gpus.yaml"
@@ -62,6 +62,8 @@ class Gpu(BaseModel):
         l2_mib: level 2 cache, MiB.
         link: usual connection of the GPUs of one machine.
         link_gb_s: rate at which one GPU sends over it, one direction, 10^9 bytes a second.
+        pcie_gb_s: rate of transfers to host memory, one direction, 10^9 bytes a second; that of
+            `link` if none is given.
         watts: most power that the board draws, where it is known.
         price_usd_per_hour: rent of one GPU, where the user gave it.
         source: origin of the figures.
@@ -81,6 +83,7 @@ class Gpu(BaseModel):
     l2_mib: PositiveFloat
     link: Literal["nvlink", "pcie", "infinity-fabric"]
     link_gb_s: PositiveFloat
+    pcie_gb_s: PositiveFloat | None = None
     watts: PositiveFloat | None = None
     price_usd_per_hour: PositiveFloat | None = None
     source: str
@@ -241,6 +244,19 @@ UNNAMED = (9, 0)
 """Compute capability assumed for a GPU known by its memory only."""
 
 
+class Host(NamedTuple):
+    """The CPU beside a GPU: cores, and 10^9 bytes a second that they reach in its memory.
+
+    By default a desktop's: sixteen cores, two channels of DDR5-5600.
+    """
+
+    cores: int = 16
+    gb_s: float = 70.0
+
+
+DESKTOP = Host()
+
+
 @dataclass(frozen=True)
 class Place:
     """Place where a run would train.
@@ -250,12 +266,14 @@ class Place:
         gpu: entry of the GPU table; None if its speed is unknown.
         count: number of devices that train together.
         here: True for this machine.
+        host: the machine's CPU.
     """
 
     device: Device
     gpu: Gpu | None
     count: int = 1
     here: bool = False
+    host: Host = DESKTOP
 
     @property
     def memory_bytes(self) -> int:
@@ -269,17 +287,25 @@ class Place:
 
 def place_here(device: Device, processes: int = 1) -> Place:
     """This machine, whose devices are like `device`."""
-    return Place(device, find_gpu(device), processes, here=True)
+    return Place(device, find_gpu(device), processes, here=True, host=Host(cores()))
 
 
 def place_of(
-    gpu: str | Gpu | None = None, *, memory_gib: float | None = None, gpus: int = 1
+    gpu: str | Gpu | None = None,
+    *,
+    memory_gib: float | None = None,
+    gpus: int = 1,
+    pcie: float | None = None,
+    cpu_bandwidth: float | None = None,
+    cpu_cores: int | None = None,
 ) -> Place:
     """Find the place that a user specifies.
 
     Args:
         gpu: a name (`H100`, `4090`) or an entry of the table; default: this machine.
         memory_gib: memory of a GPU otherwise unknown, or overriding the table's for `gpu`.
+        pcie: GB/s of its slot, one direction, overriding the table's.
+        cpu_bandwidth, cpu_cores: of the machine around it, overriding `Host`'s.
 
     Raises:
         ConfigError: an unknown GPU, a number below one.
@@ -292,13 +318,23 @@ def place_of(
             where=f"--memory {memory_gib:g}",
             fix="GiB of one GPU, such as 24",
         )
+    sizes = {"--pcie": pcie, "--cpu-bandwidth": cpu_bandwidth, "--cpu-cores": cpu_cores}
+    for option, value in sizes.items():
+        if value is not None and not 0 < value < float("inf"):
+            what = f"{option.strip('-')} cannot be {value:g}"
+            raise ConfigError(what, where=f"{option} {value:g}", fix=f"{option} above 0")
     if gpu is None and memory_gib is None:
-        return place_here(this_device(), gpus)
-    if gpu is None:
-        assert memory_gib is not None
+        place = place_here(this_device(), gpus)
+    elif gpu is None:
         name = f"a GPU of {memory_gib:g} GiB"
-        return Place(Device("cuda", name, UNNAMED, memory_gib), None, gpus)
-    line = named_gpu(gpu) if isinstance(gpu, str) else gpu
-    if memory_gib is not None:
-        line = line.model_copy(update={"memory_gib": memory_gib})
-    return Place(as_device(line), line, gpus)
+        place = Place(Device("cuda", name, UNNAMED, memory_gib or 0.0), None, gpus)
+    else:
+        line = named_gpu(gpu) if isinstance(gpu, str) else gpu
+        if memory_gib is not None:
+            line = line.model_copy(update={"memory_gib": memory_gib})
+        place = Place(as_device(line), line, gpus)
+    given: Any = {"cores": cpu_cores, "gb_s": cpu_bandwidth}
+    host = place.host._replace(**{name: value for name, value in given.items() if value})
+    if pcie is not None and place.gpu is not None:
+        place = replace(place, gpu=place.gpu.model_copy(update={"pcie_gb_s": pcie}))
+    return replace(place, host=host)

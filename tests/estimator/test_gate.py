@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from finetune import load_recipe
 from finetune.config.train_section import with_checkpointing
+from finetune.errors import MemoryShortError
 from finetune.estimator import gate
 from finetune.estimator.gate import MemoryForecast, bound_of, most_bytes
 from finetune.estimator.predict import predict_whole
@@ -58,3 +60,19 @@ def test_what_fits_by_far_is_not_rehearsed(monkeypatch) -> None:
     with pytest.raises(AttributeError):
         MemoryForecast().check(run)
     assert asked
+
+
+def test_masters_that_host_memory_cannot_take_are_refused_before_a_model_is_loaded(
+    monkeypatch,
+) -> None:
+    run = preflight(
+        load_recipe("tiny_full_fp8", ["precision.fp8_params=true"]).config, this_device()
+    )
+    run = replace(run, device=H100)
+    monkeypatch.setattr(gate, "available_gib", lambda _: 80.0)
+    MemoryForecast().check(run)
+    monkeypatch.setattr(gate, "host_gib", lambda: 1.02)  # a GiB is for what comes beside
+    with pytest.raises(MemoryShortError, match="does not fit here") as refused:
+        MemoryForecast().check(run)
+    assert "MiB pinned for masters and gradients" in refused.value.why
+    assert "train.optim=adamw_torch_8bit" in refused.value.fix

@@ -461,3 +461,25 @@ def test_longer_answers_take_more_of_the_step() -> None:
     once = generation()
     assert 1.8 < generation("train.max_completion_length=32") / once < 2.2
     assert generation("train.steps_per_generation=2") == pytest.approx(once / 2, rel=0.1)
+
+
+EIGHT_B = (
+    *("precision.fp8_params=true", "train.gradient_checkpointing=true"),
+    *("train.gradient_accumulation_steps=1", "precision.compile=on"),
+)
+
+
+@pytest.mark.slow
+def test_an_8b_in_full_with_masters_in_host_memory_takes_less_than_16_gb() -> None:
+    config = load_recipe("llama_8b_full_fp8", EIGHT_B).config
+    found = predict_fast(config, place_of("4090"))
+    held, numbers = found.footprint, found.trainable
+    assert found.compiled
+    assert found.pace is not None
+    assert found.pace.tokens == 8192
+    assert held.allocated < 16e9
+    assert held.pinned == pytest.approx(4 * numbers, rel=1e-3)  # a master and a gradient in BF16
+    assert held.pageable == pytest.approx(2 * numbers * (1 + 4 / 256), rel=1e-3)  # 8-bit states
+    on_host = found.pace.hosted
+    assert on_host is not None
+    assert on_host.moved == pytest.approx((2 * numbers, 2 * numbers), rel=1e-3)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from finetune.errors import ConfigError
 from finetune.estimator.memory.sharding import Fsdp2
 from finetune.estimator.speed.fusion import Launch, launches
+from finetune.estimator.speed.hosted import Hosted
 from finetune.estimator.speed.operators import (
     MatrixProduct,
     attention_flops,
@@ -728,3 +729,32 @@ def test_what_several_gpus_wait_for_is_that_of_all_layers(shards):
     assert found.seconds == pytest.approx(pace(40).seconds, rel=1e-3)
     if shards:
         assert whole != pytest.approx(few + 38 * (more - few), rel=0.05)
+
+
+# ------------------------------------------------------------------------------------ host memory
+
+STEP = Hosted(
+    down=16e9, up=16e9, last=1e9, raised=16e9, norm=0.1, update=1.5, forward=0.7, backward=2.0,
+    batches=1, bus=20e9,
+)  # fmt: skip
+
+
+def test_gradients_hide_behind_backward_but_for_the_last_one() -> None:
+    assert STEP.waits == pytest.approx(1 / 20)  # 0.8 s of transfers in 2 s
+    assert STEP.moved == (16e9, 16e9)
+    short = STEP._replace(backward=0.5)
+    assert short.waits == pytest.approx(0.3)
+    # Backward of 8192 x 0.8 / 0.5 tokens takes as long as the bus.
+    assert short.hides_from(8192) == pytest.approx(13107, abs=1)
+
+
+def test_a_sum_goes_over_the_bus_twice_in_all_micro_batches_but_the_first() -> None:
+    three = STEP._replace(batches=3)
+    assert three.moved == (48e9, 48e9)
+    assert three.waits == pytest.approx(1 / 20 + 2 * 2 / 20)
+
+
+def test_weights_go_up_behind_the_update_which_the_gpu_waits_for() -> None:
+    assert STEP.on_cpu == pytest.approx(1.6)
+    assert STEP.gained == pytest.approx(0.7)  # behind the next forward
+    assert STEP._replace(update=0.3).waits == pytest.approx(1 / 20 + 0.5)

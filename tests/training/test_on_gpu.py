@@ -50,6 +50,27 @@ def runs(made_once):
     return made_once("runs on a GPU of host memory", make)
 
 
+MASTERS = "precision.fp8_params=true precision.compile=off"
+MEMORY = (
+    f"{MASTERS} precision.scaling=tensorwise",
+    f"{MASTERS} precision.scaling=rowwise train.gradient_checkpointing=true "
+    "train.gradient_accumulation_steps=2",
+)
+
+
+@pytest.mark.long
+def test_masters_in_host_memory_take_what_is_predicted_on_either_side(tmp_path) -> None:
+    done = on_gpu("tests.host_gpu.memory", str(tmp_path), *MEMORY)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
+    assert len(found) == len(MEMORY)
+    for run in found:
+        predicted, measured = run["device"]
+        assert abs(predicted / measured - 1) < 0.01, run
+        assert run["pinned"][0] == run["pinned"][1], run
+        assert 1 <= run["pageable"][0] / run["pageable"][1] < 1.2, run  # one weight's temporaries
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_proven_and_waits_once_a_step(runs, case) -> None:

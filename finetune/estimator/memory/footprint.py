@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from finetune.estimator.memory.overheads import context_bytes, library_workspaces
+from finetune.estimator.memory.overheads import context_bytes, library_workspaces, pinned_bytes
 from finetune.estimator.trace.trace import KINDS, Trace
 from finetune.hardware.device import Device
 
@@ -52,6 +52,7 @@ class Footprint:
         workspaces: bytes that libraries store inside the allocator.
         fragments: bytes reserved but not allocated.
         outside: bytes outside the allocator: the CUDA context, NCCL.
+        pinned, pageable: bytes in host memory of masters, their gradients and optimizer states.
     """
 
     phases: dict[str, dict[str, int]]
@@ -60,6 +61,8 @@ class Footprint:
     workspaces: int = 0
     fragments: int = 0
     outside: int = 0
+    pinned: int = 0
+    pageable: int = 0
 
     @property
     def highest(self) -> str:
@@ -100,6 +103,11 @@ class Footprint:
         """Bytes with which a run works reliably."""
         return self.shown + self.margin
 
+    @property
+    def on_host(self) -> int:
+        """Bytes in host memory."""
+        return self.pinned + self.pageable
+
     def fit(self, memory: int) -> Fit:
         """Verdict for a device with `memory` bytes."""
         # Without fragments, which the allocator gives back before it fails.
@@ -110,6 +118,7 @@ class Footprint:
 
 def tensor_footprint(trace: Trace) -> Footprint:
     """Peaks of a rehearsed step by phase, from the mark `step` on: tensors alone."""
+    whole, trace = trace, trace.only(lambda storage: storage.memory == "device")
     # A step without a generation begins with forward, and has no mark for it.
     marks = {"forward": trace.marks["step"], **trace.marks}
     begins = {phase: marks[phase] for phase in PHASES if phase in marks}
@@ -126,9 +135,21 @@ def tensor_footprint(trace: Trace) -> Footprint:
             phases[phase][block.kind] += block.nbytes
             if block.kind not in LASTING:
                 owners[phase][block.module.replace("/", ".")] += block.nbytes
-    bare = Footprint(phases)
+    # Masters, and a gradient of each, stay from step to step.
+    pinned = sum(pinned_bytes(s.nbytes) for s in whole.storages.values() if s.memory == "pinned")
+    elsewhere = whole.only(lambda storage: storage.memory == "pageable")
+    bare = Footprint(phases, pinned=pinned, pageable=elsewhere.peak(trace.marks["step"])[0])
     owner, owned = next(iter(owners[bare.highest].most_common(1)), ("", 0))
     return replace(bare, owner=owner, owned=owned)
+
+
+def _aside(trace: Trace, highest: int) -> int:
+    """Bytes of other streams' memory that computation could not use at event `highest`."""
+    found = 0
+    for stream in {s.stream for s in trace.storages.values()} - {""}:
+        own = trace.only(lambda s: s.memory == "device" and s.stream == stream)  # noqa: B023
+        found += own.peak()[0] - own.peak(highest, highest + 1)[0]
+    return found
 
 
 def footprint(trace: Trace, device: Device) -> Footprint:
@@ -136,7 +157,9 @@ def footprint(trace: Trace, device: Device) -> Footprint:
     bare = tensor_footprint(trace)
     if device.kind != "cuda" or device.capability is None:
         return bare
-    return on_gpu(bare, device.capability)
+    held = on_gpu(bare, device.capability)
+    highest = trace.only(lambda storage: storage.memory == "device").peak(trace.marks["step"])[1]
+    return replace(held, fragments=held.fragments + _aside(trace, highest))
 
 
 def on_gpu(tensors: Footprint, capability: tuple[int, int]) -> Footprint:
@@ -178,7 +201,9 @@ def extrapolated(few: Footprint, more: Footprint, times: float) -> Footprint:
         }
         for phase, kinds in more.phases.items()
     }
-    grown = replace(more, phases=phases)
+    on_host = {name: getattr(few, name) for name in ("pinned", "pageable")}
+    on_host = {n: round(x + times * (getattr(more, n) - x)) for n, x in on_host.items()}
+    grown = replace(more, phases=phases, **on_host)
     if not more.fragments:
         return grown
     # Of all layers another phase may be the highest: of fragments only what is not its share grows.

@@ -80,6 +80,15 @@ def library_workspaces(
     return [blas, blas] if version >= (2, 11) else [blas, MIB, blas, MIB]
 
 
+def pinned_bytes(nbytes: int, torch_version: tuple[int, ...] | None = None) -> int:
+    """Bytes that torch takes to pin a tensor: a power of two, but of more than 1 MiB no more.
+
+    That is what `hardware.device.expand_segments` tells it; before 2.13 every tensor is rounded up.
+    """
+    exact = nbytes > MIB and (torch_version or torch_of_gpus()) >= (2, 13)
+    return nbytes if exact or not nbytes else 1 << (nbytes - 1).bit_length()
+
+
 # Context and kernel code of a process after a training step, MiB. Measured: 426 before the first
 # kernel on an RTX 6000 Ada (torch 2.10, CUDA 13.0: unslothai/unsloth-zoo#1053), 274 with a first
 # kernel on an older GPU (torch 1.13, CUDA 11.7, lazy loading: pytorch/pytorch#86509). The others

@@ -10,6 +10,9 @@ the update begins, and then, unless the update takes as long, until the next for
 Of a model that writes its rows, generation is all prompts once and then token by token, each as
 long as the last one; what is scored once for several micro-batches is counted so.
 
+Weights that train in host memory wait for the bus, and the CPU updates them
+(`finetune.estimator.speed.hosted`).
+
 Compiled decoder layers (`precision.compile`) run with their pointwise chains fused. With
 `train.fsdp` each micro-batch gathers the weights of each group in forward and in backward, the last
 one also reduces gradients, and the update covers one GPU's shards in their stored dtype. Without it
@@ -36,12 +39,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from finetune.config.schema import RunConfig
 from finetune.estimator.memory.sharding import Fsdp2, sharded_model, shares_model
+from finetune.estimator.speed.hosted import Hosted, hosted, ways
 from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, roofline_of
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
@@ -79,6 +83,7 @@ class Pace:
         mfu: Model FLOPs, recomputation excluded, / (`seconds` x dense BF16 peak).
         scatter: Standard deviation of ln(predicted / true).
         traffic: What several devices send each other.
+        hosted: What is done in host memory and over the bus to it.
     """
 
     seconds: float
@@ -88,6 +93,7 @@ class Pace:
     mfu: float
     scatter: float
     traffic: Traffic | None = None
+    hosted: Hosted | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,10 +121,12 @@ def pace_of_one(
         model = sharded_model(rehearsal, config, place.count)
         trace = _update_of_shards(trace, model)
     batches = int(config.train.gradient_accumulation_steps)
+    away = any(storage.memory != "device" for storage in trace.storages.values())
 
     def timed(ops: Sequence[Op]) -> StepTime:
         inside = (lambda op: layer_of(op.module)) if compiled else None
-        return roofline.step_time(ops, compiled=inside)
+        on_gpu = (way == "gpu" for way in ways(ops, trace)) if away else (True for _ in ops)
+        return roofline.step_time([*compress(ops, on_gpu)], compiled=inside)
 
     micro, update = micro_batch(trace)
     batch, once = timed(micro), timed(update)
@@ -132,11 +140,18 @@ def pace_of_one(
     # forward while the update still runs.
     waits = shared.before_update_ms + max(0.0, shared.after_update_ms - once.seconds * 1e3)
     classes[StepPart.WAITING] = classes.get(StepPart.WAITING, 0.0) + waits * 1e-3
-    traffic = None
-    if gpu is not None:
-        # Alone, since gathers of forward hide behind forward and those of backward behind backward.
+    traffic = on_host = None
+    computed = 0.0, 0.0
+    if gpu is not None or away:
+        # Alone: what is sent in forward hides behind forward, and in backward behind backward.
         forward = timed([op for op in micro if op.phase == "forward"]).seconds
-        computed, ring = (forward, batch.seconds - forward), ring_of(gpu, place.count)
+        computed = forward, batch.seconds - forward
+    if away:
+        on_host = hosted(micro, update, trace, roofline.gpu, place.host, batches, computed)
+        classes[StepPart.COMMUNICATION] = on_host.waits
+        classes[StepPart.OPTIMIZER] = classes.get(StepPart.OPTIMIZER, 0.0) + on_host.on_cpu
+    if gpu is not None:
+        ring = ring_of(gpu, place.count)
         if model is not None:
             traffic = sharded_traffic(model, ring, computed, batches)
         else:
@@ -154,6 +169,7 @@ def pace_of_one(
         mfu=batch.mfu * batch.seconds * batches / seconds,
         scatter=roofline.efficiency.shared.scatter_time,
         traffic=traffic,
+        hosted=on_host,
     )
 
 
@@ -200,10 +216,14 @@ def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
     traffic = few.traffic and more.traffic and few.traffic.extrapolated(more.traffic, times)
     if traffic is not None:
         classes[StepPart.COMMUNICATION] = traffic.added
+    on_host = few.hosted and more.hosted and few.hosted.extrapolated(more.hosted, times)
+    if on_host is not None:
+        classes[StepPart.COMMUNICATION] = on_host.waits
     seconds = sum(classes.values())
     # FLOPs grow along a line, their ratio to time does not.
     done = grown(few.mfu * few.seconds, more.mfu * more.seconds)
-    return replace(more, seconds=seconds, classes=classes, mfu=done / seconds, traffic=traffic)
+    sent: Any = {"traffic": traffic, "hosted": on_host}
+    return replace(more, seconds=seconds, classes=classes, mfu=done / seconds, **sent)
 
 
 def _update_of_shards(trace: Trace, model: Fsdp2) -> Trace:

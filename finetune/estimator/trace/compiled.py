@@ -392,6 +392,7 @@ class _Rewriter:
         used = {x.storage: i for i, op in enumerate(self._ops) for x in (*op.inputs, *op.outputs)}
         inner = {v.operand.storage for v in self._graph.values if v.forward}
         fused, ends = _in_kernels(self._ops)
+        leave = _ends_of_layers(self._ops)
         entries: list[_Entry] = []
         for number, event in enumerate(self._trace.events):
             storage, place, moves = event.storage, places[event.at], 0
@@ -404,6 +405,10 @@ class _Rewriter:
                 elif last > place and storage in after:
                     place, moves = last, -1
                 if (end := ends.get(storage, 0)) > place:
+                    place, moves = end, -1
+                # Gradients that leave in backward: a compiled layer gives all of its own at once.
+                sent = self._trace.storages[storage].kind == "gradients"
+                if sent and (end := leave(place)) > place:
                     place, moves = end, -1
             entries.append(_Entry(place, moves, number, event, moved=bool(moves)))
         events, marks, moved = _in_order(entries, self._trace)
@@ -457,6 +462,13 @@ def _in_kernels(ops: list[Op]) -> tuple[set[int], dict[int, int]]:
             for x in (x for i in kernel.ops for x in ops[i].inputs):
                 ends[x.storage] = max(ends.get(x.storage, 0), end)
     return fused, ends
+
+
+def _ends_of_layers(ops: list[Op]) -> Callable[[int], int]:
+    """Of a place in a layer's backward its end; of another place itself."""
+    backward = [layer_of(op.module) if op.phase in ("backward", "recompute") else "" for op in ops]
+    last = {layer: index for index, layer in enumerate(backward) if layer}
+    return lambda at: last.get(backward[at - 1], at - 1) + 1 if at else at
 
 
 def _widens(op: Op) -> bool:

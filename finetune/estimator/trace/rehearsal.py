@@ -72,7 +72,9 @@ from finetune.estimator.trace.stand_ins import (
     clip_in_update,
     engine_maker,
     four_bit_weights,
+    masters_apart,
     paged_states,
+    settle_masters,
     store_base,
     torchao_updates,
 )
@@ -83,6 +85,8 @@ from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan as make_plan
+from finetune.precision.stored.masters import Master, Masters
+from finetune.precision.stored.trained import TrainedBackend
 from finetune.storage.pretrained import load_shape
 from finetune.training.helper import session
 from finetune.training.helper.compute_types import AUTOCAST
@@ -238,11 +242,17 @@ def rehearse(
         trainer.recorder = Recorder(
             model, [*batch, *waiting], beside=[other for other, _ in beside]
         )
+        if isinstance(conversion.backend, TrainedBackend):
+            trainer.masters = conversion.backend.masters
+            # Nobody writes to a master between steps, and these have no numbers to compare.
+            stack.enter_context(replaced([(Master, "_now", lambda _: (0, 0, []))]))
+            if on_cuda:
+                stack.enter_context(masters_apart(trainer.masters, trainer.recorder))
         if optimizer.paged and on_cuda:
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
         trainer.visits = VisitRecorder(model, groups, trainer.recorder.trace)
-        engine = conversion.frozen
+        engine: Any = conversion.frozen or (conversion.backend if trainer.masters else None)
         fuses_casts = engine is None or not engine.how.own_cast
         if fuses_casts and compiles(resolution.precision, device):
             stack.enter_context(casts_to_fuse(trainer.recorder, model))
@@ -454,6 +464,7 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
         micro_batches: int
         recorder: Recorder
         visits: VisitRecorder
+        masters: Masters | None = None
 
         def get_train_dataloader(self) -> Any:
             return self.batches
@@ -469,18 +480,23 @@ def _rehearsal_trainer(method: Method) -> type[Any]:
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             recorder: Recorder = self.recorder
             optimizer: Any = self.optimizer.optimizer  # pyright: ignore[reportOptionalMemberAccess]
+            each = self.masters.each if self.masters is not None else ()
+            buffers = {id(one.parameter): one.gradient_buffer for one in each}
             with recorder.during("optimizer"):
                 for group in optimizer.param_groups:
                     for p in group["params"]:
                         # Empty gradients are enough for a step that makes states of the right
                         # shapes.
-                        p.grad = torch.empty_like(p)
+                        p.grad = buffers[id(p)]() if id(p) in buffers else torch.empty_like(p)
                 recorder.sort_gradients()
                 optimizer.step()
                 # With accumulation a micro-batch finds gradients of the ones before, and adds to
                 # them.
                 if self.micro_batches == 1:
                     optimizer.zero_grad()
+            if self.masters is not None:
+                with recorder.during("load"):
+                    settle_masters(self.masters, optimizer, recorder)
             recorder.mark("step")
             _record(self.accelerator, "backward", recorder, "backward", then=self._begin_update)
             _record(self.optimizer, "step", recorder, "optimizer")

@@ -29,6 +29,10 @@ temporaries of one parameter at a time, and so does the rehearsal. On a GPU one 
 parameters in place and clips their gradients, whose norm is one pass (`clipping`). Both are counted
 parameter by parameter, for the bytes that they move and the host's time with each.
 
+*Masters in host memory* (`precision.fp8_params`) are where a GPU's run has them, apart from the
+device, and streams beside that of computation are names: what is allocated on them, when it goes
+over and when it is freed is decided by `precision.stored.masters` itself.
+
 *bitsandbytes' paged optimizers* store large states in managed memory, which the driver moves to the
 host when the GPU is full, outside PyTorch's allocator.
 """
@@ -48,7 +52,7 @@ from torch.optim import Optimizer
 
 from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
-from finetune.estimator.trace.trace import Recorder, plain_tensors
+from finetune.estimator.trace.trace import Memory, Recorder, plain_tensors
 from finetune.precision.engines import whole
 from finetune.precision.engines.base import Backend, Fp8Mixin
 from finetune.precision.model.swap import Swapped, swap
@@ -58,6 +62,7 @@ from finetune.precision.numbers.gemm import as_output, as_rows
 from finetune.precision.numbers.scaling import Operand, cast_current
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.linear import storable, store
+from finetune.precision.stored.masters import Master, Masters
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
 
@@ -312,6 +317,88 @@ def four_bit_weights() -> Iterator[None]:
 
     with replaced([(dora, "dequantize_module_weight", read)]):
         yield
+
+
+# ---------------------------------------------------------------------------------- host memory
+
+define("to_device(Tensor x) -> Tensor", torch.empty_like)
+
+
+class _Side:
+    """A stream that makes nobody wait."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    wait_event = record_event = synchronize = wait_stream
+
+
+@contextlib.contextmanager
+def masters_apart(masters: Masters, recorder: Recorder) -> Iterator[None]:
+    """Record what a GPU's run has in host memory, and what its streams of transfers allocate."""
+    from torch.optim import optimizer as optimizers
+    from torch.utils import _foreach_utils
+
+    @contextlib.contextmanager
+    def on(stream: _Side) -> Iterator[None]:
+        before, recorder.stream = recorder.stream, stream.name
+        yield
+        recorder.stream = before
+
+    def pinned(_: Masters, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        keep([made], "pinned")
+        return made
+
+    def send(of: Masters, master: Master, g: Tensor) -> None:
+        for storage in recorder.storages_of([g]):
+            storage.kind = "gradients"
+        plain_send(of, master, g)
+
+    def keep(tensors: Iterable[Tensor], memory: Memory) -> None:
+        for storage in recorder.storages_of(tensors):
+            storage.memory = memory
+
+    def refresh(of: Masters) -> None:
+        with recorder.during("optimizer"):  # once for all micro-batches of a step
+            plain_refresh(of)
+
+    plain_send, plain_refresh = Masters.send, Masters.refresh
+    keep((one.parameter for one in masters.each), "pinned")
+    # A copy of a table is made there, in the form of its master.
+    recorder.to_device |= {OPS.to_device.default, torch.ops.aten.empty_like.default}
+    sides = _Side("up"), _Side("down")
+    changes = [
+        (Masters, "is_apart", True),
+        (Masters, "_both", sides),
+        (Masters, "bring", lambda _, x: OPS.to_device(x.detach())),
+        (Masters, "host_memory", pinned),
+        (Masters, "send", send),
+        (Masters, "refresh", refresh),
+        # Tensors of a CPU are among those that are stepped and clipped: one by one, all of them.
+        (optimizers, "_get_foreach_kernels_supported_devices", list),
+        (_foreach_utils, "_get_foreach_kernels_supported_devices", list),
+        (torch.cuda, "current_stream", lambda _=None: _Side()),
+        (torch.cuda, "stream", on),
+    ]
+    with replaced(changes):
+        yield
+
+
+def settle_masters(masters: Masters, optimizer: Optimizer, recorder: Recorder) -> None:
+    """After a first step: codes are there, stale, and states are with their masters."""
+    masters.refresh()
+    apart = masters.is_apart
+    for one in masters.each:
+        for storage in recorder.storages_of(x for x in (one.bits, one.inverse) if x is not None):
+            storage.kind = "weights"
+        states = optimizer.state[one.parameter].values()
+        for storage in recorder.storages_of(x for x in states if isinstance(x, Tensor) and apart):
+            storage.memory = "pageable"
+        one.forget()
 
 
 # --------------------------------------------------------------------------------------- optimizers

@@ -27,7 +27,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -45,6 +45,8 @@ Phase = Literal[
 # fmt: on
 Kind = Literal["weights", "fp8", "gradients", "optimizer", "saved", "logits", "cache", "temporary"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Memory = Literal["device", "pinned", "pageable"]
+"""Where a storage is: on the device, or in host memory that is pinned or not."""
 
 
 class Operand(NamedTuple):
@@ -85,7 +87,8 @@ class Storage:
     """Phase, module (as of an `Op`) and operator that created a storage, dtype of its first tensor.
 
     `saved` is True if it was alive when a backward began, `passing` if an eager step makes and
-    reads it in one kernel.
+    reads it in one kernel. `stream` names a stream beside that of computation, if one made it:
+    the allocator keeps memory of each apart.
     """
 
     nbytes: int
@@ -96,6 +99,8 @@ class Storage:
     kind: Kind = "temporary"
     saved: bool = False
     passing: bool = False
+    memory: Memory = "device"
+    stream: str = ""
 
 
 @dataclass
@@ -128,6 +133,15 @@ class Trace:
             if alive > most:
                 most, at = alive, i
         return most, at
+
+    def only(self, belongs: Callable[[Storage], bool]) -> Trace:
+        """The trace with the bytes of some storages, such as those of one memory."""
+        there = {number for number, storage in self.storages.items() if belongs(storage)}
+        if len(there) == len(self.storages):
+            return self
+        events = [e if e.storage in there else e._replace(nbytes=0) for e in self.events]
+        initial = {number: size for number, size in self.initial.items() if number in there}
+        return replace(self, events=events, initial=initial)
 
     def since(self, mark: str) -> list[Op]:
         place = self.marks[mark]
@@ -169,7 +183,9 @@ class Recorder(TorchDispatchMode):
         self._depth = 0
         self._recomputing = 0  # depth of modules at which a recomputation began
         self._outside = self._passing = False
+        self.stream = ""
         self.small = SMALL
+        self.to_device: set[Any] = set()  # operators that copy from host memory
         self.rewards = 0  # numbers of a table whose values are there: advantages follow of them
         self._model = model
         if model is not None:
@@ -207,8 +223,9 @@ class Recorder(TorchDispatchMode):
         size = 0 if self._outside else storage.nbytes()
         module = self._modules[-1] if self._modules else ""
         trace.storages[number] = Storage(
-            size, self.phase, module, tensor.dtype, op, kind or "temporary", passing=self._passing
-        )
+            size, self.phase, module, tensor.dtype, op, kind or "temporary", passing=self._passing,
+            stream=self.stream,
+        )  # fmt: skip
         # With a kind given the tensor was there before, and its allocation is no event.
         if kind is None:
             trace.events.append(Event(number, size, len(trace.ops)))
@@ -275,8 +292,14 @@ class Recorder(TorchDispatchMode):
 
     def sort_cache(self, states: Iterable[Tensor]) -> None:
         """Assign the kind `cache` to the tensors of a cache."""
-        for state in states:
-            self.trace.storages[self._number(state, "")].kind = "cache"
+        for storage in self.storages_of(states):
+            storage.kind = "cache"
+
+    def storages_of(self, tensors: Iterable[Tensor]) -> Iterator[Storage]:
+        """Descriptions of tensors' storages, to be changed."""
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                yield self.trace.storages[self._number(plain, "")]
 
     # ----------------------------------------------------------------------------------- modules
 
@@ -359,12 +382,22 @@ class Recorder(TorchDispatchMode):
         before = len(self.trace.storages)
         for tensor in outputs:
             self._number(tensor, func.__name__)
+        if self.to_device:
+            self._stay_on_host(func, inputs, before)
         # A view of something new counts, such as a slice of a result that only now is seen.
         if len(self.trace.storages) == before and (func.is_view or func in _NOTHING):
             return result
         taken, made = self._operands(inputs), self._operands(outputs)
         self.trace.ops.append(Op(str(func), taken, made, self.phase, self._owner(taken)))
         return result
+
+    def _stay_on_host(self, func: Any, inputs: list[Tensor], first: int) -> None:
+        """What is made of tensors in host memory is there, too, but for copies to the device."""
+        storages, read = self.trace.storages, (x.storage for x in self._operands(inputs))
+        if func in self.to_device or all(n < 0 or storages[n].memory == "device" for n in read):
+            return
+        for number in range(first, len(storages)):
+            storages[number].memory = "pageable"
 
     def _run(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         real = all(type(t) is not FakeTensor for t in inputs)

@@ -116,7 +116,7 @@ class Master:
                 self.bits = torch.empty_like(self.parameter, device=device)
             self.bits.copy_(self.parameter, non_blocking=True)
             return
-        codes = self._cast(self.parameter.detach().to(device, non_blocking=True))
+        codes = self._cast(self.masters.bring(self.parameter))
         if self.bits is None or self.bits.device != device:
             self.bits, self.inverse = codes
             return
@@ -223,6 +223,10 @@ class Masters:
                 "~precision.fp8_params",
             ) from error
 
+    def bring(self, x: Tensor) -> Tensor:
+        """A tensor of host memory, copied to the device on the current stream."""
+        return x.detach().to(self.device, non_blocking=True)
+
     def settle(self) -> None:
         """All masters are known: the model computes where they are, and they go to the host."""
         if self.each:
@@ -302,7 +306,7 @@ class Masters:
         down, now = self._both[1], torch.cuda.current_stream(self.device)
         down.wait_stream(now)
         with torch.cuda.stream(down):
-            both = g if begins else total.to(self.device, non_blocking=True).add_(g)
+            both = g if begins else self.bring(total).add_(g)
             total.copy_(both, non_blocking=True)
             self._leaving.append((g, both, down.record_event()))
         p.grad = total

@@ -18,7 +18,7 @@ would get 32 bits for an unrelated weight with the same id.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,19 @@ class TorchaoArguments(BaseModel):
     bf16_stochastic_round: bool = True  # of BF16 weights alone: torchao asks for their type
 
 
-def bytes_of_states(model: nn.Module, train: TrainSection) -> float:
-    """Bytes of the states of a `train` section's optimizer for a model, also on meta."""
+def bytes_of_states(model: nn.Module, train: TrainSection, without: Container[int] = ()) -> float:
+    """Bytes of the states of a `train` section's optimizer for a model, also on meta.
+
+    Args:
+        without: ids of parameters that are left out.
+    """
     facts = chosen(train)
     # bitsandbytes keeps 32 bits for the states of embeddings, as the Trainer asks it to.
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return sum(
         state_bytes(facts, tuple(p.shape), p.element_size(), embedding=id(p) in embeddings)
         for p in model.parameters()
-        if p.requires_grad
+        if p.requires_grad and id(p) not in without
     )
 
 
