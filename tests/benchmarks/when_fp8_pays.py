@@ -50,6 +50,10 @@ def cell(recipe: str, gpu: str, gpus: int = 1) -> str:
         found, speed = ask(f"{recipe}_bf16", gpu, gpus), False
     held = found.prediction.footprint
     if found.fit == "does not fit":
+        if recipe.endswith("_full") and speed:  # masters in host memory: no twin in BF16 has that
+            hosted = ask(f"{recipe}_fp8", gpu, gpus, HOSTED)
+            if hosted.fit != "does not fit":
+                return f"{hosted.prediction.footprint.allocated / GIB:.0f} GiB, `fp8_params`"
         return f"no ({held.allocated / GIB:.0f} GiB)"
     tight = "" if found.fit == "fits" else ", tight"
     if not speed:
@@ -65,6 +69,7 @@ def like(found: Any, recipe: str, gpu: str, gpus: int, more: tuple[str, ...] = (
 
 
 COMPILED = ("precision.compile=on",)
+HOSTED = ("precision.fp8_params=true", "train.gradient_checkpointing=true")
 CHECKPOINTING = "train.gradient_checkpointing"
 
 
