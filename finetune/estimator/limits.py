@@ -79,6 +79,11 @@ TABLE = (
         "that nvidia-smi shows more, and on the host when it is full, which takes time",
     ),
     Limit(
+        lambda of: bool(of.footprint.pinned) and of.pace is not None,
+        "PCIe is taken at 0.8 of its speed, and the host as stated (--pcie, --cpu-bandwidth, "
+        "--cpu-cores); the time of weights in host memory was never measured on a GPU",
+    ),
+    Limit(
         lambda of: of.config.train.use_liger_kernel,
         "Liger's kernels are not rehearsed: memory and time will be lower than this",
     ),

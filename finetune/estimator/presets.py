@@ -64,7 +64,8 @@ def _least_memory(config: RunConfig) -> Iterator[Change]:
     for change in freeing(config, FP8_GPU):
         other = {x for x in change.overrides if x.startswith("precision.compute=")} - {compute}
         in_four_bits = "model.storage=nf4" in change.overrides  # which nothing shards
-        cuts = change.kind == "length" or change.rank not in ("same", "otherwise")
+        # What masters need is not freed but elsewhere, in a host's memory that nobody knows here.
+        cuts = change.kind in ("length", "masters") or change.rank not in ("same", "otherwise")
         if not (cuts or other or (in_four_bits and sharded)):
             # Changes of a kind come from the mildest to the furthest, of which the last stays.
             found[change.kind] = change
