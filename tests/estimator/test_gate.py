@@ -65,9 +65,8 @@ def test_what_fits_by_far_is_not_rehearsed(monkeypatch) -> None:
 def test_masters_that_host_memory_cannot_take_are_refused_before_a_model_is_loaded(
     monkeypatch,
 ) -> None:
-    run = preflight(
-        load_recipe("tiny_full_fp8", ["precision.fp8_params=true"]).config, this_device()
-    )
+    words = ["precision.fp8_params=true", "precision.scaling=tensorwise"]
+    run = preflight(load_recipe("tiny_full_fp8", words).config, this_device())
     run = replace(run, device=H100)
     monkeypatch.setattr(gate, "available_gib", lambda _: 80.0)
     MemoryForecast().check(run)
