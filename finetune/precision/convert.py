@@ -122,9 +122,8 @@ class Conversion:
             unswap(module)
         for module in self.compiled:
             module._compiled_call_impl = None  # undoes `nn.Module.compile`
-        masters = self.backend.masters if isinstance(self.backend, TrainedBackend) else None
-        if self.is_applied and masters is not None and masters.device.type != "cpu":
-            self.model.cpu()  # with the masters, or layers would have weights on two devices
+        if self.is_applied and self.backend is not None:
+            self.backend.release(self.model)
         self._swapped, self.compiled, self.head = [], [], None
         self.around.clear()
         self.is_applied = False

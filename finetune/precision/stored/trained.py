@@ -257,4 +257,5 @@ class TrainedBackend(CodedBackend):
         return {"fp8_how": self.how._replace(tile=tile), "fp8_master": master}
 
     def release(self, model: nn.Module) -> None:
-        model.cpu()  # with the masters, or layers would have weights on two devices
+        if self.masters.device.type != "cpu":
+            model.cpu()  # with the masters, or layers would have weights on two devices
