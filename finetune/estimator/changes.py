@@ -214,10 +214,10 @@ def _masters(config: RunConfig, device: Device) -> Iterator[Change]:
     """Weights as FP8 codes on the GPU; what an optimizer has in host memory."""
     precision, train = config.precision, config.train
     able = device.kind == "cuda" and device.has_fp8 and config.lora is None and not train.fsdp
-    if not able or precision.fp8_params or precision.engine.extra:
+    if not able or precision.fp8_params or precision.engine.owns_weights:
         return
     why = "weights on the GPU as FP8 codes alone; masters, gradients and states in host memory"
-    if precision.compute == "fp8" and precision.rule.frozen:
+    if precision.compute == "fp8" and precision.facts.frozen:
         yield Change("masters", (FP8_PARAMS,), f"{why}, where the update runs")
     elif precision.compute == "bf16":
         yield Change("masters", (FP8, FP8_PARAMS), f"in FP8: {why}", "otherwise")

@@ -320,7 +320,7 @@ def masters_of(model: nn.Module, plan: PrecisionPlan) -> dict[int, float]:
         if is_table and weight is not None and weight.requires_grad:
             found[id(weight)] = weight.nbytes
     for row in plan.fp8_layers:
-        scales = row.shape[0] if plan.precision.rule.by_row else 1
+        scales = row.shape[0] if plan.precision.facts.by_row else 1
         weight: Any = model.get_submodule(row.owner).weight
         found[id(weight)] = fp8_bytes(*row.shape, scales)
     return found
