@@ -134,11 +134,9 @@ class RunConfig(Section):
         precision = values.get("precision") if isinstance(values, dict) else None
         if not isinstance(precision, dict) or not values.get("lora"):
             return values
-        # An explicit `frozen` stays; the codes of a frozen base are E4M3 alone. With `fp8_params`,
-        # which is of weights that train, the plan says that there are none.
+        # An explicit `frozen` stays; the codes of a frozen base are E4M3 alone.
         stored = (
             precision.get("compute") == "fp8"
-            and not precision.get("fp8_params")
             and precision.get("frozen") is None
             and precision.get("format") in (None, "e4m3")
             and precision.get("scaling", "tensorwise") in FROZEN_SCALINGS
