@@ -252,7 +252,7 @@ def test_prompts_are_questions_that_leave_room_to_answer() -> None:
     config = load_recipe("tiny_full_bf16", ["data.prompts=[]"], check_train=False).config
     tokenizer, _ = load_tokenizer(config.model)
     system = {"role": "system", "content": "Be brief."}
-    asked = ["word " * 3000, "First?", "Second?", "Third?"]
+    asked = ["word " * 3000, "First?", "First?", "Second?", "Third?"]
     turns = [[system, {"role": "user", "content": text}] for text in asked]
     rows = Rows(Dataset.from_list([{"messages": one} for one in turns]), None, "", {})
     assert prompts_of(config, rows, tokenizer) == ["First?", "Second?"]

@@ -62,7 +62,7 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
     few: Any = rows.eval  # a stream is not read for its first rows where there are others
     # Few rows, since each is tokenized before training begins.
     few = rows.first(SEARCHED) if few is None else few.select(range(min(SEARCHED, len(few))))
-    asked = (_question_of(row) for row in few)
+    asked = dict.fromkeys(_question_of(row) for row in few)
     longest = longest if room is None else min(longest, room - most)
     fits = (prompt for prompt in asked if 0 < length_of(tokenizer, prompt) <= longest)
     return list(itertools.islice(fits, PROMPTS))
