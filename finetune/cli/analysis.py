@@ -212,8 +212,11 @@ def compare(
         console.print(whole(f"report: {page}"), crop=False)
         if not again:
             shared = [item for item in overrides if item[:2] not in ("a.", "b.")]
-            looked_at = shlex.join([names[0], *shared])
-            console.print(whole(f"next: python -m finetune diagnose {looked_at}"), crop=False)
+            then = ["diagnose", names[0], *shared]
+            if found.verdict == "undecided":
+                count = which if isinstance(which, int) else len(which)
+                then = ["compare", *recipes, "--seeds", str(max(comparing.SEEDS, 2 * count))]
+            console.print(whole(f"next: python -m finetune {shlex.join(then)}"), crop=False)
     code = {"equivalent": EQUIVALENT, "refused": MISUSE}.get(found.verdict, NOT_EQUIVALENT)
     if code:
         sys.exit(code)
