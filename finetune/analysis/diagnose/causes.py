@@ -110,7 +110,7 @@ def _emulation(facts: Facts) -> Iterator[Cause]:
         f"{facts.low} is emulated here, exact but without the speed of its units: {why}",
         f"{spent / bf16:.1f} times as long as the same products in BF16" if bf16 else "",
         ("precision.compute=bf16",),
-        "to train faster here; emulation is for trying out numerics",
+        "emulation is for trying out numerics, and trains slower",
     )
 
 
