@@ -70,7 +70,7 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 def state_of(run: Path, weights: str) -> dict[str, Any]:
     """Weights, optimizer states and metrics of a run at its last step."""
     last = run / CHECKPOINTS / f"checkpoint-{STEPS}"
-    optimizer = torch.load(last / "optimizer.pt", weights_only=False)
+    optimizer = torch.load(last / "optimizer.pt", "cpu", weights_only=False)
     log = json.loads((last / "trainer_state.json").read_text())["log_history"]
     for entry in log:
         entry.pop("num_tokens", None)  # TRL counts from where a process begins
