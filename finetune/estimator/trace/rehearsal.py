@@ -208,7 +208,7 @@ def rehearse(
             compiled = compiles(resolution.precision, device)
             engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
-        hardware = {"hardware": bool(device.has_fp8), "triton": starts_triton()}
+        hardware: Any = {"hardware": bool(device.has_fp8), "triton": starts_triton()}
         conversion = convert.apply(model, plan, **hardware)
         stack.callback(conversion.revert)
         reference: Any = getattr(trainer, "ref_model", None)

@@ -242,7 +242,7 @@ class TrainedBackend(CodedBackend):
         masters: all masters of the model.
     """
 
-    name = "masters"
+    name = "fp8_params"
     mixin = TrainedMixin
     where = "master in host memory"
 
