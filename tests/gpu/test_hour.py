@@ -26,7 +26,7 @@ from tests.conftest import CPU
 from tests.docs.commands import check
 from tests.docs.test_findings import commands_of
 from tests.gpu.hour import __main__ as hour
-from tests.gpu.hour import kernels, parts
+from tests.gpu.hour import kernels, limited, parts
 from tests.gpu.hour.parts import PARTS, PROMISES, promises_markdown, read_benchmark, read_part
 
 BY_NAME = {part.name: part for part in PARTS}
@@ -210,6 +210,26 @@ def test_kernels_of_which_none_ran_are_tried_again(tmp_path, rows, failed) -> No
     found = {"rows": rows, "markdown": "", "failed": kernels.why_nothing(rows)}
     (tmp_path / "stdout.txt").write_text(json.dumps(found), "utf-8")
     assert parts.read_printed(tmp_path).failed == failed
+
+
+def test_copies_are_hidden_while_a_kernel_runs_and_the_gpu_waits_for_neither() -> None:
+    def event(name, start, duration, kind="", **args):
+        return {"ph": "X", "name": name, "ts": start, "dur": duration, "cat": kind, "args": args}
+
+    down, up = (f"{name} (Pinned)" for name in limited.COPIES.values())
+    events = [
+        event(limited.WINDOW, 0, 100e6),
+        event("gemm", 0, 20e6, "kernel"),
+        event("norm", 10e6, 20e6, "kernel"),  # on another stream
+        event(down, 20e6, 20e6, "gpu_memcpy", bytes=8e9),
+        event(up, 30e6, 20e6, "gpu_memcpy", bytes=4e9),
+        event("aten::mm", 0, 90e6, "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = limited.transfers(events, steps=2)
+    assert found["down"] == {"gb": 4.0, "seconds": 10.0, "alone": 5.0}
+    assert found["up"] == {"gb": 2.0, "seconds": 10.0, "alone": 10.0}
+    assert found["waits"] == 25.0
 
 
 def test_failed_tests_are_counted_and_named(tmp_path) -> None:

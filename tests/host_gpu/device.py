@@ -181,6 +181,10 @@ def _python_of_cuda(device: Any, name: str, capability: tuple[int, int], gib: fl
     cuda.get_device_properties = lambda _=None: properties
     cuda.mem_get_info = lambda _=None: (total - device.bytes_now(), total)
     cuda.memory.mem_get_info = cuda.mem_get_info
+    cuda.set_per_process_memory_fraction = lambda fraction, _=None: device.bytes_limit(
+        ctypes.c_size_t(int(fraction * total))
+    )
+    cuda.host_memory_stats = dict
     cuda.default_generators = (torch.Generator("cuda"),) * COUNT
     cuda.Event = cuda.streams.Event = torch.Event = Event
     cuda.Stream, cuda.current_stream = Stream, lambda _=None: Stream()

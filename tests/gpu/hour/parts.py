@@ -196,6 +196,14 @@ PARTS = (
         "--out {folder}",
     ),
     Part(
+        "full_24gb",
+        "Full fine-tuning of an 8B in 24 GB, masters in host memory",
+        "python -m tests.gpu.hour.limited llama_8b_full_24gb_fp8 --steps 2",
+        "python -m tests.gpu.hour.limited tiny_full_24gb_fp8 --steps 1",
+        read_printed,
+        "--json --out {folder}",
+    ),
+    Part(
         "attention",
         "Attention kernels, 8,192 tokens",
         "python -m tests.gpu.hour.kernels attention",
