@@ -134,7 +134,7 @@ def test_early_stopping_is_refused_where_it_would_not_stop(tmp_path) -> None:
             check_early_stopping(TrainSection(train))
     check_early_stopping(on)
     assert "at step 40 of 100" in stopped_early(on, State)
-    assert "of step 20" in stopped_early(on, State)
+    assert "from step 20" in stopped_early(on, State)
     assert not stopped_early(TrainSection(), State)
     counted = {"args": {}, "attributes": {"early_stopping_patience_counter": 1}}
     state = {"stateful_callbacks": {"EarlyStoppingCallback": counted}}
