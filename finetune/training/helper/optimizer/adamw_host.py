@@ -49,7 +49,7 @@ class Places(ctypes.Structure):
                 ("step", ctypes.c_int64)]  # fmt: skip
 
 
-class Job(ctypes.Structure):
+class UpdateJob(ctypes.Structure):
     """`Job` there."""
 
     _fields_ = [
@@ -124,7 +124,7 @@ def adamw(
     types = (TYPES[kind.weight], TYPES[kind.gradient], TYPES.get(kind.code, 0))
     facts = (ctypes.c_int32 * 7)(*types, kind.levels, kind.block, kind.chance, kind.decoupled)
     places = Places((ctypes.c_int64 * 8)(*columns), count, step)
-    job = Job(places, by, facts, maps.data_ptr())
+    job = UpdateJob(places, by, facts, maps.data_ptr())
     found = library()
     assert found is not None, "`updates` was not asked"
     found.adamw(ctypes.byref(job), torch.get_num_threads())
