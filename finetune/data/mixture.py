@@ -186,7 +186,7 @@ def joined(parts: list[Part], data: DataConfig, seed: int) -> tuple[Dataset | It
         return train, f"{kind}, {len(train):,} training rows{of}"
     shares = [weight / total for weight in weights]
     # `all_exhausted` draws until each source was read whole: short ones come several times, which
-    # is what the user is told below. The default would stop at the end of the shortest.
+    # the lines below say. The default would stop at the end of the shortest.
     train: Any = interleave_datasets(
         [part.train for part in parts], shares, seed, stopping_strategy="all_exhausted"
     )

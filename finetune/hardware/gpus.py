@@ -244,7 +244,7 @@ UNNAMED = (9, 0)
 """Compute capability assumed for a GPU known by its memory only."""
 
 
-class Host(NamedTuple):
+class HostMachine(NamedTuple):
     """The CPU beside a GPU: cores, and 10^9 bytes a second that they reach in its memory.
 
     By default a desktop's: sixteen cores, two channels of DDR5-5600.
@@ -254,7 +254,7 @@ class Host(NamedTuple):
     gb_s: float = 70.0
 
 
-DESKTOP = Host()
+DESKTOP = HostMachine()
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Place:
     gpu: Gpu | None
     count: int = 1
     here: bool = False
-    host: Host = DESKTOP
+    host: HostMachine = DESKTOP
 
     @property
     def memory_bytes(self) -> int:
@@ -287,7 +287,7 @@ class Place:
 
 def place_here(device: Device, processes: int = 1) -> Place:
     """This machine, whose devices are like `device`."""
-    return Place(device, find_gpu(device), processes, here=True, host=Host(cores()))
+    return Place(device, find_gpu(device), processes, here=True, host=HostMachine(cores()))
 
 
 def place_of(
@@ -305,7 +305,7 @@ def place_of(
         gpu: a name (`H100`, `4090`) or an entry of the table; default: this machine.
         memory_gib: memory of a GPU otherwise unknown, or overriding the table's for `gpu`.
         pcie: GB/s of its slot, one direction, overriding the table's.
-        cpu_bandwidth, cpu_cores: of the machine around it, overriding `Host`'s.
+        cpu_bandwidth, cpu_cores: of the machine around it, overriding `HostMachine`'s.
 
     Raises:
         ConfigError: an unknown GPU, a number below one.

@@ -319,7 +319,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     layers = [module for module in every if not isinstance(module, CodedMixin)]
     classes = [type(module) for module in layers]
     with contextlib.ExitStack() as stack:
-        for backend in away:  # of weights that no plain class has at hand
+        for backend in away:  # their plain classes would multiply by weights on another device
             stack.enter_context(backend.computing(low=False))
         try:
             for module, cls in zip(layers, classes, strict=True):

@@ -180,7 +180,7 @@ class PlannedParameter:
 
 
 _running: list[ParameterMixin] = []
-"""Modules whose forward runs in FP8 now, on any thread: parameters are told by what they are."""
+"""Modules whose forward runs in FP8 now, on any thread: a parameter finds its own by identity."""
 
 _prepared: WeakSet[Any] = WeakSet()
 _kept = WeakTensorKeyDictionary()

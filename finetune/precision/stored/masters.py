@@ -94,7 +94,7 @@ class Master:
         """True if the master has changed since it was last cast.
 
         Neither torch's fused optimizers nor `p.data.copy_(...)` move its version counter (2.13):
-        so steps are told (`Masters.stepped`), and `SAMPLE` numbers are compared.
+        so a hook reports steps (`Masters.stepped`), and `SAMPLE` numbers are compared.
         """
         return self._seen is None or self._seen != self._now()
 
