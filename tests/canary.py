@@ -35,9 +35,9 @@ LISTED: dict[str, Any] = tomllib.loads(
 )
 PRIVATE = re.compile(r"_[A-Za-z]\w*[A-Za-z0-9]")
 OF_PYTHON = {
-    *("_asdict", "_exit", "_fields", "_getframe", "_make", "_replace", "_run_exitfuncs"),
+    "_asdict", "_exit", "_fields", "_getframe", "_make", "_replace", "_run_exitfuncs",
     "_shutdown",
-}
+}  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import RunConfig
     from finetune.estimator.estimate import Estimate
     from finetune.estimator.search import GpuChoices, Largest
-    from finetune.hardware.gpus import Place
+    from finetune.hardware.gpus import Machine
 
 
 Fit = Literal["batch", "gpu", "gpus"]
@@ -84,24 +84,24 @@ def estimate(
             "estimate needs a recipe", fix="python -m finetune estimate tiny_lora_fp8"
         )
     from finetune.data.auto_length import load_recipe
-    from finetune.hardware.gpus import place_of
+    from finetune.hardware.gpus import machine_of
 
     budget, (gpu, *others) = _tokens(tokens), _named(gpu, tokens=tokens, price=price)
     around = {"pcie": pcie, "cpu_bandwidth": cpu_bandwidth, "cpu_cores": cpu_cores}
     names = (gpu, *others)
-    places = [place_of(name, memory_gib=memory, gpus=gpus, **around) for name in names]
+    machines = [machine_of(name, memory_gib=memory, gpus=gpus, **around) for name in names]
     checked = load_recipe(recipe, overrides or ())
     days = None
     if budget is not None:
         with busy(output(stderr=True), "predicting days in each precision"):
             from finetune.estimator.days import days_of
 
-            days = days_of(checked.config, places, budget, price)
+            days = days_of(checked.config, machines, budget, price)
     with busy(output(stderr=True), f"simulating a step of {checked.name}"):
         from finetune.estimator import estimate as estimator
 
         if fit is not None:
-            result = _searched(fit, checked.config, places[0], gpu)
+            result = _searched(fit, checked.config, machines[0], gpu)
         else:
             where = {"gpu": gpu, "memory_gib": memory, "gpus": gpus, **around}
             try:
@@ -125,12 +125,12 @@ def estimate(
         console.print(part)
     if days is not None:
         console.print("", days, sep="\n")
-    place = ["--gpu", gpu] if gpu else []
-    place += ["--memory", f"{memory:g}"] if memory else []
-    place += ["--gpus", str(gpus)] if gpus > 1 else []
+    options = ["--gpu", gpu] if gpu else []
+    options += ["--memory", f"{memory:g}"] if memory else []
+    options += ["--gpus", str(gpus)] if gpus > 1 else []
     for name, value in around.items():
-        place += [] if value is None else [f"--{name.replace('_', '-')}", f"{value:g}"]
-    console.print(line(_next(result, [recipe, *(overrides or ())], place)), crop=False)
+        options += [] if value is None else [f"--{name.replace('_', '-')}", f"{value:g}"]
+    console.print(line(_next(result, [recipe, *(overrides or ())], options)), crop=False)
 
 
 def _tokens(text: str | None) -> int | None:
@@ -164,33 +164,35 @@ def _named(gpu: str | None, *, tokens: str | None, price: float | None) -> list[
     return names
 
 
-def _next(found: Estimate, run: list[str], place: list[str]) -> str:
+def _next(found: Estimate, run: list[str], options: list[str]) -> str:
     """The command after an answer: train what fits, or look at what is changed until it does.
 
     Args:
         run: recipe and settings.
-        place: options that say which GPU; none: this machine.
+        options: those that say which GPU; none: this machine.
     """
     from finetune.estimator.changes import as_typed
 
     if found.fit != "does not fit":
-        count = found.place.count
-        where = f", on {'such a GPU' if count == 1 else f'{count} such GPUs'}" if place else ""
+        count = found.machine.count
+        where = f", on {'such a GPU' if count == 1 else f'{count} such GPUs'}" if options else ""
         return f"next{where}: {launcher_of(count)} -m finetune {shlex.join(run)}"
     again, change = f"python -m finetune estimate {shlex.join(run)}", ["--fit gpu"]
     if found.changes is not None and found.changes.together is not None:
         change = [*found.changes.together.change]
-        if any(x.startswith("--gpus") for x in change) and "--gpus" in place:
-            place = place[: place.index("--gpus")]
-        again += f" {shlex.join(place)}" if place else ""
+        if any(x.startswith("--gpus") for x in change) and "--gpus" in options:
+            options = options[: options.index("--gpus")]
+        again += f" {shlex.join(options)}" if options else ""
     return f"next: {again} {as_typed(change)}"
 
 
-def _searched(fit: Fit, config: RunConfig, place: Place, gpu: str | None) -> GpuChoices | Largest:
+def _searched(
+    fit: Fit, config: RunConfig, machine: Machine, gpu: str | None
+) -> GpuChoices | Largest:
     from finetune.estimator.search import cheapest_gpu, fewest_gpus, largest
 
     if fit == "batch":
-        return largest(config, place)
+        return largest(config, machine)
     if fit == "gpu":
         return cheapest_gpu(config)
     if gpu is None:

@@ -322,12 +322,12 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
         from finetune.estimator.gate import bound_of, why_too_small
         from finetune.hardware.device import this_device
         from finetune.hardware.requirements import check_here, resolve
-        from finetune.training.model import resolve_attention, sketch
+        from finetune.training.model import meta_model, resolve_attention
         from finetune.training.run.preflight import check_settings, check_sharding
 
         config, device = checked.config, this_device()
         check_sharding(config)
-        model = sketch(config)
+        model = meta_model(config)
         the_plan, resolution = check_settings(config, model), None
         need = bound_of(config, model, the_plan, device)
         attention = resolve_attention(config, model, device)

@@ -23,7 +23,7 @@ from finetune.estimator.changes import BF16, COMPILED, FP8, IN_FP8
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, predict, tried
 from finetune.estimator.speed.timing import spread
-from finetune.hardware.gpus import Place
+from finetune.hardware.gpus import Machine
 from finetune.hardware.requirements import compiles, resolve_there
 from finetune.logging import plain_table
 from finetune.units import count
@@ -39,7 +39,7 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Spent:
-    """What the tokens take in one precision at one place.
+    """What the tokens take in one precision on one machine.
 
     Attributes:
         days: duration; None if it cannot run there, or the speed is unknown.
@@ -49,7 +49,7 @@ class Spent:
         why: why it cannot run there.
     """
 
-    place: str
+    machine: str
     gpus: int
     compute: str
     days: float | None = None
@@ -62,7 +62,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Days:
-    """What a number of tokens takes; rows of three precisions each, in the order of the places."""
+    """What a number of tokens takes; rows of three precisions each, by machine."""
 
     tokens: int
     spent: tuple[Spent, ...]
@@ -88,7 +88,7 @@ class Days:
             cells = [_cell(getattr(one, unit.lower()), one) for unit in shown for one in row]
             bf16, fp8 = row[1].days, row[2].days
             saved = None if bf16 is None or fp8 is None else bf16 - fp8
-            table.add_row(row[0].place, *cells[:3], _cell(saved), *cells[3:])
+            table.add_row(row[0].machine, *cells[:3], _cell(saved), *cells[3:])
         yield table
         # One line for the table, so the widest spread of its figures.
         _, low, high = spread(1.0, max(one.scatter for one in self.spent))
@@ -101,43 +101,43 @@ class Days:
             yield Text("(in brackets): needs more memory than the GPU has", "dim")
         for one in self.spent:
             if one.why:
-                yield Text(f"! {one.compute.upper()} on {one.place}: {one.why}", "yellow")
+                yield Text(f"! {one.compute.upper()} on {one.machine}: {one.why}", "yellow")
 
 
 def days_of(
-    config: RunConfig, places: Sequence[Place], tokens: int, price: float | None = None
+    config: RunConfig, machines: Sequence[Machine], tokens: int, price: float | None = None
 ) -> Days:
-    """Predict what tokens take in each precision on 1, 4 and 8 GPUs of each place.
+    """Predict what tokens take in each precision on 1, 4 and 8 GPUs of each machine.
 
     Args:
-        places: also with their own number of GPUs.
+        machines: also with their own number of GPUs.
         price: of one GPU and hour; default: that of the table of GPUs, if set there.
     """
-    numbers = [replace(at, count=gpus) for at in places for gpus in sorted({*COUNTS, at.count})]
+    numbers = [replace(at, count=gpus) for at in machines for gpus in sorted({*COUNTS, at.count})]
     spent = (_spent(config, at, compute, tokens, price) for at in numbers for compute in CHANGES)
     return Days(tokens, tuple(spent))
 
 
 def _spent(
-    config: RunConfig, place: Place, compute: str, tokens: int, price: float | None
+    config: RunConfig, machine: Machine, compute: str, tokens: int, price: float | None
 ) -> Spent:
 
     def changed() -> Prediction:
-        return predict(with_overrides(config, _changes(config, place, compute)), place)
+        return predict(with_overrides(config, _changes(config, machine, compute)), machine)
 
     # A precision that cannot run there is a row with the reason, not the end of the table.
-    (found, why), gpu = tried(changed), place.gpu
-    alone = Spent(str(place), place.count, compute, why=why)
-    if found is None or found.pace is None or gpu is None:
+    (found, why), gpu = tried(changed), machine.gpu
+    alone = Spent(str(machine), machine.count, compute, why=why)
+    if found is None or found.timing is None or gpu is None:
         return alone
-    hours = tokens / found.pace.tokens_per_s / 3600  # of all GPUs together
+    hours = tokens / found.timing.tokens_per_s / 3600  # of all GPUs together
     # Hours are those of all GPUs, so that kWh and cost need no factor for their number.
     kwh, price = gpu.watts and hours * gpu.watts / 1e3, price or gpu.price_usd_per_hour
-    spent = {"days": hours / place.count / 24, "kwh": kwh, "cost": price and hours * price}
-    return replace(alone, **spent, fit=found.fit, scatter=found.pace.scatter)
+    spent = {"days": hours / machine.count / 24, "kwh": kwh, "cost": price and hours * price}
+    return replace(alone, **spent, fit=found.fit, scatter=found.timing.scatter)
 
 
-def _changes(config: RunConfig, place: Place, compute: str) -> tuple[str, ...]:
+def _changes(config: RunConfig, machine: Machine, compute: str) -> tuple[str, ...]:
     """Overrides for a precision; where the FP8 of the run is compiled, so are the others."""
     # As it is, with whatever scaling and storage it has: the question is about this recipe.
     if config.precision.compute == compute:
@@ -145,7 +145,7 @@ def _changes(config: RunConfig, place: Place, compute: str) -> tuple[str, ...]:
     compiled = False
     if config.precision.compute == "fp8":
         with contextlib.suppress(FinetuneError):  # no FP8 there
-            compiled = compiles(resolve_there(config.precision, place).precision, place.device)
+            compiled = compiles(resolve_there(config.precision, machine).precision, machine.device)
     # By row over a frozen base, as the LoRA recipes are shipped.
     into = IN_FP8 if compute == "fp8" and config.lora else CHANGES[compute]
     return (*into, *((COMPILED,) if compiled else ()))

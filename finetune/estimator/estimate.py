@@ -24,9 +24,9 @@ from finetune.estimator.measured import measured_pair
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict
 from finetune.estimator.speed.hosted import OVERLAPS
-from finetune.estimator.speed.timing import Pace
+from finetune.estimator.speed.timing import Timing
 from finetune.estimator.variants import Changes, PrecisionPair, changes_of, pair_of
-from finetune.hardware.gpus import Gpu, Place, place_of
+from finetune.hardware.gpus import Gpu, Machine, machine_of
 from finetune.logging import plain_table
 from finetune.units import GIB, MEMORY, MIB, count, duration, percent, size
 
@@ -51,7 +51,7 @@ class Estimate(JupyterMixin):
 
     Attributes:
         name: Recipe or model name.
-        prediction: Memory and time at a place.
+        prediction: Memory and time on a machine.
         pair: The run in FP8 and in BF16, with like settings; None for other precisions.
         measured: What was measured of that pair on this GPU, if it was.
         notes: Limits of the estimate and the direction of their error.
@@ -79,8 +79,8 @@ class Estimate(JupyterMixin):
         return changes_of(self.prediction, self.pair, every=bool(self.every))
 
     @property
-    def place(self) -> Place:
-        return self.prediction.place
+    def machine(self) -> Machine:
+        return self.prediction.machine
 
     @property
     def fit(self) -> Fit:
@@ -102,7 +102,7 @@ class Estimate(JupyterMixin):
         seconds, price = self.run_seconds, self.price
         if seconds is None or price is None:
             return None
-        return seconds / 3600 * price * self.place.count
+        return seconds / 3600 * price * self.machine.count
 
     def to_json(self) -> str:
         return json.dumps(self.facts(), indent=1)
@@ -110,9 +110,9 @@ class Estimate(JupyterMixin):
     def facts(self) -> dict[str, Any]:
         return {
             "recipe": self.name,
-            "device": str(self.place),
-            "devices": self.place.count,
-            "memory_bytes": self.place.memory_bytes,
+            "device": str(self.machine),
+            "devices": self.machine.count,
+            "memory_bytes": self.machine.memory_bytes,
             "fit": self.fit,
             **_facts(self.prediction),
             "run": {
@@ -132,19 +132,19 @@ class Estimate(JupyterMixin):
 
     def answer(self) -> Iterator[RenderableType]:
         """Memory and time of the run, and what FP8 gains."""
-        prediction, held, memory = (
+        prediction, memory, capacity = (
             self.prediction,
             self.prediction.footprint,
-            self.place.memory_bytes,
+            self.machine.memory_bytes,
         )
         # What `nvidia-smi` shows is what a user can check; where it does not fit, the least that
         # must fit counts, which leaves no way out.
-        need = f"{_size(held.shown)} of {_size(memory)}"
+        need = f"{_size(memory.shown)} of {_size(capacity)}"
         if self.fit == "does not fit":
-            need = f"needs {_size(held.allocated + held.outside)} of {_size(memory)}"
+            need = f"needs {_size(memory.allocated + memory.outside)} of {_size(capacity)}"
         yield Text.assemble(
-            (self.name, "bold"), f" on {self.place}: ", (prediction.resolution.label, "bold"), ", ",
-            (self.fit, STYLE[self.fit]), f" ({need})",
+            (self.name, "bold"), f" on {self.machine}: ", (prediction.resolution.label, "bold"),
+            ", ", (self.fit, STYLE[self.fit]), f" ({need})",
         )  # fmt: skip
         counts = (
             f"{count(prediction.parameters)} parameters, {count(prediction.trainable)} trainable"
@@ -154,14 +154,15 @@ class Estimate(JupyterMixin):
         yield Text()
         yield self._memory()
         yield from self._allocator()
-        if held.pinned:
+        if memory.pinned:
             yield Text.assemble(
-                "in host memory: ", (_size(held.on_host), "bold"), f": {_size(held.pinned)} pinned "
-                f"(masters and gradients), {_size(held.pageable)} for optimizer states",
+                "in host memory: ", (_size(memory.on_host), "bold"),
+                f": {_size(memory.pinned)} pinned (masters and gradients), "
+                f"{_size(memory.pageable)} for optimizer states",
             )  # fmt: skip
-        if prediction.pace is not None:
+        if prediction.timing is not None:
             yield Text()
-            yield from self._time(prediction.pace)
+            yield from self._time(prediction.timing)
         if self.pair is not None:
             yield Text()
             yield from self._verdict(self.pair)
@@ -175,83 +176,82 @@ class Estimate(JupyterMixin):
             yield self.changes
 
     def _memory(self) -> Table:
-        held = self.prediction.footprint
+        memory = self.prediction.footprint
         table = plain_table("peak memory during")
-        for phase in held.phases:
-            style = "bold" if phase == held.highest else "dim"
+        for phase in memory.phases:
+            style = "bold" if phase == memory.highest else "dim"
             table.add_column(phase, justify="right", style=style)
         # One unit for the whole table, so that its columns add up by eye.
-        unit, name = (MIB, "MiB") if held.tensors < GIB else (GIB, "GiB")
+        unit, name = (MIB, "MiB") if memory.tensors < GIB else (GIB, "GiB")
         for kind, label in NAMES.items():
-            row = [held.phases[phase].get(kind, 0) / unit for phase in held.phases]
+            row = [memory.phases[phase].get(kind, 0) / unit for phase in memory.phases]
             # Nothing is shown that two decimals would round to zero.
             if max(row) >= 0.005:
                 table.add_row(label, *(f"{value:.2f}" if value >= 0.005 else "" for value in row))
-        totals = [sum(kinds.values()) / unit for kinds in held.phases.values()]
+        totals = [sum(kinds.values()) / unit for kinds in memory.phases.values()]
         table.add_row(f"total, {name}", *(f"{total:.2f}" for total in totals), style="bold")
         return table
 
     def _allocator(self) -> Iterator[Text]:
-        held = self.prediction.footprint
+        memory = self.prediction.footprint
         # Below a twentieth no single module is worth a change of its own.
-        if held.owned > 0.05 * held.tensors:
-            owner = held.owner or "output head and loss"
-            yield Text(f"largest temporary at the peak: {owner}, {_size(held.owned)}")
-        if self.place.device.kind != "cuda":
+        if memory.owned > 0.05 * memory.tensors:
+            owner = memory.owner or "output head and loss"
+            yield Text(f"largest temporary at the peak: {owner}, {_size(memory.owned)}")
+        if self.machine.device.kind != "cuda":
             return
         yield Text.assemble(
-            "needs ", (_size(held.shown), "bold"), " as nvidia-smi shows it: "
-            f"{_size(held.allocated)} allocated, {_size(held.reserved)} reserved",
+            "needs ", (_size(memory.shown), "bold"), " as nvidia-smi shows it: "
+            f"{_size(memory.allocated)} allocated, {_size(memory.reserved)} reserved",
         )  # fmt: skip
 
-    def _time(self, pace: Pace) -> Iterator[Text]:
-        _, low, high = pace.interval
-        speed = pace.tokens_per_s * self.place.count
+    def _time(self, timing: Timing) -> Iterator[Text]:
+        _, low, high = timing.interval
+        tokens, speed = (n * self.machine.count for n in (timing.tokens, timing.tokens_per_s))
         # Two digits, as many as the model is good for; through `float`, so that no exponent is
         # printed.
-        steps = float(f"{1 / pace.seconds:.2g}")
+        steps = float(f"{1 / timing.seconds:.2g}")
         yield Text.assemble(
-            f"step of {count(pace.tokens * self.place.count)} tokens: ",
-            (duration(pace.seconds), "bold"), f" ({duration(low)} to {duration(high)}), ",
+            f"step of {count(tokens)} tokens: ",
+            (duration(timing.seconds), "bold"), f" ({duration(low)} to {duration(high)}), ",
             (f"{count(speed)} tokens/s", "bold"),
-            f" ({_rough(speed * pace.seconds / high)} to {_rough(speed * pace.seconds / low)}), "
-            f"{steps:,g} steps/s",
+            f" ({_rough(tokens / high)} to {_rough(tokens / low)}), {steps:,g} steps/s",
         )  # fmt: skip
         # The GPU is idle then: faster kernels change nothing, larger batches or a compiler do.
-        waits = {name: " (waiting)" for name, bound in pace.bound.items() if bound == "launch"}
+        waits = {name: " (waiting)" for name, bound in timing.bound.items() if bound == "launch"}
         parts = [
-            f"{name} {percent(pace.share(name), 0)}{waits.get(name, '')}"
-            for name in sorted(pace.classes, key=pace.share, reverse=True)
-            if pace.share(name) >= 0.01
+            f"{name} {percent(timing.share(name), 0)}{waits.get(name, '')}"
+            for name in sorted(timing.classes, key=timing.share, reverse=True)
+            if timing.share(name) >= 0.01
         ]
         yield Text("breakdown: " + ", ".join(parts), "dim")
-        if (traffic := pace.traffic) is not None:
-            alone = f"{1 - traffic.added / pace.seconds:.0%} of the speed without it"
+        if (traffic := timing.traffic) is not None:
+            alone = f"{1 - traffic.added / timing.seconds:.0%} of the speed without it"
             least, most = map(duration, traffic.waits)
             yield Text(
                 f"communication: each GPU sends {traffic.nbytes / 1e9:.3g} GB a step in "
                 f"{duration(traffic.seconds)}, of which it waits {duration(traffic.added)} "
                 f"({least} to {most}; how much hides behind computation is assumed): {alone}"
             )
-        if pace.hosted is not None:
-            yield from self._host(pace)
+        if timing.hosted is not None:
+            yield from self._host(timing)
         if self.tokens is not None and self.run_seconds is not None:
             cost = f", costs {self.cost:.2f}" if self.cost is not None else ""
             took = duration(self.run_seconds)
             yield Text(f"whole run of {count(self.tokens)} tokens: {took}{cost}")
         elif self.price is not None:
-            million = 1e6 / speed / 3600 * self.price * self.place.count
+            million = 1e6 / speed / 3600 * self.price * self.machine.count
             yield Text(f"a million tokens cost {million:.3f}")
 
-    def _host(self, pace: Pace) -> Iterator[Text]:
+    def _host(self, timing: Timing) -> Iterator[Text]:
         """What host memory takes of a step."""
-        on_host, host = pace.hosted, self.place.host
+        on_host, host = timing.hosted, self.machine.host
         assert on_host is not None
         down, up = (f"{nbytes / 1e9:.3g} GB" for nbytes in on_host.moved)
         yield Text(
             f"PCIe: a step moves {down} of gradients down and {up} up at "
             f"{on_host.bus / 1e9:.3g} GB/s, and waits {duration(on_host.waits)} for it; hidden "
-            f"behind micro-batches of {_rough(on_host.hides_from(pace.tokens))} tokens or more"
+            f"behind micro-batches of {_rough(on_host.hides_from(timing.tokens))} tokens or more"
         )
         behind = (
             ""
@@ -285,39 +285,39 @@ def _rough(number: float) -> str:
 
 
 _IN_JSON = (
-    *("tensors", "allocated", "reserved", "shown", "margin"),
-    *("phases", "workspaces", "outside", "pinned", "pageable"),
-)
+    "tensors", "allocated", "reserved", "shown", "margin",
+    "phases", "workspaces", "outside", "pinned", "pageable",
+)  # fmt: skip
 
 
 def _facts(prediction: Prediction) -> dict[str, Any]:
     """Memory and time of one configuration as plain data, in bytes and seconds."""
-    held, pace = prediction.footprint, prediction.pace
+    memory, timing = prediction.footprint, prediction.timing
     return {
         "precision": prediction.resolution.label,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable,
         "compiled": prediction.compiled,
-        "memory": {name: getattr(held, name) for name in _IN_JSON}
-        | {"peak_phase": held.highest, "peak_owner": held.owner},
+        "memory": {name: getattr(memory, name) for name in _IN_JSON}
+        | {"peak_phase": memory.highest, "peak_owner": memory.owner},
         "time": None
-        if pace is None
+        if timing is None
         else {
-            "step_seconds": pace.seconds,
-            "step_seconds_range": list(pace.interval[1:]),
-            "tokens_per_step_and_device": pace.tokens,
-            "tokens_per_s_and_device": pace.tokens_per_s,
-            "mfu": pace.mfu,
-            "parts": pace.classes,
-            "communication": pace.traffic
+            "step_seconds": timing.seconds,
+            "step_seconds_range": list(timing.interval[1:]),
+            "tokens_per_step_and_device": timing.tokens,
+            "tokens_per_s_and_device": timing.tokens_per_s,
+            "mfu": timing.mfu,
+            "parts": timing.classes,
+            "communication": timing.traffic
             and {
-                "bytes": pace.traffic.nbytes,
-                "seconds": pace.traffic.seconds,
-                "waited": pace.traffic.added,
-                "waited_range": list(pace.traffic.waits),
+                "bytes": timing.traffic.nbytes,
+                "seconds": timing.traffic.seconds,
+                "waited": timing.traffic.added,
+                "waited_range": list(timing.traffic.waits),
             },
-            "host": pace.hosted and pace.hosted.facts(pace.tokens),
-            "bound": pace.bound,
+            "host": timing.hosted and timing.hosted.facts(timing.tokens),
+            "bound": timing.bound,
         },
     }
 
@@ -364,7 +364,7 @@ def estimate(
         FinetuneError: the run would fail before loading: unknown recipe, GPU or model, invalid
             batch sizes, adapters that the model cannot take.
     """
-    place = place_of(gpu, memory_gib=memory_gib, gpus=gpus, pcie=pcie,
+    machine = machine_of(gpu, memory_gib=memory_gib, gpus=gpus, pcie=pcie,
                      cpu_bandwidth=cpu_bandwidth, cpu_cores=cpu_cores)  # fmt: skip
     if isinstance(run, str):
         run = load_recipe(run)
@@ -380,12 +380,12 @@ def estimate(
     if length is not None:
         config = with_length(config, length)
     check_sizes(config)
-    prediction = predict(config, place, whole=whole)
-    if price is None and place.gpu is not None:
-        price = place.gpu.price_usd_per_hour
+    prediction = predict(config, machine, whole=whole)
+    if price is None and machine.gpu is not None:
+        price = machine.gpu.price_usd_per_hour
     steps, tokens = int(config.train.max_steps), tokens or config.data.max_tokens
-    if tokens is None and steps > 0 and prediction.pace is not None:
-        tokens = steps * prediction.pace.tokens * place.count
+    if tokens is None and steps > 0 and prediction.timing is not None:
+        tokens = steps * prediction.timing.tokens * machine.count
     # What was measured was measured at the recipe's own length.
     recipe = run if isinstance(run, Recipe) and length is None else None
     return Estimate(

@@ -1,6 +1,6 @@
 """Memory checks of a run: refusal before it loads, and the prediction beside the measurement.
 
-Three checks of the device's memory on the sketch of the model, the first two instant:
+Three checks of the device's memory on the model on the meta device, the first two instant:
 
     lower bound     weights, gradients and optimizer states, without activations: refuses
     upper bound     every activation that a step could keep, and more: accepts
@@ -38,7 +38,7 @@ from finetune.hardware.device import (
     host_gib,
     processes,
 )
-from finetune.hardware.gpus import place_here
+from finetune.hardware.gpus import this_machine
 from finetune.precision.model.layers import head_modules, linear_shape
 from finetune.storage.nf4 import nf4_bytes
 from finetune.training.health.memory_meter import Batch
@@ -69,7 +69,9 @@ class MemoryForecast:
 
     def explain(self, error: PrecisionError, run: Planned) -> PrecisionError:
         """Extend the error of an unavailable precision if memory is short, too."""
-        short = why_too_small(bound_of(run.config, run.sketch, run.plan, run.device), run.device)
+        short = why_too_small(
+            bound_of(run.config, run.meta_model, run.plan, run.device), run.device
+        )
         if not short:
             return error
         return type(error)(
@@ -85,22 +87,22 @@ class MemoryForecast:
         Several processes go by the whole memory, so that all decide alike: under FSDP a process
         that computes its layers a second time gathers weights that the others do not send.
         """
-        need = bound_of(run.config, run.sketch, run.plan, run.device)
+        need = bound_of(run.config, run.meta_model, run.plan, run.device)
         if why_too_small(need, run.device):
             return True  # the check refuses it, unless it is overridden: no seconds for a rehearsal
         # The question is whether a step fits that keeps everything.
         config, device = with_checkpointing(run.config, False), run.device
-        free = place_here(device, run.processes).memory_bytes
+        free = this_machine(device, run.processes).memory_bytes
         if run.processes == 1:
             free = int(available_gib(device) * GIB)
         # Most small models are decided here, in milliseconds and without a rehearsal.
-        if most_bytes(config, run.sketch, need) <= free:
+        if most_bytes(config, run.meta_model, need) <= free:
             return False
         try:
-            held = _rehearsed(run, config).footprint
+            memory = _rehearsed(run, config).footprint
         except RehearsalError:
             return True
-        return held.fit(free) != "fits"
+        return memory.fit(free) != "fits"
 
     def check(self, run: Preflight) -> None:
         """Refuse a run that cannot fit into the free memory; accept one that cannot be rehearsed.
@@ -109,30 +111,30 @@ class MemoryForecast:
             MemoryShortError: it cannot fit, with what to change.
         """
         config, device = run.config, run.device
-        need = bound_of(config, run.sketch, run.plan, device)
+        need = bound_of(config, run.meta_model, run.plan, device)
         short = why_too_small(need, device)
         if short:
             raise _does_not_fit(config, device, need.parameters, why=short)
         # Free memory, not all of it: another process may be on the same GPU.
         free = available_gib(device)
-        if most_bytes(config, run.sketch, need) <= free * GIB:
+        if most_bytes(config, run.meta_model, need) <= free * GIB:
             return
         try:
             expected = _rehearsed(run, config)
         except RehearsalError:  # of which nothing is known is not refused
             return
-        held = expected.footprint
+        memory = expected.footprint
         # A tight run is let through: its margin is for errors of the estimate, which may be in its
         # favor.
-        if held.fit(int(free * GIB)) == "does not fit":
+        if memory.fit(int(free * GIB)) == "does not fit":
             raise _does_not_fit(
                 config,
                 device,
                 expected.parameters,
-                where=f"the peak, in {held.highest}"
-                + (f", most of it in passing in {held.owner}" if held.owner else ""),
-                why=f"a step holds {(held.allocated + held.outside) / GIB:.1f} GiB; {device.name} "
-                f"has {free:.1f} GiB free",
+                where=f"the peak, in {memory.highest}"
+                + (f", most of it in passing in {memory.owner}" if memory.owner else ""),
+                why=f"a step holds {(memory.allocated + memory.outside) / GIB:.1f} GiB; "
+                f"{device.name} has {free:.1f} GiB free",
             )
 
     def how_to_shrink(self, run: Planned) -> str:
@@ -329,7 +331,7 @@ def masters_of(model: nn.Module, plan: PrecisionPlan) -> dict[int, float]:
 def bound_of(
     config: RunConfig, model: Any, plan: PrecisionPlan, device: Device | None = None
 ) -> StaticMemory:
-    """Lower bound of one process of a run, from the sketch of its model and the sketch's plan.
+    """Lower bound of one process of a run, from its meta model and plan.
 
     Args:
         device: whose memory is meant, if it may have one of its own.
@@ -387,5 +389,5 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
 
 def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Prediction:
     """Predict a run, or one with another batch, which leaves the precision plan as it is."""
-    place = place_here(run.device, run.processes)
-    return predict_whole(config, place, padded=padded, known=(run.resolution, run.plan))
+    machine = this_machine(run.device, run.processes)
+    return predict_whole(config, machine, padded=padded, known=(run.resolution, run.plan))

@@ -34,16 +34,16 @@ class Limit(NamedTuple):
 
 
 def _on_gpu(of: Prediction) -> bool:
-    return of.place.device.kind == "cuda"
+    return of.machine.device.kind == "cuda"
 
 
 def _unknown_gpu(of: Prediction) -> bool:
     """Only its memory was given."""
-    return _on_gpu(of) and of.place.gpu is None and not of.place.here
+    return _on_gpu(of) and of.machine.gpu is None and not of.machine.here
 
 
 def _shards(of: Prediction) -> bool:
-    return of.place.count > 1 and bool(of.config.train.fsdp)
+    return of.machine.count > 1 and bool(of.config.train.fsdp)
 
 
 def _writes(of: Prediction) -> bool:
@@ -57,7 +57,7 @@ TABLE = (
         "and no time is predicted",
     ),
     Limit(
-        lambda of: of.pace is None and not _unknown_gpu(of),
+        lambda of: of.timing is None and not _unknown_gpu(of),
         "no time is predicted: this device is not in the table of GPUs; --gpu predicts for one "
         "that is",
     ),
@@ -79,7 +79,7 @@ TABLE = (
         "that nvidia-smi shows more, and on the host when it is full, which takes time",
     ),
     Limit(
-        lambda of: bool(of.footprint.pinned) and of.pace is not None,
+        lambda of: bool(of.footprint.pinned) and of.timing is not None,
         "PCIe is taken at 0.8 of its speed, and the host as stated (--pcie, --cpu-bandwidth, "
         "--cpu-cores); the time of weights in host memory was never measured on a GPU",
     ),
@@ -88,7 +88,7 @@ TABLE = (
         "Liger's kernels are not rehearsed: memory and time will be lower than this",
     ),
     Limit(
-        lambda of: of.place.device.is_rocm,
+        lambda of: of.machine.device.is_rocm,
         "rehearsed as CUDA would run it: attention and allocator of ROCm differ, either way",
     ),
     Limit(
@@ -101,14 +101,14 @@ TABLE = (
         "models are not counted",
     ),
     Limit(
-        lambda of: of.place.count == 1 and bool(of.config.train.fsdp),
+        lambda of: of.machine.count == 1 and bool(of.config.train.fsdp),
         "train.fsdp needs several GPUs, refused on one; predicted without it",
     ),
     Limit(
-        lambda of: of.place.count > 1 and _on_gpu(of) and of.place.gpu is None,
+        lambda of: of.machine.count > 1 and _on_gpu(of) and of.machine.gpu is None,
         "how these GPUs are linked is not known: NCCL's buffers are taken as over NVLink",
     ),
-    Limit(lambda of: of.place.count > 8, ONE_MACHINE),
+    Limit(lambda of: of.machine.count > 8, ONE_MACHINE),
     Limit(
         lambda of: _shards(of) and _writes(of),
         "gathering weights for each token of an answer is not in its time: far longer",
@@ -139,7 +139,7 @@ def limits(of: Prediction) -> tuple[str, ...]:
 
 def _with_figures(of: Prediction) -> Iterator[str]:
     """Limits with a figure of the run in them."""
-    config, device = of.config, of.place.device
+    config, device = of.config, of.machine.device
     capability = device.capability or (8, 0)
     if _on_gpu(of) and padding_free(config.train) and not attends_by_mask(config, device):
         yield "attention is timed for documents that fill their rows: shorter ones take less of it"
@@ -152,7 +152,7 @@ def _with_figures(of: Prediction) -> Iterator[str]:
         and capability < (8, 0)
         and of.resolution.precision.compute == "bf16"
     ):
-        name = of.place.gpu.name if of.place.gpu is not None else device.name
+        name = of.machine.gpu.name if of.machine.gpu is not None else device.name
         yield (
             f"{name} has no BF16 (compute capability {shown_capability(capability)}; it takes "
             "8.0): torch converts each operand, and steps take longer than predicted, which is for "
@@ -170,16 +170,16 @@ def _with_figures(of: Prediction) -> Iterator[str]:
 
 def _too_short(of: Prediction) -> str:
     """Why a run is over before compiling its layers would pay; empty if it is not."""
-    config, pace, gpu = of.config, of.pace, of.place.gpu
+    config, timing, gpu = of.config, of.timing, of.machine.gpu
     steps = int(config.train.max_steps)
     auto = of.compiled and config.precision.compile_requested == "auto"
     # Epochs have no number of steps before the rows are counted.
-    if steps < 1 or pace is None or gpu is None or not auto:
+    if steps < 1 or timing is None or gpu is None or not auto:
         return ""
     each = int(config.train.gradient_accumulation_steps)
     layers = load_shape(config.model).get_text_config(decoder=True).num_hidden_layers
     # MFU times peak times seconds are the FLOPs of a step; a micro-step has its share of them.
-    flops = pace.mfu * pace.seconds * gpu.half_peak / each
+    flops = timing.mfu * timing.seconds * gpu.half_peak / each
     pays = pays_to_compile(config.precision, gpu.half_peak, flops, layers, steps * each)
     return "" if pays else pays.reason
 
@@ -188,7 +188,7 @@ def _room_of_unequal(of: Prediction) -> float:
     """Bytes that cuDNN's backward holds for documents of several lengths, beyond the prediction."""
     from finetune.training.helper.varlen import ROOM
 
-    config, capability = of.config, of.place.device.capability or (0, 0)
+    config, capability = of.config, of.machine.device.capability or (0, 0)
     text = load_shape(config.model).get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None) or 1
     width = getattr(text, "head_dim", None) or text.hidden_size // heads

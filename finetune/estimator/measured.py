@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 MEASURED = ASSETS / "measured.json"
 OTHERWISE = (
-    *("learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps"),
+    "learning_rate", "seed", "max_steps", "num_train_epochs", "logging_steps",
     "gradient_accumulation_steps",
-)
+)  # fmt: skip
 """Keys of `train` that may differ from the recipe that was measured: a micro-batch is the same."""
 
 
@@ -35,12 +35,12 @@ def measured_pair(recipe: Recipe, predicted: Prediction) -> dict[str, Any] | Non
     """
     from finetune.config.recipe import read_recipe
 
-    place, saving = predicted.place, predicted.config.train.gradient_checkpointing
+    machine, saving = predicted.machine, predicted.config.train.gradient_checkpointing
     # Shipped figures are of one GPU without checkpointing, and say nothing of other runs.
-    if place.gpu is None or place.count > 1 or saving:
+    if machine.gpu is None or machine.count > 1 or saving:
         return None
     pair = recipe.name.removesuffix("_bf16").removesuffix("_fp8")
-    found = measured(place.gpu.name).get(f"{pair}_fp8")
+    found = measured(machine.gpu.name).get(f"{pair}_fp8")
     # By content, not by name: a copied recipe keeps its name with other settings.
     if found is None or _step_of(recipe) != _step_of(read_recipe(recipe.name)):
         return None

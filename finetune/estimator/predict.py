@@ -1,4 +1,4 @@
-"""Memory and speed of a configuration at a place, rehearsed whole or from its first layers.
+"""Memory and speed of a configuration on a machine, rehearsed whole or from its first layers.
 
 Identical decoder layers cost the same, so two and three layers give the cost of thirty-two, in one
 second instead of five. A model is rehearsed whole if its layers differ. Functions raise the
@@ -24,11 +24,11 @@ from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.memory.sharding import device_footprint, shares_model
 from finetune.estimator.speed import timing
-from finetune.estimator.speed.timing import Pace, pace_of_one
+from finetune.estimator.speed.timing import Timing, timing_of_one
 from finetune.estimator.trace.compiled import as_compiled
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.trace import Trace
-from finetune.hardware.gpus import Place
+from finetune.hardware.gpus import Machine
 from finetune.hardware.requirements import Resolution, compiles, resolve_there
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.storage.pretrained import load_shape, positions
@@ -39,12 +39,12 @@ FEW = (2, 3)
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and speed of one configuration at one place.
+    """Memory and speed of one configuration on one machine.
 
     Attributes:
         resolution: precision executed there.
         footprint: memory of one device, at the higher of its peaks in the first and later steps.
-        pace: time of a step; None if the device's speed is unknown.
+        timing: time of a step; None if the device's speed is unknown.
         parameters, trainable: element counts.
         compiled: decoder layers are compiled.
         first: memory of the first micro-step, which runs uncompiled while FP8 is proven. None where
@@ -53,10 +53,10 @@ class Prediction:
     """
 
     config: RunConfig
-    place: Place
+    machine: Machine
     resolution: Resolution
     footprint: Footprint
-    pace: Pace | None
+    timing: Timing | None
     parameters: int
     trainable: int
     compiled: bool
@@ -64,12 +64,12 @@ class Prediction:
 
     @property
     def fit(self) -> Fit:
-        return self.footprint.fit(self.place.memory_bytes)
+        return self.footprint.fit(self.machine.memory_bytes)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Throughput of all devices."""
-        return None if self.pace is None else self.pace.tokens_per_s * self.place.count
+        return None if self.timing is None else self.timing.tokens_per_s * self.machine.count
 
 
 def tried(make: Callable[..., Prediction], *args: Any) -> tuple[Prediction | None, str]:
@@ -83,34 +83,34 @@ def tried(make: Callable[..., Prediction], *args: Any) -> tuple[Prediction | Non
 # ------------------------------------------------------------------------------------ whole or fast
 
 
-def decided(config: RunConfig, place: Place) -> RunConfig:
+def decided(config: RunConfig, machine: Machine) -> RunConfig:
     """The run with `train.gradient_checkpointing: auto` decided: off where a step fits without."""
-    return _decided(config, place)[0]
+    return _decided(config, machine)[0]
 
 
-def _decided(config: RunConfig, place: Place) -> tuple[RunConfig, Prediction | None]:
+def _decided(config: RunConfig, machine: Machine) -> tuple[RunConfig, Prediction | None]:
     """The same, and its prediction if that decided."""
     if not decides_checkpointing(config):
         return config, None
     # Off first: computing layers twice costs a third of the step, and nothing else is gained by it.
-    found = predict_fast(with_checkpointing(config, False), place)
+    found = predict_fast(with_checkpointing(config, False), machine)
     if found.fit == "fits":
         return found.config, found
     return with_checkpointing(config, True), None
 
 
-def predict(config: RunConfig, place: Place, *, whole: bool = False) -> Prediction:
+def predict(config: RunConfig, machine: Machine, *, whole: bool = False) -> Prediction:
     """Rehearse the first layers, or all layers if `whole`.
 
     Gradient checkpointing is decided first where the run leaves it open.
     """
-    config, found = _decided(config, place)
-    return predict_whole(config, place) if whole else found or predict_fast(config, place)
+    config, found = _decided(config, machine)
+    return predict_whole(config, machine) if whole else found or predict_fast(config, machine)
 
 
 def predict_whole(
     config: RunConfig,
-    place: Place,
+    machine: Machine,
     *,
     padded: bool | None = None,
     known: tuple[Resolution, PrecisionPlan] | None = None,
@@ -121,27 +121,27 @@ def predict_whole(
         padded: rows differ in length; default: unless packed.
         known: the run's resolution and plan, if already made.
     """
-    resolution, plan = known or (resolve_there(config.precision, place), None)
-    whole = _rehearsed(config, place, resolution, padded=padded, plan=plan)
-    return _at_its_highest(_step(whole, config, place, resolution))
+    resolution, plan = known or (resolve_there(config.precision, machine), None)
+    whole = _rehearsed(config, machine, resolution, padded=padded, plan=plan)
+    return _at_its_highest(_step(whole, config, machine, resolution))
 
 
-def predict_fast(config: RunConfig, place: Place) -> Prediction:
+def predict_fast(config: RunConfig, machine: Machine) -> Prediction:
     """Estimate the result of `predict_whole` from the model's first layers, in about a second.
 
     The whole model is rehearsed if it is shallower than these, or if its layers differ.
     """
-    shape, resolution = load_shape(config.model), resolve_there(config.precision, place)
+    shape, resolution = load_shape(config.model), resolve_there(config.precision, machine)
     layers = int(shape.get_text_config(decoder=True).num_hidden_layers)
     # Two points make a line, which is exact where each further layer adds the same.
     if layers > FEW[1] and are_alike(shape) and are_treated_alike(config):
         # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
         with contextlib.suppress(PlanError):
-            few, more = (_rehearsed(config, place, resolution, layers=n) for n in FEW)
+            few, more = (_rehearsed(config, machine, resolution, layers=n) for n in FEW)
             if few.parameters < more.parameters:  # else layers share their weights
-                few, more = (_step(r, config, place, resolution) for r in (few, more))
+                few, more = (_step(r, config, machine, resolution) for r in (few, more))
                 return _at_its_highest(_extrapolated(few, more, layers))
-    return predict_whole(config, place)
+    return predict_whole(config, machine)
 
 
 # --------------------------------------------------------------------------------------- rehearsals
@@ -166,32 +166,32 @@ _compiled = functools.lru_cache(maxsize=16)(as_compiled)
 
 def _rehearsed(
     config: RunConfig,
-    place: Place,
+    machine: Machine,
     resolution: Resolution,
     *,
     layers: int | None = None,
     padded: bool | None = None,
     plan: PrecisionPlan | None = None,
 ) -> Rehearsal:
-    """Rehearse a run, once for all places of one kind of GPU, whatever their number and memory.
+    """Rehearse a run, once for all machines with one kind of GPU, whatever its number and memory.
 
     Compiled and uncompiled layers are rehearsed alike, but for casts to FP8.
     """
-    device, sharded = place.device, shares_model(config, place)
+    device, sharded = machine.device, shares_model(config, machine)
     # Runs that differ in these alone share a rehearsal, such as the seeds of a comparison.
     train = {key: value for key, value in config.train.items() if key not in _SAME_STEP}
     given = config.model_copy(update={"train": train})
     precision = resolution.precision
     key = (
-        *(device.kind, device.capability, bool(device.has_fp8), device.is_rocm),
-        *(sharded, layers, padded, precision.compute == "fp8" and compiles(precision, device)),
+        device.kind, device.capability, bool(device.has_fp8), device.is_rocm,
+        sharded, layers, padded, precision.compute == "fp8" and compiles(precision, device),
         precision.model_dump_json(exclude={"compile"}),
         given.model_dump_json(exclude={"data": True, "eval": True, "precision": {"compile"}}),
         # A key of text: configurations are not hashable, and equal ones of two calls shall be one
         # rehearsal. Whatever a rehearsal reads has to be in it, or a search would answer for
         # another run.
         load_shape(config.model).to_json_string(),  # a folder may have changed since
-    )
+    )  # fmt: skip
     make = functools.partial(
         rehearse, config, device, resolution, layers=layers, padded=padded, sharded=sharded,
         plan=plan,
@@ -204,20 +204,20 @@ _SAME_STEP = ("learning_rate", "seed", "max_steps", "num_train_epochs", "logging
 
 
 def _step(
-    rehearsal: Rehearsal, config: RunConfig, place: Place, resolution: Resolution
+    rehearsal: Rehearsal, config: RunConfig, machine: Machine, resolution: Resolution
 ) -> Prediction:
     """What is read off one rehearsal, with its first micro-step still apart."""
-    compiled, first = rehearsal.compiles and compiles(resolution.precision, place.device), None
+    compiled, first = rehearsal.compiles and compiles(resolution.precision, machine.device), None
     if compiled:
         # Without checkpointing the first step is never the higher one (`Prediction.first`).
         if any(op.phase == "recompute" for op in rehearsal.trace.ops):
             eager = replace(rehearsal, trace=in_eager_kernels(rehearsal.trace))
-            first = device_footprint(eager, config, place)
+            first = device_footprint(eager, config, machine)
         rehearsal = _compiled(rehearsal)
-    held = device_footprint(rehearsal, config, place)
-    pace = pace_of_one(rehearsal, config, place, compiled=compiled)
+    memory = device_footprint(rehearsal, config, machine)
+    timing = timing_of_one(rehearsal, config, machine, compiled=compiled)
     counts = rehearsal.parameters, rehearsal.trainable
-    return Prediction(config, place, resolution, held, pace, *counts, compiled, first)
+    return Prediction(config, machine, resolution, memory, timing, *counts, compiled, first)
 
 
 def in_eager_kernels(trace: Trace) -> Trace:
@@ -238,7 +238,7 @@ def _extrapolated(few: Prediction, more: Prediction, layers: int) -> Prediction:
         more,
         footprint=sizes.extrapolated(few.footprint, more.footprint, times),
         first=few.first and more.first and sizes.extrapolated(few.first, more.first, times),
-        pace=few.pace and more.pace and timing.extrapolated(few.pace, more.pace, times),
+        timing=few.timing and more.timing and timing.extrapolated(few.timing, more.timing, times),
         parameters=grown(few.parameters, more.parameters),
         trainable=grown(few.trainable, more.trainable),
     )
@@ -266,9 +266,9 @@ def are_alike(shape: PretrainedConfig) -> bool:
 _UNEVEN = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_freq", "num_kv_shared_layers")
 """Config keys that make some layers differ."""
 _IN_TURN = (
-    *("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period"),
-    *("attn_layer_period", "full_attention_interval", "global_attn_every_n_layers"),
-)
+    "decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period",
+    "attn_layer_period", "full_attention_interval", "global_attn_every_n_layers",
+)  # fmt: skip
 """Config keys that set the period of a layer kind."""
 
 

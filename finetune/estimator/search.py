@@ -43,7 +43,7 @@ from finetune.estimator.changes import (
 from finetune.estimator.limits import ONE_MACHINE
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast, tried
-from finetune.hardware.gpus import Gpu, Place, gpus_with_own, place_of
+from finetune.hardware.gpus import Gpu, Machine, gpus_with_own, machine_of
 from finetune.logging import plain_table
 from finetune.storage.pretrained import load_shape, positions
 from finetune.units import GIB, count
@@ -87,7 +87,9 @@ class Found:
             "too_large": self.next,
             "change": list(self.change) if self.value else None,
             "allocated_bytes": found.footprint.allocated if found else None,
-            "tokens_per_s_and_device": found.pace.tokens_per_s if found and found.pace else None,
+            "tokens_per_s_and_device": found.timing.tokens_per_s
+            if found and found.timing
+            else None,
             "points": self.points,
         }
 
@@ -115,21 +117,21 @@ class Largest:
         return Group(Text("the largest that fits"), self.rows, self.length)
 
 
-def largest(config: RunConfig, place: Place) -> Largest:
+def largest(config: RunConfig, machine: Machine) -> Largest:
     """Find the largest micro-batch and the longest rows that fit."""
-    return Largest(largest_rows(config, place), largest_length(config, place))
+    return Largest(largest_rows(config, machine), largest_length(config, machine))
 
 
-def largest_rows(config: RunConfig, place: Place) -> Found:
+def largest_rows(config: RunConfig, machine: Machine) -> Found:
     """Find the largest micro-batch that fits at the run's `max_length`."""
     check_sizes(config)
     (rows, _), step = rows_of(config), rows_in_groups(config)
     # A recipe above the limit of the search is still looked at as it is.
     most = max(rows, MOST_TOKENS // int(length_of(config)))
-    return _largest("train.per_device_train_batch_size", config, place, rows, step, most)
+    return _largest("train.per_device_train_batch_size", config, machine, rows, step, most)
 
 
-def largest_length(config: RunConfig, place: Place) -> Found:
+def largest_length(config: RunConfig, machine: Machine) -> Found:
     """Find the longest rows that fit, in steps of 128 (16 for a context below 2048).
 
     Raises:
@@ -140,16 +142,18 @@ def largest_length(config: RunConfig, place: Place) -> Found:
     most = min(most, positions(load_shape(config.model)) or most)
     # A row length is rounded so that a short context still has candidates.
     step = LENGTHS if most >= 16 * LENGTHS else 16
-    return _largest(f"train.{key}", config, place, asked, min(step, most), max(asked, most))
+    return _largest(f"train.{key}", config, machine, asked, min(step, most), max(asked, most))
 
 
-def _largest(name: str, config: RunConfig, place: Place, asked: int, step: int, most: int) -> Found:
+def _largest(
+    name: str, config: RunConfig, machine: Machine, asked: int, step: int, most: int
+) -> Found:
     """Search the multiples of `step` up to `most`, starting at the configured value."""
     # With `auto` each point could decide otherwise, and memory would not grow with n.
     config = _saving(config)
     value, too_large, seen = search(
-        lambda n: predict_fast(with_overrides(config, (f"{name}={n * step}",)), place),
-        place.memory_bytes,
+        lambda n: predict_fast(with_overrides(config, (f"{name}={n * step}",)), machine),
+        machine.memory_bytes,
         start=max(1, asked // step),
         most=max(1, most // step),
     )
@@ -203,10 +207,10 @@ def _guess(needs: dict[int, int], memory: int, low: int, high: int) -> int:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """A run at one place, with the overrides it needs; `why` says why it is impossible."""
+    """A run on one machine, with the overrides it needs; `why` says why it is impossible."""
 
     change: tuple[str, ...]
-    place: Place
+    machine: Machine
     prediction: Prediction | None
     why: str = ""
 
@@ -222,21 +226,21 @@ class GpuChoice:
     @property
     def usd_per_million(self) -> float | None:
         """Cost of a million tokens; None without a price."""
-        price = self.place.gpu.price_usd_per_hour if self.place.gpu else None
+        price = self.machine.gpu.price_usd_per_hour if self.machine.gpu else None
         if price is None or self.tokens_per_s is None:
             return None
-        return price * self.place.count / 3600 / self.tokens_per_s * 1e6
+        return price * self.machine.count / 3600 / self.tokens_per_s * 1e6
 
     def facts(self) -> dict[str, Any]:
-        held = self.prediction.footprint if self.prediction else None
+        memory = self.prediction.footprint if self.prediction else None
         return {
-            "device": str(self.place),
-            "devices": self.place.count,
-            "memory_bytes": self.place.memory_bytes,
+            "device": str(self.machine),
+            "devices": self.machine.count,
+            "memory_bytes": self.machine.memory_bytes,
             "fit": self.fit,
             "change": list(self.change),
-            "allocated_bytes": held.allocated if held else None,
-            "shown_bytes": held.shown if held else None,
+            "allocated_bytes": memory.allocated if memory else None,
+            "shown_bytes": memory.shown if memory else None,
             "tokens_per_s": self.tokens_per_s,
             "usd_per_million_tokens": self.usd_per_million,
             "why": self.why,
@@ -267,16 +271,16 @@ class GpuChoices:
             cells = ["-", "-", choice.why]
             if choice.prediction is not None:
                 speed, cost = choice.tokens_per_s, choice.usd_per_million
-                sizes = (choice.prediction.footprint.shown, choice.place.memory_bytes)
+                sizes = (choice.prediction.footprint.shown, choice.machine.memory_bytes)
                 cells = [f"{nbytes / GIB:.1f}" for nbytes in sizes]
                 cells += [choice.fit, "?" if speed is None else count(speed)]
                 cells += [f"{cost:.3f}" if cost is not None else ""] if priced else []
             style = None if choice.fit == "fits" else "dim"
-            table.add_row(str(choice.place), *cells, style=style)
+            table.add_row(str(choice.machine), *cells, style=style)
         lines: list[RenderableType] = [table]
         if self.best is not None and self.best.change:
             lines.append(Text(f"settings: {as_typed(self.best.change)}"))
-        if any(choice.place.count > 8 for choice in self.choices):
+        if any(choice.machine.count > 8 for choice in self.choices):
             lines.append(Text(f"! {ONE_MACHINE}", "yellow"))
         return Group(*lines)
 
@@ -289,9 +293,10 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> G
     and both before an H200 without a price.
     """
     check_sizes(config)
-    places = map(place_of, gpus_with_own() if gpus is None else gpus)
+    machines = map(machine_of, gpus_with_own() if gpus is None else gpus)
     found = sorted(
-        (GpuChoice((), place, *tried(predict, config, place)) for place in places), key=_rank
+        (GpuChoice((), machine, *tried(predict, config, machine)) for machine in machines),
+        key=_rank,
     )
     priced = any(choice.usd_per_million is not None for choice in found)
     order = "the cheapest first" if priced else "the fastest that fits first; no prices known"
@@ -300,7 +305,7 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> G
 
 def _rank(choice: GpuChoice) -> tuple[float, ...]:
     """Sort key: verdict, then cost if known, then speed, then memory."""
-    memory, cost, speed = choice.place.memory_bytes, choice.usd_per_million, choice.tokens_per_s
+    memory, cost, speed = choice.machine.memory_bytes, choice.usd_per_million, choice.tokens_per_s
     if choice.prediction is None:
         return len(_VERDICTS), 0, 0.0, memory
     order = (1, -(speed or 0.0)) if cost is None else (0, cost)
@@ -317,20 +322,22 @@ def fewest_gpus(config: RunConfig, gpu: str | Gpu) -> GpuChoices:
         FinetuneError: the run itself would fail with it on one GPU.
     """
     check_sizes(config)
-    config, place = _saving(config), place_of(gpu)
+    config, machine = _saving(config), machine_of(gpu)
     alone = tuple(f"~train.{key}" for key in config.train if "fsdp" in key)  # refused on one GPU
     shared = () if config.train.fsdp else SHARDED
 
-    def sharded(place: Place) -> Prediction:
-        return predict_fast(with_overrides(config, shared), place)
+    def sharded(machine: Machine) -> Prediction:
+        return predict_fast(with_overrides(config, shared), machine)
 
     # One GPU without `tried`: what fails there (a recipe's error) would fail on any number.
-    found = [GpuChoice(alone, place, predict_fast(config, place))]
-    while found[-1].fit != "fits" and found[-1].prediction and place.count < MOST_GPUS:
-        place = replace(place, count=2 * place.count)
-        found.append(GpuChoice((f"--gpus {place.count}", *shared), place, *tried(sharded, place)))
+    found = [GpuChoice(alone, machine, predict_fast(config, machine))]
+    while found[-1].fit != "fits" and found[-1].prediction and machine.count < MOST_GPUS:
+        machine = replace(machine, count=2 * machine.count)
+        found.append(
+            GpuChoice((f"--gpus {machine.count}", *shared), machine, *tried(sharded, machine))
+        )
     # The number that fits first, then the largest that did not.
-    found.sort(key=lambda choice: (choice.fit != "fits", -choice.place.count))
+    found.sort(key=lambda choice: (choice.fit != "fits", -choice.machine.count))
     fits = found[0].fit == "fits"
     order = "the smallest number that fits" if fits else "none of these numbers fits"
     return GpuChoices(tuple(found), order)

@@ -46,8 +46,8 @@ from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, predict_fast, tried
 from finetune.estimator.speed.roofline import shared
 from finetune.estimator.speed.step_parts import StepPart
-from finetune.estimator.speed.timing import Interval, Pace, spread
-from finetune.hardware.gpus import Place
+from finetune.estimator.speed.timing import Interval, Timing, spread
+from finetune.hardware.gpus import Machine
 from finetune.hardware.requirements import check_optimizer_here
 from finetune.logging import PIPE_WIDTH, plain_table
 from finetune.units import MEMORY, duration, size
@@ -97,8 +97,8 @@ class Variant:
         return self.prediction.footprint.allocated if self.prediction else None
 
     @property
-    def pace(self) -> Pace | None:
-        return self.prediction.pace if self.prediction else None
+    def timing(self) -> Timing | None:
+        return self.prediction.timing if self.prediction else None
 
     @property
     def frees(self) -> int:
@@ -108,9 +108,9 @@ class Variant:
     @property
     def times(self) -> float | None:
         """Speed of each device relative to the run's; None if unknown."""
-        if self.pace is None or self.asked.pace is None:
+        if self.timing is None or self.asked.timing is None:
             return None
-        return self.pace.tokens_per_s / self.asked.pace.tokens_per_s
+        return self.timing.tokens_per_s / self.asked.timing.tokens_per_s
 
     @property
     def speed_shown(self) -> str:
@@ -135,7 +135,7 @@ class Variant:
             "possible": self.prediction is not None,
             "frees": self.frees,
             "allocated": self.allocated,
-            "step_seconds": self.pace.seconds if self.pace else None,
+            "step_seconds": self.timing.seconds if self.timing else None,
             "times": self.times,
             "fit": self.fit,
             "trains": self.rank,
@@ -155,29 +155,29 @@ def with_changes(asked: Prediction, made: Sequence[Change]) -> Variant:
     change, rank = typed(made), RANKS[max((RANKS.index(c.rank) for c in made), default=0)]
 
     def predict() -> Prediction:
-        config, place = changed(asked, made)
+        config, machine = changed(asked, made)
         # A rehearsal would step with an optimizer that needs a GPU or an extra which is not there.
-        check_optimizer_here(config.train, place.device)
-        return predict_fast(config, place)
+        check_optimizer_here(config.train, machine.device)
+        return predict_fast(config, machine)
 
     found, why_not = tried(predict)
     why = "; ".join(c.why for c in made) if found else why_not
     return Variant(asked, change, found, why, label, rank)
 
 
-def changed(asked: Prediction, made: Iterable[Change]) -> tuple[RunConfig, Place]:
-    """The configuration and place that changes lead to, made one after the other.
+def changed(asked: Prediction, made: Iterable[Change]) -> tuple[RunConfig, Machine]:
+    """The configuration and machine that changes lead to, made one after the other.
 
     Raises:
         ConfigError: one conflicts with the others.
     """
-    config, place = asked.config, asked.place
+    config, machine = asked.config, asked.machine
     for one in made:
         config = with_overrides(config, one.overrides)
         # One after the other: a later change may need what an earlier one set (a backend and its
         # scaling).
-        place = replace(place, count=one.gpus or place.count)
-    return config, place
+        machine = replace(machine, count=one.gpus or machine.count)
+    return config, machine
 
 
 # ------------------------------------------------------------------------------------- the table
@@ -252,9 +252,11 @@ def changes_of(
             each kind, and where it does not fit all that free memory.
     """
     fits = asked.fit == "fits"
-    offered = changes(asked.config, asked.place.device, asked.place.count, compiled=asked.compiled)
+    offered = changes(
+        asked.config, asked.machine.device, asked.machine.count, compiled=asked.compiled
+    )
     if fits and not every:
-        same = [one for one in offered if one.rank == "same"] if asked.pace else []
+        same = [one for one in offered if one.rank == "same"] if asked.timing else []
         # Reversed, so that of a kind the first one stays, the mildest.
         offered = tuple({one.kind: one for one in reversed(same)}.values())
     elif not every:
@@ -280,10 +282,10 @@ def _together(asked: Prediction, alone: Sequence[Variant]) -> Variant | None:
         if not kinds:
             return ()
         before = made(kinds[:-1])
-        config, place = changed(asked, before)
+        config, machine = changed(asked, before)
         # Asked for again after each step: what applies depends on what was changed before (a base
         # is stored otherwise once there are adapters).
-        offered = freeing(config, place.device, place.count)
+        offered = freeing(config, machine.device, machine.count)
         alike = [(*before, one) for one in offered if one.kind == kinds[-1]]
         return next((some for some in reversed(alike) if tried(some).prediction), before)
 
@@ -331,11 +333,11 @@ class PrecisionPair:
         return tuple(one for one in (self.compiled, self.twin, self.fitting) if one)
 
     @property
-    def paces(self) -> tuple[Pace, Pace] | None:
+    def timings(self) -> tuple[Timing, Timing] | None:
         """Speeds of FP8 and of BF16; None if one cannot run or is not known."""
-        found = [self.asked.pace, self.twin.pace]
+        found = [self.asked.timing, self.twin.timing]
         if self.asked.config.precision.compute == "bf16":
-            found = [self.twin.pace, self.compiled.pace if self.compiled else self.asked.pace]
+            found = [self.twin.timing, self.compiled.timing if self.compiled else self.asked.timing]
         # A BF16 run is compared as compiled if its FP8 twin is: else the ratio would show
         # compiling.
         fp8, bf16 = found
@@ -344,9 +346,9 @@ class PrecisionPair:
     @property
     def gain(self) -> Interval | None:
         """Speed of FP8 relative to BF16, and its range; None if unknown."""
-        if self.paces is None:
+        if self.timings is None:
             return None
-        fp8, bf16 = self.paces
+        fp8, bf16 = self.timings
         return spread(fp8.tokens_per_s / bf16.tokens_per_s, shared().scatter_ratio)
 
     @property
@@ -354,7 +356,7 @@ class PrecisionPair:
         """Why FP8 is faster or slower than BF16, or why one of them cannot run."""
         if self.twin.prediction is None:
             return (self.twin.why,)
-        return explain(*self.paces) if self.paces else ()
+        return explain(*self.timings) if self.timings else ()
 
     @property
     def alike(self) -> str:
@@ -370,11 +372,11 @@ class PrecisionPair:
     def unlike(self) -> tuple[str, ...]:
         """What BF16 does with other settings, which no ratio is made of."""
         said = []
-        if self.fitting is not None and self.fitting.pace is not None:
-            seconds = duration(self.fitting.pace.seconds)
+        if self.fitting is not None and self.fitting.timing is not None:
+            seconds = duration(self.fitting.timing.seconds)
             said.append(f"BF16 does not fit so: with checkpointing a step takes {seconds}")
-        if self.compiled is not None and self.asked.pace is not None:
-            said.append(f"BF16 as asked, uncompiled: {duration(self.asked.pace.seconds)} a step")
+        if self.compiled is not None and self.asked.timing is not None:
+            said.append(f"BF16 as asked, uncompiled: {duration(self.asked.timing.seconds)} a step")
         return tuple(said)
 
     def facts(self) -> dict[str, Any]:
@@ -428,7 +430,7 @@ def _fitting(asked: Prediction, twin: Variant) -> Variant | None:
     return None if other.fit == "does not fit" else other
 
 
-def explain(fp8: Pace, plain: Pace) -> tuple[str, ...]:
+def explain(fp8: Timing, plain: Timing) -> tuple[str, ...]:
     """Explain the speed of FP8 relative to BF16, part by part."""
     reasons = []
     before, after = plain.classes.get(StepPart.LINEARS, 0.0), fp8.classes.get(StepPart.LINEARS, 0.0)

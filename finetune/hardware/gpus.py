@@ -1,4 +1,4 @@
-"""GPUs by name, and the place of a run: this machine, a named GPU, or one known by its memory only.
+"""GPUs by name, and the machine of a run: this one, a named GPU, or one known by its memory only.
 
 The table, `assets/gpus.yaml`, holds memory, dense peak by precision, bandwidth and links. These are
 vendors' figures for dense matrices (datasheets like to print twice as much, "with sparsity") with
@@ -238,13 +238,13 @@ def as_device(gpu: Gpu) -> Device:
     return Device("cuda", name, gpu.capability, gpu.memory_gib, is_rocm=gpu.vendor == "amd")
 
 
-# ------------------------------------------------------------------------------------------- place
+# ----------------------------------------------------------------------------------------- machine
 
 UNNAMED = (9, 0)
 """Compute capability assumed for a GPU known by its memory only."""
 
 
-class HostMachine(NamedTuple):
+class HostCpu(NamedTuple):
     """The CPU beside a GPU: cores, and 10^9 bytes a second that they reach in its memory.
 
     By default a desktop's: sixteen cores, two channels of DDR5-5600.
@@ -254,12 +254,12 @@ class HostMachine(NamedTuple):
     gb_s: float = 70.0
 
 
-DESKTOP = HostMachine()
+DESKTOP = HostCpu()
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place where a run would train.
+class Machine:
+    """Machine that a run would train on: one of its GPUs, and how many.
 
     Attributes:
         device: one of the devices.
@@ -273,7 +273,7 @@ class Place:
     gpu: Gpu | None
     count: int = 1
     here: bool = False
-    host: HostMachine = DESKTOP
+    host: HostCpu = DESKTOP
 
     @property
     def memory_bytes(self) -> int:
@@ -285,12 +285,12 @@ class Place:
         return f"{f'{self.count} x ' if self.count > 1 else ''}{name}"
 
 
-def place_here(device: Device, processes: int = 1) -> Place:
+def this_machine(device: Device, processes: int = 1) -> Machine:
     """This machine, whose devices are like `device`."""
-    return Place(device, find_gpu(device), processes, here=True, host=HostMachine(cores()))
+    return Machine(device, find_gpu(device), processes, here=True, host=HostCpu(cores()))
 
 
-def place_of(
+def machine_of(
     gpu: str | Gpu | None = None,
     *,
     memory_gib: float | None = None,
@@ -298,14 +298,14 @@ def place_of(
     pcie: float | None = None,
     cpu_bandwidth: float | None = None,
     cpu_cores: int | None = None,
-) -> Place:
-    """Find the place that a user specifies.
+) -> Machine:
+    """Find the machine that a user specifies.
 
     Args:
         gpu: a name (`H100`, `4090`) or an entry of the table; default: this machine.
         memory_gib: memory of a GPU otherwise unknown, or overriding the table's for `gpu`.
         pcie: GB/s of its slot, one direction, overriding the table's.
-        cpu_bandwidth, cpu_cores: of the machine around it, overriding `HostMachine`'s.
+        cpu_bandwidth, cpu_cores: of the machine around it, overriding `HostCpu`'s.
 
     Raises:
         ConfigError: an unknown GPU, a number below one.
@@ -324,17 +324,17 @@ def place_of(
             what = f"{option.strip('-')} cannot be {value:g}"
             raise ConfigError(what, where=f"{option} {value:g}", fix=f"{option} above 0")
     if gpu is None and memory_gib is None:
-        place = place_here(this_device(), gpus)
+        machine = this_machine(this_device(), gpus)
     elif gpu is None:
         name = f"a GPU of {memory_gib:g} GiB"
-        place = Place(Device("cuda", name, UNNAMED, memory_gib or 0.0), None, gpus)
+        machine = Machine(Device("cuda", name, UNNAMED, memory_gib or 0.0), None, gpus)
     else:
         line = named_gpu(gpu) if isinstance(gpu, str) else gpu
         if memory_gib is not None:
             line = line.model_copy(update={"memory_gib": memory_gib})
-        place = Place(as_device(line), line, gpus)
+        machine = Machine(as_device(line), line, gpus)
     given: Any = {"cores": cpu_cores, "gb_s": cpu_bandwidth}
-    host = place.host._replace(**{name: value for name, value in given.items() if value})
-    if pcie is not None and place.gpu is not None:
-        place = replace(place, gpu=place.gpu.model_copy(update={"pcie_gb_s": pcie}))
-    return replace(place, host=host)
+    host = machine.host._replace(**{name: value for name, value in given.items() if value})
+    if pcie is not None and machine.gpu is not None:
+        machine = replace(machine, gpu=machine.gpu.model_copy(update={"pcie_gb_s": pcie}))
+    return replace(machine, host=host)

@@ -27,7 +27,7 @@ from finetune.hardware.device import (
     shown_capability,
     this_device,
 )
-from finetune.hardware.gpus import Place
+from finetune.hardware.gpus import Machine
 from finetune.hardware.versions import version
 from finetune.precision.facts import BLOCK_CAPABILITY, ENGINES, FASTEST, BackendName
 from finetune.precision.settings import FP8_ONLY, PrecisionConfig
@@ -412,8 +412,8 @@ def _typed(settings: Mapping[str, Any]) -> str:
 TAKEN = Verdict(True, "Transformer Engine, taken to be installed there")
 
 
-def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
-    """Precision executed at a place, whatever is installed here.
+def resolve_there(precision: PrecisionConfig, machine: Machine) -> Resolution:
+    """Precision executed on a machine, whatever is installed here.
 
     Transformer Engine is assumed installed there if a recipe names it or no other backend supports
     the requested precision.
@@ -421,21 +421,21 @@ def resolve_there(precision: PrecisionConfig, place: Place) -> Resolution:
     Raises:
         PrecisionError: FP8 is unavailable there.
     """
-    engine = TAKEN if precision.engine.extra and not place.here else None
-    found = _found(precision, place.device, engine)
+    engine = TAKEN if precision.engine.extra and not machine.here else None
+    found = _found(precision, machine.device, engine)
     named = precision.backend != "auto" and not precision.engine.extra
     if not (isinstance(found, Resolution) or engine or named):
         # Here nothing runs it without Transformer Engine, which may be installed there.
-        found = _found(precision, place.device, TAKEN)
+        found = _found(precision, machine.device, TAKEN)
     if isinstance(found, Resolution):
         return found
     first = "--gpu H100, or another GPU, which need not be here"
-    ways = list(_ways(precision, place.device))
-    if not place.here:  # a plan for a GPU is of what is trained there: not emulated
+    ways = list(_ways(precision, machine.device))
+    if not machine.here:  # a plan for a GPU is of what is trained there: not emulated
         first, ways = "the recipe's _bf16 twin", [way for way in ways if not way[1]]
         if precision.backend == "auto":
             found = Refused((name, no) for name, no in found.items() if not ENGINES[name].emulates)
-    raise _not_available(precision, place.device, found, [first, *(words for words, _ in ways)])
+    raise _not_available(precision, machine.device, found, [first, *(words for words, _ in ways)])
 
 
 # ---------------------------------------------------------------------------- libraries, optimizer

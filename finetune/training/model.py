@@ -1,4 +1,4 @@
-"""A `ModelConfig`'s model: its sketch on the meta device, its attention, and the loaded model.
+"""A `ModelConfig`'s model: on the meta device, its attention, and the loaded model.
 
 `model.attention` is resolved to the implementation that a model is loaded with:
 
@@ -7,7 +7,7 @@
     varlen ──── something speaks against it ────────────────────────────> ConfigError
     any other name of Transformers ─────────────────────────────────────> as configured
 
-Resolved once, from the sketch of a model and the device it trains on.
+Resolved once, from the model on the meta device and the device it trains on.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def first_layers(shape: PretrainedConfig, layers: int) -> None:
     text.num_hidden_layers = layers
 
 
-def sketch(
+def meta_model(
     config: RunConfig,
     before_adapters: Callable[[PreTrainedModel], None] | None = None,
     *,
@@ -92,7 +92,7 @@ def sketch(
     kwargs: dict[str, Any] = {"dtype": getattr(torch, config.model.dtype)}
     with torch.device("meta"), loading(config.model.name):
         model = auto_class(shape).from_config(shape, **kwargs)
-    # Also of a sketch: a rehearsal trains it by TRL's own loss.
+    # Also on the meta device: a rehearsal trains it by TRL's own loss.
     fit_trl(model)
     if before_adapters is not None:
         before_adapters(model)

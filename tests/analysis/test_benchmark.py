@@ -89,11 +89,11 @@ class Pretended:
 def prediction(gib: float, device=CPU) -> SimpleNamespace:
     memory = SimpleNamespace(allocated=gib * GIB, outside=0, reserved=gib * GIB)
     memory.kinds = {"optimizer": 0.02 * GIB, "weights": 0.01 * GIB}
-    place, pace = (
+    machine, timing = (
         SimpleNamespace(device=device),
         SimpleNamespace(seconds=0.08, traffic=None, tokens=1024),
     )
-    return SimpleNamespace(footprint=memory, pace=pace, place=place, fit="fits")
+    return SimpleNamespace(footprint=memory, timing=timing, machine=machine, fit="fits")
 
 
 @pytest.fixture
@@ -247,12 +247,12 @@ def test_a_predicted_matrix_runs_nothing_and_judges_what_is_said(
 ) -> None:
     """Predictions that are the figures in circulation, or a fifth off them."""
 
-    def predicted(config, place):
+    def predicted(config, machine):
         (entry,) = (e for e in matrix.MATRIX.values() if _is(config, e))
         times = 1.0 if "fp32" in entry.overrides[0] else off
-        found = prediction(0.1 * (entry.memory or 1) * times, place.device)
+        found = prediction(0.1 * (entry.memory or 1) * times, machine.device)
         found.footprint.kinds["optimizer"] *= (entry.optimizer or 1) * times
-        found.pace.seconds /= (entry.speed or 1) * times
+        found.timing.seconds /= (entry.speed or 1) * times
         return found
 
     monkeypatch.setattr(benchmark, "predict", predicted)

@@ -15,7 +15,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.train_section import decides_checkpointing, with_checkpointing
 from finetune.estimator.predict import predict_fast
 from finetune.estimator.search import GpuChoice, cheapest_gpu
-from finetune.hardware.gpus import Gpu, gpu_table, place_of
+from finetune.hardware.gpus import Gpu, gpu_table, machine_of
 from finetune.units import GIB
 
 GPUS = ("A100-80GB", "RTX 4090", "L40S", "RTX 5090", "H100", "H200", "B200")
@@ -26,7 +26,7 @@ def preview_gib(recipe: str) -> float:
     config = _compiled(recipe)
     if decides_checkpointing(config):
         config = with_checkpointing(config, True)
-    held = predict_fast(config, place_of("H100")).footprint
+    held = predict_fast(config, machine_of("H100")).footprint
     return round((held.allocated + held.outside) / GIB, 2)
 
 
@@ -51,7 +51,7 @@ def over_bf16(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, float]:
         saving = bool(choice.prediction.config.train["gradient_checkpointing"])
         if saving not in others:
             like = cheapest_gpu(with_checkpointing(twin, saving), gpus=_gpus(names)).choices
-            others[saving] = {x.place.gpu.name: x for x in like}
+            others[saving] = {x.machine.gpu.name: x for x in like}
         if against := others[saving][name].tokens_per_s:
             ratios[name] = round(choice.tokens_per_s / against, 3)
     return ratios
@@ -59,7 +59,7 @@ def over_bf16(recipe: str, names: tuple[str, ...] = GPUS) -> dict[str, float]:
 
 def _fitting(recipe: str, names: tuple[str, ...]) -> dict[str, GpuChoice]:
     found = cheapest_gpu(_compiled(recipe), gpus=_gpus(names)).choices
-    return {x.place.gpu.name: x for x in found if x.tokens_per_s and x.fit != "does not fit"}
+    return {x.machine.gpu.name: x for x in found if x.tokens_per_s and x.fit != "does not fit"}
 
 
 def _gpus(names: tuple[str, ...]) -> tuple[Gpu, ...]:

@@ -35,11 +35,11 @@ from finetune.estimator.trace.fake_cuda import choose_attention, on_gpu, to_fake
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.stand_ins import store_base
 from finetune.estimator.trace.trace import layer_of
-from finetune.hardware.gpus import place_of
+from finetune.hardware.gpus import machine_of
 from finetune.hardware.requirements import resolve_there
 from finetune.precision import convert, planner
 from finetune.precision.model import compiling
-from finetune.training.model import sketch
+from finetune.training.model import meta_model
 
 GPU = "H100"
 ALL = ("lora.r=8", "lora.target_modules=all-linear")
@@ -103,12 +103,12 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
 
         return compile_fx(graph, inputs, inner_compile=keep)
 
-    place = place_of(GPU)
-    resolution = resolve_there(config.precision, place)
-    model: Any = sketch(config, layers=1)
+    machine = machine_of(GPU)
+    resolution = resolve_there(config.precision, machine)
+    model: Any = meta_model(config, layers=1)
     plan = planner.plan(model, resolution.precision)
     torch._dynamo.reset()
-    with without_memory(), on_gpu(place.device.capability or (9, 0)), ExitStack() as stack:
+    with without_memory(), on_gpu(machine.device.capability or (9, 0)), ExitStack() as stack:
         for function in _SLOW_PATTERNS:  # of attention and padding, which the layer has not
             stack.enter_context(mock.patch(function))
         # A CUDA build of torch would start its driver, which a machine without a GPU has not.
@@ -116,7 +116,7 @@ def graphs_of(config: RunConfig, tokens: int) -> Graphs:
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         to_fake(model)
         # Named: the choice of `varlen` looks at versions, which Dynamo would trace.
-        choose_attention(model, "flash_attention_2", place.device.capability or (9, 0))
+        choose_attention(model, "flash_attention_2", machine.device.capability or (9, 0))
         store_base(model, config.model.storage)
         convert.apply(model, plan, hardware=True)
         compiling.prepare()
@@ -160,11 +160,11 @@ def saved_bytes(graphs: Graphs) -> int:
 
 def modeled(config: RunConfig) -> dict[str, Any]:
     """What the estimator predicts of the same layer: a third layer beside two."""
-    place = place_of(GPU)
-    resolution = resolve_there(config.precision, place)
+    machine = machine_of(GPU)
+    resolution = resolve_there(config.precision, machine)
     totals: list[dict[str, float]] = []
     for layers in (2, 3):
-        rehearsal = rehearse(config, place.device, resolution, layers=layers)
+        rehearsal = rehearse(config, machine.device, resolution, layers=layers)
         trace = as_compiled(rehearsal).trace
         saved = sum(
             trace.storages[number].nbytes

@@ -22,10 +22,10 @@ from rich.console import Console
 
 RECIPES = ("llama_1b_lora_bf16", "qwen_7b_lora_bf16", "llama_8b_lora_bf16", "llama_8b_full_bf16")
 HERE = (
-    *("model.name=builtin:tiny_llama", "model.dtype=float32", "precision.compute=fp32"),
-    *("train.optim=adamw_torch", "train.gradient_checkpointing=false", "train.save_strategy=no"),
-    *("eval.samples=false", "train.report_to=none"),
-)
+    "model.name=builtin:tiny_llama", "model.dtype=float32", "precision.compute=fp32",
+    "train.optim=adamw_torch", "train.gradient_checkpointing=false", "train.save_strategy=no",
+    "eval.samples=false", "train.report_to=none",
+)  # fmt: skip
 WORDS = ("harbour", "boat", "crane", "cargo", "tide", "keel", "rope", "pier", "anchor", "sail")
 
 

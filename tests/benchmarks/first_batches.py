@@ -98,11 +98,11 @@ def look(method: str, model: Path, rows: list[dict[str, Any]], folder: Path) -> 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     teacher = [f"train.teacher_model_name_or_path={model}"] * (method == "distill")
     given = [
-        *("~data.name", f"data.path={file}", f"model.name={model}"),
+        "~data.name", f"data.path={file}", f"model.name={model}",
         *("train.max_length=null",) * (method not in ("grpo", "rloo", "distill")),
-        *("eval.samples=false", "data.eval_fraction=0", "train.eval_strategy=no", *teacher),
+        "eval.samples=false", "data.eval_fraction=0", "train.eval_strategy=no", *teacher,
         *("~train.max_length", "~train.packing") * (method == "continue"),
-    ]
+    ]  # fmt: skip
     recipe = load_recipe(f"tiny_{'full' if method == 'sft' else method}_bf16", given)
     try:
         with begun(recipe, out=folder / "runs", console=QUIET, force=True) as run:

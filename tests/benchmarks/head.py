@@ -27,7 +27,7 @@ from finetune.estimator.speed.roofline import roofline_of
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.trace.trace import Trace, layer_of
-from finetune.hardware.gpus import place_of
+from finetune.hardware.gpus import machine_of
 from finetune.hardware.requirements import Resolution
 from tests.conftest import H100
 
@@ -60,7 +60,7 @@ def memory_of(trace: Trace) -> tuple[int, int]:
 
 def counted(trace: Trace) -> Counter[str]:
     """Products, kernels, bytes and microseconds (predicted, H100) of the head and its loss."""
-    gpu = place_of("H100").gpu
+    gpu = machine_of("H100").gpu
     assert gpu is not None
     roofline = roofline_of(gpu, "compiled")
     ops, found = trace.ops, Counter[str]()

@@ -27,7 +27,7 @@ from finetune.errors import ConfigError
 from finetune.hardware.device import this_device
 from finetune.logging import quiet_libraries
 from finetune.training.health.isolation import refuse_leaks
-from finetune.training.model import load_model, resolve_attention, sketch
+from finetune.training.model import load_model, meta_model, resolve_attention
 from tests.families import FAMILIES, OTHERS, folder_of
 
 
@@ -65,7 +65,7 @@ def look(family: str, folder: Path, *, own: bool, dtype: str = "bfloat16") -> Fo
         "train.packing=true",
     ]  # fmt: skip
     config = load_recipe("tiny_full_bf16", settings).config
-    chosen = None if own else resolve_attention(config, sketch(config), this_device())
+    chosen = None if own else resolve_attention(config, meta_model(config), this_device())
     asked = {"attention": chosen.implementation if chosen else None}
     torch.manual_seed(0)
     model: Any = load_model(config.model.model_copy(update=asked))

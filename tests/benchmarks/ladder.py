@@ -54,7 +54,7 @@ from finetune.config.sft import sft_config
 from finetune.data.dataset import load_data
 from finetune.errors import ConfigError, FinetuneError, install_hint
 from finetune.hardware.device import Device, Verdict, this_device
-from finetune.hardware.gpus import place_here
+from finetune.hardware.gpus import this_machine
 from finetune.precision import constants
 from finetune.precision.cases.head import Head
 from finetune.precision.proof.movement import sample
@@ -225,7 +225,7 @@ def climb(
         if step.how.startswith("shipped") or config.train.get("use_liger_kernel")
     ]
     measuring = Climbing(
-        variants, points, place_here(device), steps, rounds, force, say=say,
+        variants, points, this_machine(device), steps, rounds, force, say=say,
         unpredicted=unpredicted, stock=[step.name for step in taken if step.how == "stock"],
     )  # fmt: skip
     result = Benchmark(references=list(references))

@@ -89,10 +89,10 @@ def command(run: str, file: Path, steps: int, out: Path) -> list[str]:
         program = [sys.executable, "-c", PLAIN, str(file), kind]
         return [*program, str(TINY_LLAMA), str(out), settings]
     return [
-        *(sys.executable, "-m", "finetune", RECIPE, f"data.path={file}", "~data.prompts"),
-        *(f"data.streaming={str(kind == 'stream').lower()}", "eval.samples=false"),
-        *("data.eval_fraction=0", "--out", str(out), *words),
-    ]
+        sys.executable, "-m", "finetune", RECIPE, f"data.path={file}", "~data.prompts",
+        f"data.streaming={str(kind == 'stream').lower()}", "eval.samples=false",
+        "data.eval_fraction=0", "--out", str(out), *words,
+    ]  # fmt: skip
 
 
 def losses(out: Path) -> list[float]:

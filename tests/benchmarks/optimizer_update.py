@@ -41,7 +41,7 @@ from finetune.config.schema import RunConfig
 from finetune.training.helper import optimizer as folder
 from finetune.training.helper.optimizer import adamw, clipping
 from finetune.training.helper.replacing import replaced
-from finetune.training.model import sketch
+from finetune.training.model import meta_model
 
 TENSORS = 288
 BANDWIDTH = 3.0e12
@@ -98,7 +98,7 @@ def moved(name: str, table: adamw.PointerTable, kind: Any) -> int:
 
 
 def shapes_of(config: RunConfig) -> list[tuple[int, ...]]:
-    return [tuple(p.shape) for p in sketch(config).parameters()]
+    return [tuple(p.shape) for p in meta_model(config).parameters()]
 
 
 def whole() -> None:

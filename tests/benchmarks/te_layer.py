@@ -31,7 +31,7 @@ from finetune.estimator.predict import predict
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.timing import micro_batch
 from finetune.estimator.trace.rehearsal import rehearse
-from finetune.hardware.gpus import place_of
+from finetune.hardware.gpus import machine_of
 from finetune.hardware.requirements import resolve_there
 from tests import te
 from tests.benchmarks.compiled_layer import GPU, Graphs, graphs_of, saved_bytes
@@ -62,10 +62,10 @@ def config_of(run: str, tokens: int, checkpointed: bool) -> RunConfig:
 
 def uncompiled(config: RunConfig) -> Counts:
     """Launches and bytes of a layer whose operators are kernels: a third layer beside two."""
-    place, totals = place_of(GPU), []
+    machine, totals = machine_of(GPU), []
     for layers in (2, 3):
-        resolution = resolve_there(config.precision, place)
-        ops, _ = micro_batch(rehearse(config, place.device, resolution, layers=layers).trace)
+        resolution = resolve_there(config.precision, machine)
+        ops, _ = micro_batch(rehearse(config, machine.device, resolution, layers=layers).trace)
         found: Counter[str] = Counter()
         for launch in launches(ops):
             casts = "fp8_" in ops[launch.ops[0]].name and launch.kind == "cast"
@@ -112,8 +112,8 @@ def compiled(graphs: Graphs) -> Counts:
 
 def predicted(config: RunConfig) -> Counts:
     """Milliseconds of a step."""
-    found: Any = predict(config, place_of(GPU))
-    return {"step ms": found.pace.seconds * 1e3}
+    found: Any = predict(config, machine_of(GPU))
+    return {"step ms": found.timing.seconds * 1e3}
 
 
 COLUMNS = ("launches", "casts", "products", "fused kernels", "GB", "saved MB", "step ms")

@@ -89,8 +89,8 @@ def ask(recipe: str, gpu: str, gpus: int, overrides: tuple[str, ...] = ()) -> An
 
 def faster(found: Any, other: Any) -> float:
     """How many times as fast one estimate is as another; NaN where a time is not known."""
-    pace, against = found.prediction.pace, other.prediction.pace
-    return against.seconds / pace.seconds if pace and against else float("nan")
+    timing, against = found.prediction.timing, other.prediction.timing
+    return against.seconds / timing.seconds if timing and against else float("nan")
 
 
 def choosing(gpus: tuple[str, ...]) -> str:

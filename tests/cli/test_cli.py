@@ -603,11 +603,11 @@ def test_the_command_after_an_estimate_follows_from_its_answer() -> None:
     """Training what does not fit, or on a machine that was not asked about, is no next step."""
     from finetune.cli.estimate import _next
 
-    def after(fit: str, change: tuple[str, ...] | None, place: list[str], gpus: int = 1) -> str:
+    def after(fit: str, change: tuple[str, ...] | None, options: list[str], gpus: int = 1) -> str:
         changes = SimpleNamespace(together=change and SimpleNamespace(change=change))
         count = SimpleNamespace(count=gpus)
-        found: Any = SimpleNamespace(fit=fit, changes=changes, place=count)
-        return _next(found, ["r.yaml", "train.seed=1"], place)
+        found: Any = SimpleNamespace(fit=fit, changes=changes, machine=count)
+        return _next(found, ["r.yaml", "train.seed=1"], options)
 
     run, again = "python -m finetune r.yaml train.seed=1", "python -m finetune estimate r.yaml"
     assert after("fits", None, []) == f"next: {run}"

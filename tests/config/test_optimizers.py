@@ -32,7 +32,7 @@ from finetune.precision.proof.row import changed_numbers
 from finetune.runs.receipt import RunReport
 from finetune.training.helper.optimizer import low_bit
 from finetune.training.helper.optimizer.adamw import Update
-from finetune.training.model import sketch
+from finetune.training.model import meta_model
 from tests.conftest import A100, APPLE, CPU, H100, batch, slow_but
 from tests.run_folders import trained
 
@@ -101,7 +101,7 @@ def test_it_steps_on_a_cpu_and_holds_the_bytes_of_the_table(name, tmp_path) -> N
     assert report.receipt.precision["ran"] == "fp8"
     assert trainable["moved"] == trainable["after"]
     config = load_recipe("tiny_full_fp8", [override]).config
-    model = sketch(config)
+    model = meta_model(config)
     expected = bound(model, plan(model, config.precision), config.train).optimizer
     assert trainable["optimizer_state_bytes"] == pytest.approx(expected, abs=0.5)
 

@@ -27,9 +27,9 @@ from finetune.export.parity import ABOUT_ROWS
 
 OUR_DEFAULTS = {
     *KEYS,
-    *("learning_rate", "loss_type", "num_generations"),  # each method has its own
+    "learning_rate", "loss_type", "num_generations",  # each method has its own
     "reward_funcs",  # an argument of the trainer, not of its configuration
-}
+}  # fmt: skip
 OTHER_DEFAULTS = {("orpo", "max_completion_length"), ("kto", "train_sampling_strategy")}
 """Of single methods."""
 

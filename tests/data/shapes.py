@@ -19,9 +19,9 @@ from finetune.data.counting import CountedRows, count
 from finetune.data.dataset import load_data
 
 MARKS = (
-    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),
-    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
-)
+    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
+    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>",
+)  # fmt: skip
 """Special tokens of the families, which the packaged tokenizer does not have."""
 FAMILIES = ("chatml", "llama3", "gemma", "qwen3", "gptoss")
 CALL = {"type": "function", "function": {"name": "tide", "arguments": {"port": "Brest"}}}

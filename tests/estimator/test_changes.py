@@ -18,7 +18,7 @@ from finetune.estimator import predict as predicting
 from finetune.estimator.changes import RANKS, SHARDED, as_typed, changes, freeing, rows_of
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.estimator.variants import Changes, Variant, changes_of
-from finetune.hardware.gpus import Place, place_of
+from finetune.hardware.gpus import Machine, machine_of
 from tests.conftest import A100, CPU, H100
 
 LAYERS = 2
@@ -78,8 +78,8 @@ def typed_again(config: RunConfig, found: Variant, tmp_path) -> RunConfig:
     return load_recipe(str(path), [c for c in found.change if "." in c.split("=")[0]]).config
 
 
-def predicted(config: RunConfig, place: Place) -> tuple[Prediction, Changes]:
-    prediction = predict_whole(config, place)
+def predicted(config: RunConfig, machine: Machine) -> tuple[Prediction, Changes]:
+    prediction = predict_whole(config, machine)
     return prediction, changes_of(prediction)
 
 
@@ -168,8 +168,8 @@ def test_smaller_micro_batches_keep_the_tokens_of_a_step(run, rows, expected):
 def test_a_run_that_fits_is_shown_what_its_settings_bring(run):
     """Each row is typed behind the recipe, and trains the same; what it costs is predicted."""
     config = run("tiny_lora_fp8", "train.gradient_accumulation_steps=4")
-    place = place_of("H100")
-    prediction, found = predicted(config, place)
+    machine = machine_of("H100")
+    prediction, found = predicted(config, machine)
     assert (prediction.fit, found.fit, found.together) == ("fits", "fits", None)
     rows = {row.label: row for row in found.rows}
     assert rows.keys() == {
@@ -186,7 +186,7 @@ def test_a_run_that_fits_is_shown_what_its_settings_bring(run):
 
 @pytest.mark.slow
 def test_without_speeds_a_run_that_fits_has_no_rows(run, seen):
-    _, found = predicted(run("tiny_full_bf16"), place_of(memory_gib=40))
+    _, found = predicted(run("tiny_full_bf16"), machine_of(memory_gib=40))
     assert (found.fit, found.rows) == ("fits", ())
     assert len(seen) == 1, "the run itself alone"
 
@@ -194,19 +194,19 @@ def test_without_speeds_a_run_that_fits_has_no_rows(run, seen):
 @pytest.mark.long
 def test_attention_under_a_mask_is_said_to_cost_time(run, tmp_path):
     config = run("tiny_full_bf16", "train.max_length=4096", "model.attention=sdpa")
-    place = place_of("H100")
-    prediction, found = predicted(config, place)
+    machine = machine_of("H100")
+    prediction, found = predicted(config, machine)
     (best,) = (row for row in found.rows if row.label == "attention")
     assert best.change == ("model.attention=auto",)
-    other = predict_whole(typed_again(config, best, tmp_path), place)
-    gain = other.pace.tokens_per_s / prediction.pace.tokens_per_s
+    other = predict_whole(typed_again(config, best, tmp_path), machine)
+    gain = other.timing.tokens_per_s / prediction.timing.tokens_per_s
     assert gain == pytest.approx(best.times)
     assert gain > 1.1
 
 
 @pytest.mark.long
 def test_every_change_can_run_or_says_why_not(run):
-    asked = predict_whole(run("tiny_lora_fp8"), place_of("H100"))
+    asked = predict_whole(run("tiny_lora_fp8"), machine_of("H100"))
     found = {row.label: row for row in changes_of(asked, every=True).rows}
     assert {"torchao tensorwise", "torchao rowwise", "te delayed", "base", "checkpointing"} <= set(
         found
@@ -225,8 +225,8 @@ def test_every_change_can_run_or_says_why_not(run):
 
 @pytest.mark.long
 def test_a_change_frees_and_costs_what_its_row_says(run, tmp_path):
-    config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=3.0)
-    prediction, found = predicted(config, place)
+    config, machine = run("tiny_full_bf16"), machine_of("4090", memory_gib=3.0)
+    prediction, found = predicted(config, machine)
     assert found.fit != "fits"
     order = [(RANKS.index(one.rank), round(1 / one.times, 3)) for one in found.rows]
     assert order == sorted(order)
@@ -238,11 +238,11 @@ def test_a_change_frees_and_costs_what_its_row_says(run, tmp_path):
     facts = json.loads(json.dumps(found.facts()))
     assert [fact["change"] for fact in facts["rows"]] == [list(one.change) for one in found.rows]
     for one in found.rows[:3]:
-        other = predict_whole(typed_again(config, one, tmp_path), place)
+        other = predict_whole(typed_again(config, one, tmp_path), machine)
         assert one.frees == prediction.footprint.allocated - other.footprint.allocated > 0
-        assert one.fit == other.footprint.fit(place.memory_bytes)
+        assert one.fit == other.footprint.fit(machine.memory_bytes)
         assert 1 / one.times == pytest.approx(
-            prediction.pace.tokens_per_s / other.pace.tokens_per_s, abs=1e-9
+            prediction.timing.tokens_per_s / other.timing.tokens_per_s, abs=1e-9
         )
 
 
@@ -251,13 +251,13 @@ def test_a_change_frees_and_costs_what_its_row_says(run, tmp_path):
 def test_what_is_said_to_fit_together_fits_and_changes_no_more_than_it_must(
     run, tmp_path, memory, rank
 ):
-    config, place = run("tiny_full_bf16"), place_of("4090", memory_gib=memory)
-    prediction, found = predicted(config, place)
+    config, machine = run("tiny_full_bf16"), machine_of("4090", memory_gib=memory)
+    prediction, found = predicted(config, machine)
     assert found.fit != "fits"
     assert found.together is not None
     assert found.together.rank == rank
-    other = predict_whole(typed_again(config, found.together, tmp_path), place).footprint
-    assert found.together.fit == other.fit(place.memory_bytes) == "fits"
+    other = predict_whole(typed_again(config, found.together, tmp_path), machine).footprint
+    assert found.together.fit == other.fit(machine.memory_bytes) == "fits"
     assert found.together.frees == prediction.footprint.allocated - other.allocated
     rows, times = rows_of(typed_again(config, found.together, tmp_path))
     length = 2 if any("max_length" in item for item in found.together.change) else 1
@@ -266,7 +266,7 @@ def test_what_is_said_to_fit_together_fits_and_changes_no_more_than_it_must(
 
 @pytest.mark.long
 def test_where_nothing_helps_it_says_so(run):
-    _, found = predicted(run("tiny_full_bf16"), place_of("4090", memory_gib=0.9))
+    _, found = predicted(run("tiny_full_bf16"), machine_of("4090", memory_gib=0.9))
     assert found.together is None
     assert "no set of these changes makes it fit" in _shown(found)
 
@@ -284,9 +284,9 @@ def made_up(*change: str, frees: int = 0, slower: float | None = None, rank="sam
     """A variant of a run of a TiB, whose memory and speed are as given."""
 
     def found(allocated: int, speed: float | None):
-        pace = None if speed is None else SimpleNamespace(tokens_per_s=speed)
+        timing = None if speed is None else SimpleNamespace(tokens_per_s=speed)
         return SimpleNamespace(
-            footprint=SimpleNamespace(allocated=allocated), pace=pace, fit="fits"
+            footprint=SimpleNamespace(allocated=allocated), timing=timing, fit="fits"
         )
 
     speed = None if slower is None else 1 / (1 + slower)

@@ -19,15 +19,15 @@ TOKENS = 3_000_000_000
 def test_days_are_those_of_the_answer_and_energy_is_power_times_time():
     config = load_recipe("tiny_full_fp8").config
     answer = estimate(config, gpu="H100", tokens=TOKENS, price=0.5)
-    spent = days_of(config, [answer.place], TOKENS, price=0.5).facts()
+    spent = days_of(config, [answer.machine], TOKENS, price=0.5).facts()
     found = {(one["gpus"], one["compute"]): one for one in spent}
     assert len(found) == 3 * len(CHANGES)
     assert answer.run_seconds
     assert answer.pair
-    assert answer.pair.twin.pace
+    assert answer.pair.twin.timing
     assert found[1, "fp8"]["days"] == pytest.approx(answer.run_seconds / 86400)
     assert found[1, "fp8"]["cost"] == pytest.approx(answer.cost)
-    twin = TOKENS / answer.pair.twin.pace.tokens_per_s / 86400
+    twin = TOKENS / answer.pair.twin.timing.tokens_per_s / 86400
     assert found[1, "bf16"]["days"] == pytest.approx(twin)
     for (gpus, compute), one in found.items():
         hours = one["days"] * 24 * gpus

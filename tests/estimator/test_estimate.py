@@ -48,7 +48,7 @@ from finetune.estimator.trace.rehearsal import rehearse
 from finetune.estimator.variants import pair_of
 from finetune.hardware import requirements
 from finetune.hardware.device import Device, Verdict
-from finetune.hardware.gpus import place_here, place_of
+from finetune.hardware.gpus import machine_of, this_machine
 from finetune.hardware.requirements import resolve_there
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.health.memory_meter import Batch
@@ -56,7 +56,7 @@ from finetune.units import GIB, MEMORY, duration, size
 from tests.conftest import slow_but
 from tests.estimator.configs import changed
 
-H100 = place_of("H100")
+H100 = machine_of("H100")
 
 
 @pytest.fixture(scope="module")
@@ -118,28 +118,28 @@ def text_of(result: Estimate) -> str:
 
 @pytest.mark.long
 def test_the_figures_are_each_larger_than_the_one_before(result):
-    held = result.prediction.footprint
-    assert 0 < held.tensors < held.allocated <= held.reserved < held.shown
-    assert held.shown + held.margin <= H100.memory_bytes
+    memory = result.prediction.footprint
+    assert 0 < memory.tensors < memory.allocated <= memory.reserved < memory.shown
+    assert memory.shown + memory.margin <= H100.memory_bytes
     assert result.fit == "fits"
 
 
 @pytest.mark.slow
 def test_kinds_add_up_to_the_peak_of_every_phase(config):
     rehearsal = rehearse(config, H100.device, resolve_there(config.precision, H100))
-    held = footprint(rehearsal.trace, H100.device)
-    assert list(held.phases) == ["load", "forward", "backward", "optimizer"]
+    memory = footprint(rehearsal.trace, H100.device)
+    assert list(memory.phases) == ["load", "forward", "backward", "optimizer"]
     whole = rehearsal.trace.marks["step"]
-    assert held.tensors == rehearsal.trace.peak(whole)[0]
-    assert rehearsal.trace.initial_bytes == sum(held.phases["load"].values())
+    assert memory.tensors == rehearsal.trace.peak(whole)[0]
+    assert rehearsal.trace.initial_bytes == sum(memory.phases["load"].values())
 
 
 @pytest.mark.slow
 def test_the_time_of_a_step_is_the_sum_of_its_parts(result):
-    pace = result.prediction.pace
-    assert sum(pace.classes.values()) == pytest.approx(pace.seconds)
-    assert sum(pace.share(part) for part in pace.classes) == pytest.approx(1)
-    assert 0 < pace.mfu < 1
+    timing = result.prediction.timing
+    assert sum(timing.classes.values()) == pytest.approx(timing.seconds)
+    assert sum(timing.share(part) for part in timing.classes) == pytest.approx(1)
+    assert 0 < timing.mfu < 1
     assert result.run_seconds == pytest.approx(10**6 / result.tokens_per_s)
     assert result.cost == pytest.approx(result.run_seconds / 3600 * 3.0)
 
@@ -148,9 +148,9 @@ def test_the_time_of_a_step_is_the_sum_of_its_parts(result):
 def test_micro_batches_take_their_time_each_and_gradients_stay(config):
     alone = predict_whole(changed(config, train={"gradient_accumulation_steps": 1}), H100)
     four = predict_whole(config, H100)
-    assert four.pace.tokens == 4 * alone.pace.tokens
+    assert four.timing.tokens == 4 * alone.timing.tokens
     idle = (roofline.shared().before_update_ms + roofline.shared().after_update_ms) * 1e-3
-    assert four.pace.seconds - idle == pytest.approx(4 * (alone.pace.seconds - idle), rel=0.1)
+    assert four.timing.seconds - idle == pytest.approx(4 * (alone.timing.seconds - idle), rel=0.1)
     assert four.footprint.phases["forward"]["gradients"] > 0
     assert alone.footprint.phases["forward"]["gradients"] == 0
 
@@ -159,7 +159,7 @@ def test_micro_batches_take_their_time_each_and_gradients_stay(config):
 def test_the_first_layers_say_what_all_of_them_take(config):
     whole, fast = predict_whole(config, H100), predict_fast(config, H100)
     assert fast.footprint.tensors == pytest.approx(whole.footprint.tensors, rel=1e-3)
-    assert fast.pace.seconds == pytest.approx(whole.pace.seconds, rel=1e-2)
+    assert fast.timing.seconds == pytest.approx(whole.timing.seconds, rel=1e-2)
     assert (fast.parameters, fast.trainable) == (whole.parameters, whole.trainable)
 
 
@@ -196,8 +196,8 @@ def test_settings_of_a_change_typed_behind_the_recipe_are_what_was_predicted(
     asked = load_recipe(recipe, own).config
     unmeasured = replace(result.prediction, config=asked)
 
-    def prediction(config: RunConfig, place) -> Prediction:
-        return replace(unmeasured, config=config, place=place)
+    def prediction(config: RunConfig, machine) -> Prediction:
+        return replace(unmeasured, config=config, machine=machine)
 
     monkeypatch.setattr(variants, "predict_fast", prediction)
     pair = variants.pair_of(unmeasured)
@@ -212,13 +212,13 @@ def test_settings_of_a_change_typed_behind_the_recipe_are_what_was_predicted(
 
 def test_json_says_the_same_as_the_words(result):
     facts = json.loads(result.to_json())
-    held = result.prediction.footprint
-    assert facts["memory"]["allocated"] == held.allocated
+    memory = result.prediction.footprint
+    assert facts["memory"]["allocated"] == memory.allocated
     assert facts["fit"] == "fits"
-    assert facts["time"]["step_seconds"] == result.prediction.pace.seconds
+    assert facts["time"]["step_seconds"] == result.prediction.timing.seconds
     words = text_of(result)
-    assert size(held.allocated, MEMORY) in words
-    assert duration(result.prediction.pace.seconds) in words
+    assert size(memory.allocated, MEMORY) in words
+    assert duration(result.prediction.timing.seconds) in words
     assert "FP8" in words
     assert all(note in words for note in result.notes)
 
@@ -255,9 +255,9 @@ def test_paged_states_are_not_memory_of_the_device(config, optimizer, bytes_each
     pytest.importorskip("bitsandbytes")
     precision = {"frozen": None}
     asked = changed(config, lora=None, precision=precision, train={"optim": optimizer})
-    held = predict_whole(asked, H100).footprint.phases["forward"]
+    memory = predict_whole(asked, H100).footprint.phases["forward"]
     attention, norms = 4 * 2 * (256 * 256 + 256 * 128), 9 * 256  # too small to be paged
-    assert held["optimizer"] == bytes_each * (attention + norms)
+    assert memory["optimizer"] == bytes_each * (attention + norms)
 
 
 @pytest.mark.slow
@@ -399,8 +399,8 @@ def test_a_packed_batch_of_no_given_size_is_predicted_with_the_librarys_rows(con
     ("memory_gib", "fit"), [(8.0, "does not fit"), (10.6, "tight"), (11.5, "fits")]
 )
 def test_fit_is_decided_by_what_cannot_be_given_back(memory_gib, fit):
-    held = Footprint({"backward": {"weights": 10 * GIB}}, fragments=GIB // 4, outside=GIB // 2)
-    assert held.fit(int(memory_gib * GIB)) == fit
+    memory = Footprint({"backward": {"weights": 10 * GIB}}, fragments=GIB // 4, outside=GIB // 2)
+    assert memory.fit(int(memory_gib * GIB)) == fit
 
 
 def test_the_first_step_may_need_the_most():
@@ -450,10 +450,10 @@ def test_no_ratio_is_of_unlike_settings():
     said = text_of(found)
     assert f"FP8 runs at {1 / twin.times:.2f}x (" in said
     assert "the speed of BF16, predicted; both compiled, without gradient checkpointing" in said
-    assert f"with checkpointing a step takes {duration(fitting.pace.seconds)}" in said
+    assert f"with checkpointing a step takes {duration(fitting.timing.seconds)}" in said
     assert f"{1 / fitting.times:.2f}x" not in said
-    plain = pair_of(predict(load_recipe("llama_8b_lora32_bf16").config, place_of("L40S")))
-    fp8, bf16 = plain.paces
+    plain = pair_of(predict(load_recipe("llama_8b_lora32_bf16").config, machine_of("L40S")))
+    fp8, bf16 = plain.timings
     assert plain.twin.prediction.compiled
     assert plain.compiled.prediction.compiled, "the run itself is not"
     assert plain.gain.value == fp8.tokens_per_s / bf16.tokens_per_s < plain.twin.times
@@ -464,7 +464,7 @@ def test_no_ratio_is_of_unlike_settings():
 def test_memory_alone_is_enough_for_a_verdict(config):
     small = estimate(config, memory_gib=0.1, changes=False)
     assert small.fit == "does not fit"
-    assert small.prediction.pace is None
+    assert small.prediction.timing is None
     assert any("only the memory of this GPU is known" in note for note in small.notes)
     assert estimate(config, memory_gib=8, changes=False).fit == "fits"
 
@@ -525,12 +525,12 @@ def test_transformer_engine_need_not_be_installed_to_be_estimated():
     there = resolve_there(asked, H100)
     assert (there.precision.backend, "taken to be installed" in there.reason) == ("te", True)
     with pytest.raises(FinetuneError):
-        resolve_there(asked, place_of("A100-80GB"))
+        resolve_there(asked, machine_of("A100-80GB"))
     # MXFP8 needs Blackwell, with whatever engine.
     blocks = PrecisionConfig(compute="fp8", backend="te", scaling="mxfp8")
     with pytest.raises(FinetuneError):
         resolve_there(blocks, H100)
-    assert resolve_there(blocks, place_of("B200")).precision.backend == "te"
+    assert resolve_there(blocks, machine_of("B200")).precision.backend == "te"
 
 
 def test_transformer_engine_may_be_broken_here_and_run_there(monkeypatch):
@@ -545,14 +545,14 @@ def test_transformer_engine_may_be_broken_here_and_run_there(monkeypatch):
 @pytest.mark.parametrize("gpu", slow_but(["T4"], ["T4", "A100-80GB"]))
 def test_bf16_where_the_gpu_has_none_is_said(config, gpu):
     plain = with_overrides(config, ["precision.compute=bf16"])
-    said = " ".join(limits(predict_fast(plain, place_of(gpu))))
+    said = " ".join(limits(predict_fast(plain, machine_of(gpu))))
     assert ("has no BF16 (compute capability 7.5" in said) == (gpu == "T4")
 
 
 def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, monkeypatch):
     slice_of_one = Device("cuda", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0), 39.5)
     plain = with_overrides(config, ["precision.compute=bf16"])
-    prediction = predict_fast(plain, place_here(slice_of_one))
+    prediction = predict_fast(plain, this_machine(slice_of_one))
     said = " ".join(limits(prediction))
     assert "not in the table of GPUs" in said
     assert "taken to have FP8" not in said
@@ -560,7 +560,7 @@ def test_a_gpu_here_that_is_not_in_the_table_is_not_taken_for_another(config, mo
 
 @pytest.mark.slow
 def test_a_cpu_has_no_predicted_time(config):
-    found = predict_fast(with_overrides(config, ["precision.compute=bf16"]), place_of())
+    found = predict_fast(with_overrides(config, ["precision.compute=bf16"]), machine_of())
     said = " ".join(limits(found))
     assert "no time is predicted" in said
     assert "--gpu" in said
@@ -586,7 +586,7 @@ def test_the_update_counts_once_however_many_micro_batches(optim, nbytes):
     asked = load_recipe("llama_1b_full_bf16", given).config
     seconds = [
         predict_fast(changed(asked, train={"gradient_accumulation_steps": n}), H100)
-        .pace.classes[StepPart.OPTIMIZER]
+        .timing.classes[StepPart.OPTIMIZER]
         for n in (1, 8)
     ]  # fmt: skip
     assert seconds[0] == pytest.approx(seconds[1])
@@ -612,7 +612,7 @@ def test_a_longer_row_is_checked_as_one_in_the_recipe(config):
     endless = changed(config, train={"max_length": 64}).model_copy(
         update={"train": {**config.train, "max_length": None}}
     )
-    assert estimate(endless, gpu="H100", length=128, changes=False).prediction.pace is not None
+    assert estimate(endless, gpu="H100", length=128, changes=False).prediction.timing is not None
 
 
 @pytest.mark.long

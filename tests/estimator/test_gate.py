@@ -14,8 +14,8 @@ from finetune.estimator import gate
 from finetune.estimator.gate import MemoryForecast, bound_of, most_bytes
 from finetune.estimator.predict import predict_whole
 from finetune.hardware.device import this_device
-from finetune.hardware.gpus import place_here
-from finetune.training.model import sketch
+from finetune.hardware.gpus import this_machine
+from finetune.training.model import meta_model
 from finetune.training.run.preflight import check_settings, preflight
 from tests.conftest import H100, slow_but
 
@@ -35,15 +35,15 @@ RUNS = {
 @pytest.mark.parametrize("name", slow_but(("full", "adapters", "packed"), RUNS, pytest.mark.long))
 def test_no_step_takes_more_than_the_upper_bound(name) -> None:
     config = with_checkpointing(load_recipe(RUNS[name][0], RUNS[name][1]).config, False)
-    model = sketch(config)
+    model = meta_model(config)
     need = bound_of(config, model, check_settings(config, model))
-    held = predict_whole(config, place_here(H100)).footprint
-    assert need.total <= held.allocated + held.outside <= most_bytes(config, model, need)
+    memory = predict_whole(config, this_machine(H100)).footprint
+    assert need.total <= memory.allocated + memory.outside <= most_bytes(config, model, need)
 
 
 def test_rows_without_a_greatest_length_have_no_upper_bound() -> None:
     config = load_recipe("tiny_full_bf16", ["train.max_length=null"]).config
-    model = sketch(config)
+    model = meta_model(config)
     assert most_bytes(config, model, bound_of(config, model, check_settings(config, model))) == (
         math.inf
     )

@@ -28,14 +28,14 @@ from finetune.estimator.trace import fake_cuda, rehearsal
 from finetune.estimator.trace.rehearsal import Rehearsal, rehearse
 from finetune.estimator.trace.stand_ins import SteadyScale, as_four_bit
 from finetune.estimator.trace.trace import layer_of
-from finetune.hardware.gpus import place_of
+from finetune.hardware.gpus import machine_of
 from finetune.hardware.requirements import Resolution, engine_verdict
 from finetune.precision.cases import head
 from finetune.precision.numbers import weights
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import load_shape
 from finetune.training.helper.varlen import runs_on_cuda
-from finetune.training.model import first_layers, sketch
+from finetune.training.model import first_layers, meta_model
 from tests.benchmarks import predicted_memory
 from tests.conftest import H100, slow_but
 from tests.estimator.test_trace import patched
@@ -71,7 +71,7 @@ def test_dora_over_a_stored_base_is_predicted(recipe, tmp_path) -> None:
     given = ("lora.use_dora=true",)
     row = predicted_memory.run(predicted_memory.Case(recipe, recipe, given), tmp_path)
     assert abs(row.error) < 0.01
-    assert predict_fast(load_recipe(recipe, given).config, place_of("H100")).pace is not None
+    assert predict_fast(load_recipe(recipe, given).config, machine_of("H100")).timing is not None
 
 
 # ------------------------------------------------------------------------------------- for a GPU
@@ -105,7 +105,7 @@ def test_weights_are_parameters_and_buffers_alone(optimizer) -> None:
     """To the byte: no batch, and no table that an optimizer of 8 bits looks its codes up in."""
     settings = ("model.dtype=bfloat16", f"train.optim={optimizer}")
     config = load_recipe("tiny_full_bf16", settings).config
-    model = sketch(config, layers=2)
+    model = meta_model(config, layers=2)
     kinds = tensor_footprint(on_h100(config).trace).kinds
     assert kinds["weights"] == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
 
@@ -123,7 +123,7 @@ def test_every_recipe_can_be_rehearsed_for_a_gpu(name, backend) -> None:
     """And holds weights, gradients and states at least."""
     config = load_recipe(name).config
     found = on_h100(config, backend)
-    model = sketch(config, layers=2)
+    model = meta_model(config, layers=2)
     the_plan = plan(model, there(config, backend).precision)
     least = bound_of(config, model, the_plan)
     peaks = tensor_footprint(found.trace)
@@ -149,7 +149,7 @@ def test_transformer_engine_keeps_one_copy_of_codes_where_the_gpu_needs_no_trans
     config = load_recipe("tiny_full_fp8", ["model.dtype=bfloat16"]).config
 
     def peak(gpu: str) -> int:
-        found = rehearse(config, place_of(gpu).device, there(config, "te"), layers=1)
+        found = rehearse(config, machine_of(gpu).device, there(config, "te"), layers=1)
         return sum(tensor_footprint(found.trace).phases["forward"].values())
 
     assert peak("B200") < peak("H100")
@@ -177,7 +177,7 @@ def test_layers_in_four_bits_get_adapters() -> None:
     """Their class has a forward of its own, for which PEFT has adapters of its own."""
     pytest.importorskip("bitsandbytes")
     config = load_recipe("llama_8b_qlora_bf16").config
-    model = sketch(config, as_four_bit, layers=1)
+    model = meta_model(config, as_four_bit, layers=1)
     assert any("lora_A" in name for name, _ in model.named_parameters())
 
 
@@ -210,7 +210,7 @@ def test_checkpointing_and_accumulation_act() -> None:
     on = peaks("train.gradient_checkpointing=true", "train.gradient_accumulation_steps=1")
     assert on["forward"] < 0.75 * off["forward"]
     several = peaks("train.gradient_checkpointing=true", "train.gradient_accumulation_steps=4")
-    model = sketch(load_recipe("llama_1b_full_bf16").config, layers=4)
+    model = meta_model(load_recipe("llama_1b_full_bf16").config, layers=4)
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
     waiting = several["forward"] - on["forward"] - gradients
     assert 0 < waiting < 2**20  # three more batches of ids
@@ -283,9 +283,9 @@ def test_nothing_is_left_when_a_rehearsal_fails(where, monkeypatch) -> None:
 # ------------------------------------------------------------------------------------- fewer layers
 
 
-def test_a_sketch_of_the_first_layers() -> None:
+def test_a_meta_model_of_the_first_layers() -> None:
     config = load_recipe("llama_8b_lora_bf16").config
-    two, all_of_it = sketch(config, layers=2), sketch(config)
+    two, all_of_it = meta_model(config, layers=2), meta_model(config)
     names = {name for name, _ in two.named_parameters()}
     assert names == {
         name
@@ -293,7 +293,7 @@ def test_a_sketch_of_the_first_layers() -> None:
         if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < 2
     }
     assert two.config.num_hidden_layers == 2
-    assert sketch(config, layers=99).config.num_hidden_layers == 32
+    assert meta_model(config, layers=99).config.num_hidden_layers == 32
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "qwen2", "gpt2", "smollm3", "gpt_oss", "mixtral"])
@@ -403,7 +403,10 @@ def test_a_method_is_rehearsed_with_its_own_loss_and_reference(method, texts, co
     """Weights of a reference and tokens of a pair are there, and no gradients of the reference."""
     settings = (f"train.method={method}", "~train.pad_to_multiple_of")
     config = load_recipe("tiny_full_bf16", settings).config
-    found, weights = on_h100(config), sum(p.nbytes for p in sketch(config, layers=2).parameters())
+    found, weights = (
+        on_h100(config),
+        sum(p.nbytes for p in meta_model(config, layers=2).parameters()),
+    )
     train = config.train
     assert found.tokens == texts * train["per_device_train_batch_size"] * train["max_length"]
     kinds = tensor_footprint(found.trace).phases["optimizer"]
@@ -433,9 +436,9 @@ def test_a_generation_holds_keys_and_values_of_all_its_rows(layers) -> None:
     Two heads of 32, in float32 as rotated; what the step trains on is one micro-batch.
     """
     given = (
-        *("train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=4"),
+        "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=4",
         "train.max_completion_length=24",
-    )
+    )  # fmt: skip
     config = load_recipe("tiny_grpo_bf16", given).config
     found = rehearse(with_length(config, 40), H100, there(config), layers=layers)
     phases = tensor_footprint(found.trace).phases
@@ -451,12 +454,12 @@ def test_a_generation_holds_keys_and_values_of_all_its_rows(layers) -> None:
 @pytest.mark.long
 def test_longer_answers_take_more_of_the_step() -> None:
     """Twice the tokens of a prompt and twice the answer; a generation for two steps half of it."""
-    config, place = load_recipe("tiny_grpo_fp8").config, place_of("H100")
+    config, machine = load_recipe("tiny_grpo_fp8").config, machine_of("H100")
 
     def generation(*given: str) -> float:
-        pace = predict_fast(with_overrides(config, given), place).pace
-        assert pace is not None
-        return pace.classes[StepPart.GENERATION]
+        timing = predict_fast(with_overrides(config, given), machine).timing
+        assert timing is not None
+        return timing.classes[StepPart.GENERATION]
 
     once = generation()
     assert 1.8 < generation("train.max_completion_length=32") / once < 2.2
@@ -464,22 +467,22 @@ def test_longer_answers_take_more_of_the_step() -> None:
 
 
 EIGHT_B = (
-    *("precision.fp8_params=true", "train.gradient_checkpointing=true"),
-    *("train.gradient_accumulation_steps=1", "precision.compile=on"),
-)
+    "precision.fp8_params=true", "train.gradient_checkpointing=true",
+    "train.gradient_accumulation_steps=1", "precision.compile=on",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 def test_an_8b_in_full_with_masters_in_host_memory_takes_less_than_16_gb() -> None:
     config = load_recipe("llama_8b_full_fp8", EIGHT_B).config
-    found = predict_fast(config, place_of("4090"))
-    held, numbers = found.footprint, found.trainable
+    found = predict_fast(config, machine_of("4090"))
+    memory, numbers = found.footprint, found.trainable
     assert found.compiled
-    assert found.pace is not None
-    assert found.pace.tokens == 8192
-    assert held.allocated < 16e9
-    assert held.pinned == pytest.approx(4 * numbers, rel=1e-3)  # a master and a gradient in BF16
-    assert held.pageable == pytest.approx(2 * numbers * (1 + 4 / 256), rel=1e-3)  # 8-bit states
-    on_host = found.pace.hosted
+    assert found.timing is not None
+    assert found.timing.tokens == 8192
+    assert memory.allocated < 16e9
+    assert memory.pinned == pytest.approx(4 * numbers, rel=1e-3)  # a master and a gradient in BF16
+    assert memory.pageable == pytest.approx(2 * numbers * (1 + 4 / 256), rel=1e-3)  # 8-bit states
+    on_host = found.timing.hosted
     assert on_host is not None
     assert on_host.moved == pytest.approx((2 * numbers, 2 * numbers), rel=1e-3)

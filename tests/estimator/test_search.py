@@ -26,7 +26,7 @@ from finetune.estimator.search import (
     largest_rows,
     search,
 )
-from finetune.hardware.gpus import named_gpu, place_of
+from finetune.hardware.gpus import machine_of, named_gpu
 from finetune.units import count
 
 GIB = 2**30
@@ -65,8 +65,8 @@ def pretended(needs) -> tuple:
 
     def predict(n: int) -> Prediction:
         asked.append(n)
-        held = Footprint({"forward": {"saved": int(needs(n))}})
-        return Prediction(None, None, None, held, None, 0, 0, False)  # pyright: ignore
+        memory = Footprint({"forward": {"saved": int(needs(n))}})
+        return Prediction(None, None, None, memory, None, 0, 0, False)  # pyright: ignore
 
     return predict, asked
 
@@ -105,40 +105,40 @@ def test_what_is_found_fits_and_the_next_does_not(kind, start):
 
 @pytest.mark.long
 def test_the_largest_micro_batch_has_a_neighbour_that_does_not_fit(run):
-    config, place = run(), place_of("4090", memory_gib=4)
-    found = largest_rows(config, place)
+    config, machine = run(), machine_of("4090", memory_gib=4)
+    found = largest_rows(config, machine)
     assert 1 <= found.value < found.next == found.value + 1
     assert found.points <= 10
     for rows, expected in ((found.value, True), (found.next, False)):
         typed = with_overrides(config, (f"train.per_device_train_batch_size={rows}",))
-        held = predict_fast(typed, place).footprint
-        assert (held.fit(place.memory_bytes) == "fits") is expected
+        memory = predict_fast(typed, machine).footprint
+        assert (memory.fit(machine.memory_bytes) == "fits") is expected
     assert load_recipe("tiny_full_bf16", found.change)
-    more = largest_rows(config, place_of("4090", memory_gib=5))
+    more = largest_rows(config, machine_of("4090", memory_gib=5))
     assert more.value > found.value
 
 
 @pytest.mark.long
 def test_the_longest_row_has_a_neighbour_that_does_not_fit(run):
     rows = "train.per_device_train_batch_size=2"
-    config, place = run("tiny_full_bf16", rows), place_of("4090", memory_gib=3)
-    found = largest_length(config, place)
+    config, machine = run("tiny_full_bf16", rows), machine_of("4090", memory_gib=3)
+    found = largest_length(config, machine)
     assert found.next == found.value + 128
     for length, expected in ((found.value, True), (found.next, False)):
         typed = with_overrides(config, (f"train.max_length={length}",))
-        held = predict_fast(typed, place).footprint
-        assert (held.fit(place.memory_bytes) == "fits") is expected
+        memory = predict_fast(typed, machine).footprint
+        assert (memory.fit(machine.memory_bytes) == "fits") is expected
 
 
 @pytest.mark.slow
 def test_rows_end_where_the_model_does(run):
-    found = largest_length(run(), place_of("H200"))
+    found = largest_length(run(), machine_of("H200"))
     assert (found.value, found.next) == (4096, None)
 
 
 @pytest.mark.slow
 def test_where_not_even_one_row_fits_it_says_so(run):
-    found = largest_rows(run(), place_of("4090", memory_gib=1))
+    found = largest_rows(run(), machine_of("4090", memory_gib=1))
     assert (found.value, found.next, found.prediction) == (0, 1, None)
     assert "not even the smallest fits" in _shown(found)
     assert json.loads(json.dumps(found.facts()))["change"] is None
@@ -171,13 +171,13 @@ def _gpus(*names: str, **prices: float):
 def test_gpus_of_one_capability_share_a_rehearsal_and_differ_in_speed(run, rehearsals):
     found = cheapest_gpu(run(), gpus=_gpus("H100", "H200", "H100-PCIe", "4090", "L4"))
     assert len(rehearsals) == 2
-    speeds = {c.place.gpu.name: c.tokens_per_s for c in found.choices}
+    speeds = {c.machine.gpu.name: c.tokens_per_s for c in found.choices}
     assert speeds["H100"] > speeds["H100-PCIe"] > speeds["RTX 4090"] > speeds["L4"]
     assert [c.tokens_per_s for c in found.choices] == sorted(speeds.values(), reverse=True)
-    alone = predict_fast(run(), place_of("H100-PCIe"))
-    shared = next(c.prediction for c in found.choices if c.place.gpu.name == "H100-PCIe")
+    alone = predict_fast(run(), machine_of("H100-PCIe"))
+    shared = next(c.prediction for c in found.choices if c.machine.gpu.name == "H100-PCIe")
     assert shared.footprint == alone.footprint
-    assert shared.pace == alone.pace
+    assert shared.timing == alone.timing
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_prices_decide_where_they_are_known_and_what_does_not_fit_comes_last(run
     gpus = _gpus("H200", "H100", "L4", H100=2.0, L4=0.01)
     small = _gpus("H100-NVL")[0].model_copy(update={"memory_gib": 1.0, "price_usd_per_hour": 0.001})
     found = cheapest_gpu(run(), gpus=(*gpus, small))
-    assert [c.place.gpu.name for c in found.choices] == ["L4", "H100", "H200", "H100-NVL"]
+    assert [c.machine.gpu.name for c in found.choices] == ["L4", "H100", "H200", "H100-NVL"]
     assert [c.fit for c in found.choices] == ["fits"] * 3 + ["does not fit"]
     best = found.best
     assert best is not None
@@ -198,7 +198,7 @@ def test_prices_decide_where_they_are_known_and_what_does_not_fit_comes_last(run
 def test_a_gpu_that_has_no_fp8_is_named_with_the_reason(run):
     config = run("tiny_full_fp8", "precision.emulation=forbid", "precision.on_unsupported=error")
     found = cheapest_gpu(config, gpus=_gpus("A100-80GB", "H100"))
-    assert [c.place.gpu.name for c in found.choices] == ["H100", "A100-80GB"]
+    assert [c.machine.gpu.name for c in found.choices] == ["H100", "A100-80GB"]
     assert found.choices[1].fit == "does not fit"
     assert "compute capability 8.0" in found.choices[1].why
     assert "compute capability 8.0" in _shown(found)
@@ -209,13 +209,13 @@ def test_the_fewest_gpus_come_from_two_rehearsals(run, rehearsals, monkeypatch):
     """Sharding, pretended: what is held divided by the number of GPUs."""
     asked = []
 
-    def shared(config, place):
-        asked.append((place.count, bool(config.train.get("fsdp"))))
-        found = predict_fast(config, place)
-        phases = {p: {k: (v + 4 * GIB) // place.count for k, v in kinds.items()}
+    def shared(config, machine):
+        asked.append((machine.count, bool(config.train.get("fsdp"))))
+        found = predict_fast(config, machine)
+        phases = {p: {k: (v + 4 * GIB) // machine.count for k, v in kinds.items()}
                   for p, kinds in found.footprint.phases.items()}  # fmt: skip
-        held = dataclasses.replace(found.footprint, phases=phases, fragments=0)
-        return dataclasses.replace(found, footprint=held)
+        memory = dataclasses.replace(found.footprint, phases=phases, fragments=0)
+        return dataclasses.replace(found, footprint=memory)
 
     monkeypatch.setattr(searching, "predict_fast", shared)
     found = fewest_gpus(run(), "4090")
@@ -224,15 +224,15 @@ def test_the_fewest_gpus_come_from_two_rehearsals(run, rehearsals, monkeypatch):
     assert len(rehearsals) == 2  # one GPU alone, and one of several whatever their number
     best = found.best
     assert best is not None
-    assert best.place.count == asked[-1][0] > 1
-    assert best.change == (f"--gpus {best.place.count}", *SHARDED)
+    assert best.machine.count == asked[-1][0] > 1
+    assert best.change == (f"--gpus {best.machine.count}", *SHARDED)
     assert "train.fsdp=true" in _shown(found)  # else each GPU would have a copy of the model
     assert all(c.fit != "fits" for c in found.choices[1:])
 
 
 def test_one_gpu_that_is_enough_needs_no_sharding(run, rehearsals):
     found = fewest_gpus(run(), "4090")
-    assert [c.place.count for c in found.choices] == [1]
+    assert [c.machine.count for c in found.choices] == [1]
     assert found.best is not None
     assert found.best.change == ()
 
@@ -256,15 +256,17 @@ def test_what_cannot_be_sharded_says_why(run):
 
 
 def test_a_speed_is_that_of_all_gpus(run):
-    place = place_of("H100", gpus=4)
-    found = searching._largest("train.max_length", run(), place, 64, 64, 64)
+    machine = machine_of("H100", gpus=4)
+    found = searching._largest("train.max_length", run(), machine, 64, 64, 64)
     assert found.prediction is not None
-    assert found.prediction.tokens_per_s == pytest.approx(4 * found.prediction.pace.tokens_per_s)
+    assert found.prediction.tokens_per_s == pytest.approx(4 * found.prediction.timing.tokens_per_s)
     assert f" {count(found.prediction.tokens_per_s)} tokens/s" in _shown(found)
 
 
 def test_many_gpus_are_taken_to_be_in_one_machine():
-    few, many = (GpuChoices((GpuChoice((), place_of("H100", gpus=n), None),), "") for n in (8, 16))
+    few, many = (
+        GpuChoices((GpuChoice((), machine_of("H100", gpus=n), None),), "") for n in (8, 16)
+    )
     assert "one machine" not in _shown(few)
     assert "one machine" in _shown(many)
 

@@ -20,7 +20,7 @@ from finetune.estimator.memory.sharding import sharded_footprint
 from finetune.estimator.predict import Prediction, predict_fast, predict_whole
 from finetune.estimator.trace.rehearsal import rehearse
 from finetune.hardware.device import this_device
-from finetune.hardware.gpus import Place, place_of
+from finetune.hardware.gpus import Machine, machine_of
 from finetune.hardware.requirements import resolve
 from tests.estimator.configs import changed
 from tests.estimator.test_sharding import run_worker
@@ -40,10 +40,10 @@ def test_two_processes_hold_what_is_estimated(steps, case: str, tmp_path: Path) 
     resolution = resolve(config.precision, device)
     # Rows of the worker are all of one length.
     found = rehearse(config, device, resolution, sharded=True, padded=False)
-    held = sharded_footprint(found, config, Place(device, None, 2))
+    memory = sharded_footprint(found, config, Machine(device, None, 2))
     for name in ("sharded-0", "sharded-1"):
         # A few per cent would do; it is two thousandths, so a term that is missing is seen.
-        assert held.tensors == pytest.approx(steps[name][case]["peak"], rel=2e-3)
+        assert memory.tensors == pytest.approx(steps[name][case]["peak"], rel=2e-3)
 
 
 # ------------------------------------------------------------------- what holds for any number
@@ -61,8 +61,8 @@ def sharded(config: RunConfig) -> dict[int, Prediction]:
     return {count: predict_whole(config, gpus(count)) for count in (2, 8, 4096)}
 
 
-def gpus(count: int) -> Place:
-    return place_of("H100", gpus=count)
+def gpus(count: int) -> Machine:
+    return machine_of("H100", gpus=count)
 
 
 @pytest.mark.slow
@@ -100,11 +100,11 @@ def test_copies_are_one_gpu_with_buckets(config: RunConfig) -> None:
     assert two.footprint.tensors == alone.footprint.tensors + sent
     assert two.footprint.kinds["buckets"] == sent
     assert two.footprint.outside == alone.footprint.outside + nccl_bytes(2)
-    assert two.pace is not None
-    assert alone.pace is not None
-    waits = {k: v for k, v in two.pace.classes.items() if k not in alone.pace.classes}
+    assert two.timing is not None
+    assert alone.timing is not None
+    waits = {k: v for k, v in two.timing.classes.items() if k not in alone.timing.classes}
     assert list(waits) == ["communication"]
-    assert two.pace.seconds == pytest.approx(alone.pace.seconds + waits["communication"])
+    assert two.timing.seconds == pytest.approx(alone.timing.seconds + waits["communication"])
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_one_gpu_shards_nothing(config: RunConfig) -> None:
 def test_every_micro_batch_gathers(config: RunConfig, sharded: dict[int, Prediction]) -> None:
     four = predict_whole(changed(config, train={"gradient_accumulation_steps": 4}), gpus(2))
     once, often = (
-        found.pace.classes["communication"] for found in (sharded[2], four) if found.pace
+        found.timing.classes["communication"] for found in (sharded[2], four) if found.timing
     )
     assert 2 * once < often < 4 * once  # gradients are sent once
     assert four.footprint.phases["forward"]["gradients"] == 4 * four.trainable  # whole, in FP32
@@ -137,9 +137,9 @@ def test_the_first_layers_say_what_all_of_them_take(config: RunConfig, fsdp) -> 
     whole, fast = predict_whole(asked, gpus(4)), predict_fast(asked, gpus(4))
     assert fast.footprint.tensors == pytest.approx(whole.footprint.tensors, rel=5e-3)
     assert fast.footprint.outside == whole.footprint.outside
-    assert whole.pace is not None
-    assert fast.pace is not None
-    assert fast.pace.seconds == pytest.approx(whole.pace.seconds, rel=1e-2)
+    assert whole.timing is not None
+    assert fast.timing is not None
+    assert fast.timing.seconds == pytest.approx(whole.timing.seconds, rel=1e-2)
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_sharding_is_read_as_transformers_reads_it(train, freed, offload) -> Non
 
 def test_a_cpu_shards_nothing(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"train\.fsdp was requested on 2 x"):
-        predict_whole(config, Place(this_device(), None, 2))
+        predict_whole(config, Machine(this_device(), None, 2))
 
 
 def test_settings_of_fsdp(tmp_path: Path) -> None:

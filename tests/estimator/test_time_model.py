@@ -26,8 +26,8 @@ from finetune.estimator.speed.operators import (
 from finetune.estimator.speed.roofline import efficiency_of, roofline_of, shape_share, shared
 from finetune.estimator.speed.step_parts import StepPart, classes_of
 from finetune.estimator.speed.timing import (
-    Pace,
     Ring,
+    Timing,
     copied_traffic,
     extrapolated,
     sharded_traffic,
@@ -712,7 +712,7 @@ def test_what_several_gpus_wait_for_is_that_of_all_layers(shards):
     Each layer gathers 1 GB in 8.75 ms on 8 GPUs, and computes 10 and 20 ms.
     """
 
-    def pace(layers: int) -> Pace:
+    def timing(layers: int) -> Timing:
         middle = [Group(10**9) for i in range(layers)]
         groups = (Group(12 * 10**9), *middle, Group(10**9, reshard=False))
         computed, ring = (0.01 * layers + 0.01, 0.02 * layers + 0.02), Ring(8, 100)
@@ -721,12 +721,12 @@ def test_what_several_gpus_wait_for_is_that_of_all_layers(shards):
         else:
             found = copied_traffic(layers * 10**9, ring, computed)
         classes = {StepPart.LINEARS: sum(computed), StepPart.COMMUNICATION: found.added}
-        return Pace(sum(classes.values()), 1, classes, {}, 0.5, 0.1, traffic=found)
+        return Timing(sum(classes.values()), 1, classes, {}, 0.5, 0.1, traffic=found)
 
-    few, more, whole = (pace(n).classes[StepPart.COMMUNICATION] for n in (2, 3, 40))
-    found = extrapolated(pace(2), pace(3), 38)
+    few, more, whole = (timing(n).classes[StepPart.COMMUNICATION] for n in (2, 3, 40))
+    found = extrapolated(timing(2), timing(3), 38)
     assert found.classes[StepPart.COMMUNICATION] == pytest.approx(whole, rel=1e-3)
-    assert found.seconds == pytest.approx(pace(40).seconds, rel=1e-3)
+    assert found.seconds == pytest.approx(timing(40).seconds, rel=1e-3)
     if shards:
         assert whole != pytest.approx(few + 38 * (more - few), rel=0.05)
 

@@ -198,11 +198,11 @@ def test_a_recomputation_is_told_from_backward_and_belongs_to_its_modules() -> N
     assert after[-1] == "backward"
     plain = rehearse()
     at = [t.marks["backward"] - 1 for t in (plain, trace)]
-    held = [
+    peaks = [
         sum(t.storages[n].nbytes for n in t.alive(i))
         for t, i in zip((plain, trace), at, strict=True)
     ]
-    assert held[0] - held[1] == 2 * 4 * B * N  # ReLU's outputs
+    assert peaks[0] - peaks[1] == 2 * 4 * B * N  # ReLU's outputs
 
 
 def test_views_are_no_operators_and_hold_no_memory() -> None:

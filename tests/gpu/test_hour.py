@@ -287,8 +287,10 @@ def test_the_real_commands_get_as_far_as_a_gpu(machine, monkeypatch, tmp_path) -
         pretend(job.file, job.seed, job.out, os.environ, measured=True)
 
     memory = SimpleNamespace(allocated=0.1 * GIB, outside=0, reserved=0, kinds=Counter())
-    expected = SimpleNamespace(footprint=memory, pace=SimpleNamespace(seconds=0.125, traffic=None))
-    expected.place = SimpleNamespace(device=CPU)
+    expected = SimpleNamespace(
+        footprint=memory, timing=SimpleNamespace(seconds=0.125, traffic=None)
+    )
+    expected.machine = SimpleNamespace(device=CPU)
     monkeypatch.setattr("finetune.analysis.benchmark.benchmark.predict", lambda *_: expected)
     run_points_with(monkeypatch, pretended)
     in_this_process(monkeypatch)

@@ -20,7 +20,7 @@ from finetune.hardware.device import (
     expand_segments,
     this_device,
 )
-from finetune.hardware.gpus import Place
+from finetune.hardware.gpus import Machine
 from finetune.hardware.requirements import FP8_GPUS, backend_verdict, pays_to_compile, resolve
 from finetune.precision.settings import PrecisionConfig
 from finetune.units import GIB
@@ -110,8 +110,8 @@ def test_processes_on_a_cpu_share_its_memory(monkeypatch):
     assert available_gib(CPU) == 12
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert available_gib(CPU) == 4
-    assert Place(CPU, None, 2).memory_bytes == 8 * GIB
-    assert Place(H100, None, 2).memory_bytes == int(H100.memory_gib * GIB)
+    assert Machine(CPU, None, 2).memory_bytes == 8 * GIB
+    assert Machine(H100, None, 2).memory_bytes == int(H100.memory_gib * GIB)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

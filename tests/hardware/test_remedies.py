@@ -21,9 +21,9 @@ from tests.hardware.test_gemm_engine import RTX5090
 BACKENDS = ("te", "torchao", "auto")
 SCALINGS = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 MORE = (
-    *("", "precision.format=e5m2", "precision.format=hybrid", "precision.high_gemms=[wgrad]"),
-    *("precision.power_of_two_scales=true", "precision.compile=on"),
-)
+    "", "precision.format=e5m2", "precision.format=hybrid", "precision.high_gemms=[wgrad]",
+    "precision.power_of_two_scales=true", "precision.compile=on",
+)  # fmt: skip
 DEVICES = {d.name: d for d in (A100, APPLE, B200, CPU, H100, RTX4090, RTX5090, V100)}
 
 

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from finetune.estimator.memory.overheads import pinned_bytes
 from finetune.estimator.predict import predict_whole
 from finetune.hardware.device import this_device
-from finetune.hardware.gpus import place_here
+from finetune.hardware.gpus import this_machine
 from finetune.precision.convert import conversion_of
 from finetune.training.health.memory_meter import LiveTensors, known
 from finetune.training.run import run as whole_run
@@ -88,8 +88,8 @@ def run(words: list[str], folder: Path) -> dict[str, Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs | {"callbacks": [seen, *kwargs["callbacks"]]})
 
-    place = place_here(this_device())
-    found = predict_whole(recipe.config, place, padded=False).footprint  # cut to one length
+    machine = this_machine(this_device())
+    found = predict_whole(recipe.config, machine, padded=False).footprint  # cut to one length
     whole_run.make_trainer = make
     trained(recipe, out=str(folder), console=Console(quiet=True), save=False)
     whole_run.make_trainer = plain

@@ -24,9 +24,9 @@ from tests.run_folders import trained
 
 ROOT = str(Path(__file__).parents[2])
 WORDS = [
-    *("train.max_steps=6", "train.logging_steps=6", "train.gradient_accumulation_steps=2"),
-    *("train.eval_strategy=no", "data.eval_fraction=0", "eval.samples=false"),
-]
+    "train.max_steps=6", "train.logging_steps=6", "train.gradient_accumulation_steps=2",
+    "train.eval_strategy=no", "data.eval_fraction=0", "eval.samples=false",
+]  # fmt: skip
 SETTLED = 5
 """Steps from which a run is as it stays: proven, and compiled."""
 

@@ -18,7 +18,7 @@ from finetune.precision.engines.observers import Owner
 from finetune.precision.numbers.weights import multiply
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.model import sketch
+from finetune.training.model import meta_model
 from finetune.training.run.preflight import check_settings
 
 FP8_HEAD = {"compute": "fp8", "backend": "emulated", "emulation": "exact", "frozen": "fp8"}
@@ -309,7 +309,7 @@ def test_a_recipe_trains_with_it_and_its_receipt_has_it(tmp_path) -> None:
 def test_a_head_that_trains_or_is_not_stored_is_refused(recipe, changes) -> None:
     chosen = load_recipe(recipe, ["precision.map.output=fp8", *changes])
     with pytest.raises(PlanError, match="output head, which SFTTrainer") as caught:
-        check_settings(chosen.config, sketch(chosen.config))
+        check_settings(chosen.config, meta_model(chosen.config))
     assert "~precision.map.output" in caught.value.fix
 
 

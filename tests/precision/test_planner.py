@@ -15,7 +15,7 @@ from finetune.precision.model.layers import matches
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.training.model import sketch
+from finetune.training.model import meta_model
 from tests.conftest import emulated, slow_but
 
 FP8 = emulated()
@@ -39,7 +39,7 @@ SLOW = ("gemma3_4b_", "gpt_oss_20b_", "llama_8b_reward_", "mistral_small_", "phi
 @pytest.mark.parametrize("name", slow_but([r for r in RECIPES if not r.startswith(SLOW)], RECIPES))
 def test_every_recipe_can_be_planned_without_weights(name) -> None:
     config = load_recipe(name, check_train=False).config
-    the_plan = plan(sketch(config), config.precision)
+    the_plan = plan(meta_model(config), config.precision)
     base = [layer for layer in the_plan.layers if layer.role == "base"]
     assert base
     assert all(layer.compute == "fp8" for layer in base), "every base layer is aligned"

@@ -24,7 +24,7 @@ from finetune.estimator.gate import bound
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.linear import StoredMixin, iter_stored, release, store
-from finetune.training.model import load_model, sketch
+from finetune.training.model import load_model, meta_model
 from finetune.training.run.preflight import check_settings
 from tests.conftest import batch, slow_but
 from tests.published import FINE_GRAINED, compressed, publish
@@ -39,7 +39,7 @@ def recipe(name: str, *overrides: str) -> Recipe:
 
 def loaded(recipe: Recipe):
     config = recipe.config
-    return load_model(config.model, plan(sketch(config), config.precision).stored)
+    return load_model(config.model, plan(meta_model(config), config.precision).stored)
 
 
 def tensors() -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ def test_a_recipe_loads_its_base_as_codes(weights, scaling) -> None:
     scales = {m.weight_scale.numel() == m.out_features for m in stored.values()}
     assert scales == {scaling == "rowwise"}
     config = chosen.config
-    outline = sketch(config)
+    outline = meta_model(config)
     reported = bound(outline, plan(outline, config.precision), config.train).weights
     adapters = sum(p.numel() * 4 for p in outline.parameters() if p.requires_grad)
     held = sum(t.numel() * t.element_size() for t in model.parameters())
@@ -212,13 +212,13 @@ def test_a_module_that_peft_trains_in_full_is_not_held(tmp_path) -> None:
 def test_adapters_on_the_head_are_refused() -> None:
     chosen = recipe("tiny_lora_fp8", "lora.target_modules=[lm_head]")
     with pytest.raises(PlanError, match="adapters were requested on the output head"):
-        check_settings(chosen.config, sketch(chosen.config))
+        check_settings(chosen.config, meta_model(chosen.config))
 
 
 def test_frozen_weights_are_asked_of_a_full_fine_tune() -> None:
     chosen = recipe("tiny_full_fp8", "precision.scaling=rowwise", "precision.frozen=fp8")
     with pytest.raises(PlanError, match="no frozen layer"):
-        plan(sketch(chosen.config), chosen.config.precision)
+        plan(meta_model(chosen.config), chosen.config.precision)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from finetune.precision.planner import plan
 from finetune.precision.stored.linear import stored_as, stored_weights
 from finetune.storage import nf4
 from finetune.storage.nf4 import nf4_bytes
-from finetune.training.model import load_model, sketch
+from finetune.training.model import load_model, meta_model
 from finetune.training.run.preflight import check_settings, preflight
 from finetune.training.scope import lora_config
 from finetune.units import GIB
@@ -217,7 +217,7 @@ def test_stored_bytes_are_those_of_bitsandbytes(numel) -> None:
 
 
 def bound_of(config):
-    model = sketch(config)
+    model = meta_model(config)
     storage = config.model.storage
     return bound(model, plan(model, config.precision), config.train, storage=storage)
 
@@ -236,8 +236,8 @@ def test_the_memory_bound_is_what_the_model_holds(base) -> None:
     assert bound_of(eight).weights / GIB == pytest.approx(5.3, abs=0.1)
 
 
-def test_the_sketch_holds_what_transformers_holds(base) -> None:
-    held = nf4.stored_linears(sketch(load_recipe("tiny_qlora_bf16").config))
+def test_the_meta_model_has_what_transformers_holds(base) -> None:
+    held = nf4.stored_linears(meta_model(load_recipe("tiny_qlora_bf16").config))
     names = {name.removesuffix(".base_layer").removeprefix("base_model.model.") for name in held}
     assert names == {name for name, module in base.named_modules() if stored_as(module)}
     assert stored_weights(base) == {"nf4": LAYERS}
@@ -283,7 +283,7 @@ def test_random_gpt2_whose_weights_are_stored_transposed(tmp_path) -> None:
     model = load_model(config.model)
     layer = model.transformer.h[0].mlp.c_fc
     assert tuple(layer.weight.quant_state.shape) == (256, 64)
-    assert len(held_layers(model)) == len(nf4.stored_linears(sketch(config))) == 8
+    assert len(held_layers(model)) == len(nf4.stored_linears(meta_model(config))) == 8
     model(**batch()).loss.backward()
     assert model.lm_head.weight is model.transformer.wte.weight
 
@@ -311,7 +311,7 @@ def test_random_gpt2_whose_weights_are_stored_transposed(tmp_path) -> None:
 def test_what_cannot_work_is_refused_before_loading(overrides, error, said) -> None:
     config = load_recipe("tiny_qlora_bf16", overrides).config
     with pytest.raises(error) as caught:
-        check_settings(config, sketch(config))
+        check_settings(config, meta_model(config))
     for part in ("model.storage=nf4", *said):
         assert part in str(caught.value)
 

@@ -19,7 +19,7 @@ from finetune import load_recipe
 from finetune.errors import ConfigError
 from finetune.training.helper import varlen
 from finetune.training.helper.varlen import UNLIMITED, FixedDocuments, varlen_attention
-from finetune.training.model import resolve_attention, sketch
+from finetune.training.model import meta_model, resolve_attention
 from tests.conftest import A100, CPU, H100, RTX4090, V100
 
 LENGTHS = (31, 64, 1, 32)
@@ -437,13 +437,13 @@ def test_auto_takes_varlen_for_packed_rows(
     recipe, overrides, device, implementation, reason
 ) -> None:
     config = load_recipe(recipe, overrides).config
-    found = resolve_attention(config, sketch(config), device)
+    found = resolve_attention(config, meta_model(config), device)
     assert found.implementation == implementation
     assert reason in found.reason
     if implementation is None and "not packed" not in found.reason:
         wanted = load_recipe(recipe, [*overrides, "model.attention=varlen"]).config
         with pytest.raises(ConfigError, match=r"is not available here[\s\S]*~model.attention"):
-            resolve_attention(wanted, sketch(config), device)
+            resolve_attention(wanted, meta_model(config), device)
 
 
 @pytest.mark.parametrize(

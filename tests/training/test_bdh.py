@@ -18,7 +18,7 @@ from finetune.errors import ConfigError, ModelNotFoundError
 from finetune.storage import bdh
 from finetune.storage.bdh import BdhBlock, BdhConfig, BdhForCausalLM, BdhModel
 from finetune.storage.pretrained import load_shape, load_tokenizer
-from finetune.training.model import load_model, sketch
+from finetune.training.model import load_model, meta_model
 from tests.conftest import batch
 
 VOCABULARY = 96
@@ -349,7 +349,7 @@ def test_packaged_shape(name, low, high) -> None:
         shape.pad_token_id,
         shape.eos_token_id,
     )
-    model = sketch(load_recipe(f"{name}_full_bf16").config)
+    model = meta_model(load_recipe(f"{name}_full_bf16").config)
     assert low < model.num_parameters() < high
     for parameter in model.parameters():
         assert all(size % 16 == 0 for size in parameter.shape[-2:])
@@ -380,4 +380,4 @@ def test_what_it_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.attention: sdpa[\s\S]*~model.attention"):
         load_model(ModelConfig(name="builtin:bdh_tiny", weights="random", attention="sdpa"))
     with pytest.raises(ConfigError, match=r"no such adapters[\s\S]*~lora"):
-        sketch(load_recipe("bdh_tiny_full_bf16", ["lora.r=4"]).config)
+        meta_model(load_recipe("bdh_tiny_full_bf16", ["lora.r=4"]).config)

@@ -10,7 +10,7 @@ from finetune.config.train_section import CHECKPOINTING, decides_checkpointing
 from finetune.errors import ConfigError
 from finetune.estimator.predict import decided, predict
 from finetune.estimator.search import cheapest_gpu
-from finetune.hardware.gpus import named_gpu, place_of
+from finetune.hardware.gpus import machine_of, named_gpu
 from finetune.training.run.preflight import preflight
 from tests.conftest import CPU
 from tests.families import folder_of
@@ -60,7 +60,7 @@ def test_what_is_set_stays() -> None:
     config = load_recipe("tiny_full_fp8").config
     assert not decides_checkpointing(config)
     assert preflight(config, CPU, forecast=Forecast(needs=True)).config is config
-    assert decided(config, place_of("H100")) is config
+    assert decided(config, machine_of("H100")) is config
 
 
 def test_another_word_is_refused() -> None:
@@ -71,12 +71,12 @@ def test_another_word_is_refused() -> None:
 @pytest.mark.long
 def test_a_large_gpu_keeps_activations_and_a_small_one_does_not() -> None:
     config = load_recipe("gpt2_124m_full_bf16", [OPEN]).config
-    large, small = (predict(config, place_of("H100", memory_gib=gib)) for gib in (None, 10))
+    large, small = (predict(config, machine_of("H100", memory_gib=gib)) for gib in (None, 10))
     assert [found.config.train[CHECKPOINTING] for found in (large, small)] == [False, True]
     assert small.footprint.allocated < large.footprint.allocated
     assert small.tokens_per_s < large.tokens_per_s  # type: ignore[operator]
     gpus = tuple(named_gpu("H100").model_copy(update={"memory_gib": gib}) for gib in (80, 10))
-    found = {round(c.place.device.memory_gib): c for c in cheapest_gpu(config, gpus=gpus).choices}
+    found = {round(c.machine.device.memory_gib): c for c in cheapest_gpu(config, gpus=gpus).choices}
     assert found[80].prediction.config.train[CHECKPOINTING] is False
     assert found[10].prediction.config.train[CHECKPOINTING] is True
 

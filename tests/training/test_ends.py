@@ -51,9 +51,9 @@ def lengths(folder) -> list[int]:
 def test_what_was_trained_to_end_ends_in_generate_and_in_exports(cli, base) -> None:
     assert lengths(base)[0] == 64, "it writes the end of a turn, and goes on"
     few = (
-        *("train.max_steps=2", "train.per_device_train_batch_size=2", "train.eval_strategy=no"),
-        *("eval.samples=false", "data.max_rows=20", "precision.health_every=0"),
-    )
+        "train.max_steps=2", "train.per_device_train_batch_size=2", "train.eval_strategy=no",
+        "eval.samples=false", "data.max_rows=20", "precision.health_every=0",
+    )  # fmt: skip
     done = cli("tiny_lora_bf16", f"model.name={base}", *few, "--out", "runs")
     assert done.code == 0, done.err
     assert "answers end with '<|im_end|>'" in done.out

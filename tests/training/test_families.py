@@ -12,7 +12,7 @@ from finetune.errors import ConfigError
 from finetune.precision.model.layers import plain_name
 from finetune.precision.planner import plan
 from finetune.storage.pretrained import auto_class, beside_text
-from finetune.training.model import sketch
+from finetune.training.model import meta_model
 from finetune.training.scope import notes
 from tests.benchmarks.families import run, run_exported
 from tests.conftest import slow_but
@@ -44,7 +44,7 @@ def adapted(model) -> set[str]:
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_towers_that_text_does_not_reach_stay_as_they_are(family, method, tmp_path) -> None:
     config = recipe(family, method, tmp_path)
-    model = sketch(config)
+    model = meta_model(config)
     towers, names = TOWERS[family], trainable(model)
     assert any("language_model" in name for name in names)
     assert not [name for name in names for tower in towers if tower in name]
@@ -58,8 +58,8 @@ def test_towers_that_text_does_not_reach_stay_as_they_are(family, method, tmp_pa
 
 def test_a_model_that_is_all_text_has_nothing_beside_it(tmp_path) -> None:
     config = recipe("llama", "full", tmp_path)
-    assert not beside_text(sketch(config))
-    assert not notes(sketch(config), config)
+    assert not beside_text(meta_model(config))
+    assert not notes(meta_model(config), config)
 
 
 FEW = [("gemma3", "full"), ("qwen3_moe", "lora")]
@@ -118,7 +118,7 @@ def test_a_model_that_generates_nothing_is_refused() -> None:
 
 
 def test_what_is_named_stays_frozen(tmp_path) -> None:
-    model = sketch(recipe("llama", "full", tmp_path, "model.freeze=[layers.0, embed_tokens]"))
+    model = meta_model(recipe("llama", "full", tmp_path, "model.freeze=[layers.0, embed_tokens]"))
     assert not [name for name in trainable(model) if ".0." in name or "embed" in name]
     assert len(trainable(model)) == 9 + 2
 
@@ -134,7 +134,7 @@ def test_what_is_named_stays_frozen(tmp_path) -> None:
 )
 def test_adapters_are_where_they_were_asked_for(override, left, tmp_path) -> None:
     config = recipe("llama", "lora", tmp_path, override)
-    model = sketch(config)
+    model = meta_model(config)
     assert len(adapted(model)) == left
     assert not notes(model, config), "what was asked for needs no note"
 
@@ -157,7 +157,7 @@ def test_adapters_are_where_they_were_asked_for(override, left, tmp_path) -> Non
 )
 def test_a_choice_that_reaches_nothing_is_an_error(method, override, what, tmp_path) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)) as caught:
-        sketch(recipe("llama", method, tmp_path, override))
+        meta_model(recipe("llama", method, tmp_path, override))
     assert caught.value.fix
 
 
@@ -204,10 +204,10 @@ def test_an_initialization_that_cannot_be_had_is_refused(overrides, what) -> Non
 
 
 def test_initializations_reach_peft(tmp_path) -> None:
-    model = sketch(recipe("llama", "lora", tmp_path))
+    model = meta_model(recipe("llama", "lora", tmp_path))
     assert model.peft_config["default"].init_lora_weights is True
     for name in ("gaussian", "orthogonal"):
-        model = sketch(recipe("llama", "lora", tmp_path, f"lora.init_lora_weights={name}"))
+        model = meta_model(recipe("llama", "lora", tmp_path, f"lora.init_lora_weights={name}"))
         assert model.peft_config["default"].init_lora_weights == name
 
 
@@ -216,7 +216,7 @@ def test_initializations_reach_peft(tmp_path) -> None:
 
 def test_mamba_layers_read_past_their_forward_get_no_adapter(tmp_path) -> None:
     config = recipe("mamba", "lora", tmp_path)
-    model = sketch(config)
+    model = meta_model(config)
     assert {name.rpartition(".")[2] for name in adapted(model)} == {"in_proj"}
     (note,) = notes(model, config)
     assert "6 linear layers (mixer.dt_proj, mixer.out_proj, mixer.x_proj)" in note
@@ -226,7 +226,7 @@ def test_mamba_layers_read_past_their_forward_get_no_adapter(tmp_path) -> None:
 
 def test_a_router_that_returns_a_tuple_gets_no_adapter(tmp_path) -> None:
     config = recipe("llama4", "lora", tmp_path)
-    model = sketch(config)
+    model = meta_model(config)
     assert not [name for name in adapted(model) if "router" in name]
     router, experts = notes(model, config)
     assert "Llama4Router has a forward of its own" in router
@@ -235,20 +235,20 @@ def test_a_router_that_returns_a_tuple_gets_no_adapter(tmp_path) -> None:
 
 def test_trl_finds_the_backbone_of_llama_4(tmp_path) -> None:
     """Its fused loss calls `base_model`, and adds a loss of routers for a number it looks up."""
-    model = sketch(recipe("llama4", "full", tmp_path))
+    model = meta_model(recipe("llama4", "full", tmp_path))
     assert model.base_model is model.model
     assert model.config.get_text_config().router_aux_loss_coef == 0
 
 
 def test_falcon_linear_is_a_linear_layer(tmp_path) -> None:
     config = recipe("falcon", "full", tmp_path)
-    assert len(plan(sketch(config), config.precision).fp8_layers) == 8
+    assert len(plan(meta_model(config), config.precision).fp8_layers) == 8
 
 
 def test_what_peft_leaves_out_is_said(tmp_path) -> None:
     """Its two warnings of ranks that match nothing are errors in tests, and do not come."""
     config = recipe("deepseek_v3", "lora", tmp_path)
-    (lost,) = notes(sketch(config), config)
+    (lost,) = notes(meta_model(config), config)
     assert lost.startswith("no adapter on 6 linear layers (mlp.down_proj, mlp.gate_proj, ")
     assert "peft#3711" in lost
     assert "lora.target_parameters=[NAME.weight, ...] with precision.keep=[NAME, ...]" in lost
@@ -256,5 +256,5 @@ def test_what_peft_leaves_out_is_said(tmp_path) -> None:
 
 def test_dropout_on_experts_is_refused_with_both_ways_out(tmp_path) -> None:
     with pytest.raises(ConfigError, match="lora_dropout != 0") as caught:
-        sketch(recipe("qwen3_moe", "lora", tmp_path, "lora.dropout=0.1"))
+        meta_model(recipe("qwen3_moe", "lora", tmp_path, "lora.dropout=0.1"))
     assert caught.value.fix.startswith("~lora.dropout; or leave the experts out")

@@ -24,10 +24,10 @@ QUIET = Console(quiet=True)
 OWN = {"dpo": "rewards/accuracies", "kto": "kl", "orpo": "rewards/margins", "reward": "accuracy"}
 """A metric that TRL logs of a method alone."""
 SHORT = (
-    *("data.max_rows=24", "data.eval_fraction=0.3", "eval.samples=false", "eval.at_start=true"),
-    *("train.max_steps=3", "train.warmup_steps=0", "train.logging_steps=1", "train.eval_steps=3"),
+    "data.max_rows=24", "data.eval_fraction=0.3", "eval.samples=false", "eval.at_start=true",
+    "train.max_steps=3", "train.warmup_steps=0", "train.logging_steps=1", "train.eval_steps=3",
     "train.per_device_train_batch_size=2",
-)
+)  # fmt: skip
 LORA = ("lora.r=8", "precision.scaling=rowwise", "~precision.amax_history_len")
 
 

@@ -32,7 +32,9 @@ def test_a_run_is_resolved_once(recipe, tmp_path, monkeypatch) -> None:
     for module in (preflight, session, requirements):
         monkeypatch.setattr(module, "resolve", counted(resolve))
     rehearsed = []
-    monkeypatch.setattr(rehearsal, "sketch", lambda *a, **k: rehearsed.append(a) or sketch(*a, **k))
+    monkeypatch.setattr(
+        rehearsal, "meta_model", lambda *a, **k: rehearsed.append(a) or meta_model(*a, **k)
+    )
     report = finetune.train(load_recipe(recipe, SHORT), out=tmp_path, console=Console(quiet=True))
     assert calls == ["resolve"]
     assert report.receipt.status == "proven"
@@ -40,4 +42,4 @@ def test_a_run_is_resolved_once(recipe, tmp_path, monkeypatch) -> None:
     assert report.receipt.memory["predicted_gib"] > 0
 
 
-sketch = rehearsal.sketch
+meta_model = rehearsal.meta_model

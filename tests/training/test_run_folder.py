@@ -99,8 +99,8 @@ def test_a_run_that_has_no_room_on_the_disk_is_refused(recipe, disk, tmp_path) -
     """Eleven checkpoints need more than ten have room for; the one that is named does fit."""
     config = load_recipe(recipe, STEPS).config
     run = preflight(config, CPU)
-    each = run_folder.bytes_of_checkpoint(run.sketch, config)
-    model = run_folder.bytes_of_weights(run.sketch, config)
+    each = run_folder.bytes_of_checkpoint(run.meta_model, config)
+    model = run_folder.bytes_of_weights(run.meta_model, config)
     assert each == pytest.approx(3 * model), "two moments in the weights' type"
     disk(11 * each)
     run_folder.check_disk(run, tmp_path / "runs")
@@ -131,7 +131,7 @@ def test_the_bytes_of_a_checkpoint_are_those_on_the_disk(tmp_path) -> None:
     names = ("optimizer.pt", "adapter_model.safetensors")
     found = sum((saved / name).stat().st_size for name in names)
     run = preflight(recipe.config, CPU)
-    expected = run_folder.bytes_of_checkpoint(run.sketch, recipe.config)
+    expected = run_folder.bytes_of_checkpoint(run.meta_model, recipe.config)
     assert expected < found < 1.1 * expected
 
 

@@ -20,9 +20,9 @@ from finetune.config.train_keys import BATCH
 from finetune.training.run.schedule import peak_of, schedule_of, steps_of
 
 WORDS = [
-    *("harbour", "boat", "crane", "cargo", "tide", "keel"),
-    *("rope", "pier", "anchor", "captain", "sail", "port"),
-]
+    "harbour", "boat", "crane", "cargo", "tide", "keel",
+    "rope", "pier", "anchor", "captain", "sail", "port",
+]  # fmt: skip
 
 
 def args_of(**values):
@@ -55,10 +55,10 @@ def chat(tmp_path):
 
 
 OF_8B = (
-    *("llama_8b_lora_bf16", "model.name=builtin:tiny_llama", "~model.pad_token"),
-    *("model.dtype=float32", "eval.samples=false", "train.save_strategy=no"),
-    *("train.optim=adamw_torch", "train.max_length=128", "lora.target_modules=all-linear"),
-    *("precision.compute=fp32", "train.gradient_checkpointing=false"),
+    "llama_8b_lora_bf16", "model.name=builtin:tiny_llama", "~model.pad_token",
+    "model.dtype=float32", "eval.samples=false", "train.save_strategy=no",
+    "train.optim=adamw_torch", "train.max_length=128", "lora.target_modules=all-linear",
+    "precision.compute=fp32", "train.gradient_checkpointing=false",
 )  # fmt: skip
 
 
@@ -223,8 +223,8 @@ def test_no_evaluation_is_none_also_at_the_end_and_runs_stay_in_their_folder(cli
     file = tmp_path / "...yaml"
     file.write_text(cli("cat", "tiny_full_bf16").out)
     found = cli(
-        *("run", f"{file}", "data.path=rows.jsonl", "train.max_steps=2", "eval.samples=false"),
-        *("train.eval_strategy=no", "--out", "inside/runs"),
+        "run", f"{file}", "data.path=rows.jsonl", "train.max_steps=2", "eval.samples=false",
+        "train.eval_strategy=no", "--out", "inside/runs",
     )  # fmt: skip
     assert found.code == 0, found.err
     (folder,) = (tmp_path / "inside" / "runs").rglob("metrics.jsonl")

@@ -32,8 +32,8 @@ in tests/precision/test_planner.py.
 """
 RECIPES = [
     *QUICK_RECIPES,
-    *("gpt2_124m_full_fp8", "llama_8b_qlora_bf16", "llama_8b_full_fp8"),
-]
+    "gpt2_124m_full_fp8", "llama_8b_qlora_bf16", "llama_8b_full_fp8",
+]  # fmt: skip
 SMALL = (
     "data.name=builtin:harbour",
     "data.max_rows=48",

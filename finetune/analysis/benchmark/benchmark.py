@@ -34,7 +34,7 @@ from finetune.data.dataset import random_rows
 from finetune.errors import ConfigError, FinetuneError, RunFailedError
 from finetune.estimator.predict import predict
 from finetune.hardware.device import available_gib, cores, this_device
-from finetune.hardware.gpus import Place, place_here
+from finetune.hardware.gpus import Machine, this_machine
 from finetune.runs.folder import command_line, new_folder
 from finetune.units import size_of_gib
 
@@ -94,7 +94,7 @@ def benchmark(
     measuring = Measuring(
         variants,
         points_of(grid, configs[0]),
-        place_here(device),
+        this_machine(device),
         steps,
         strong=scaling == "strong",
         # A speed alone needs no interval; a ratio without one says nothing.
@@ -120,7 +120,7 @@ def differences(variants: Sequence[LabeledRecipe], point: Point, *, on_cpu: bool
 
 @dataclass
 class Measuring:
-    """Measures variants at points, or predicts them for another place, and writes the rows.
+    """Measures variants at points, or predicts them for another machine, and writes the rows.
 
     Raises:
         ConfigError: `steps` or `rounds` below 1, a point at which a recipe cannot be measured, more
@@ -129,7 +129,7 @@ class Measuring:
 
     variants: Sequence[LabeledRecipe]
     points: Sequence[Point]
-    place: Place
+    machine: Machine
     steps: int
     rounds: int
     strong: bool = False
@@ -145,7 +145,7 @@ class Measuring:
 
     def __post_init__(self) -> None:
         refuse_processes("benchmark", '; for several GPUs: --grid "gpus=1,2"')
-        if self.place.here:
+        if self.machine.here:
             self._check_gpus()
         for name, value in (("steps", self.steps), ("rounds", self.rounds)):
             if value < 1:
@@ -158,8 +158,8 @@ class Measuring:
         self.seeds = self.seeds or range(FIRST_SEED, FIRST_SEED + self.rounds)
 
     def _check_gpus(self) -> None:
-        most, on_cpu = self.most, self.place.device.kind == "cpu"
-        here, what = (cores(), "cores") if on_cpu else (self.place.device.count, "GPUs")
+        most, on_cpu = self.most, self.machine.device.kind == "cpu"
+        here, what = (cores(), "cores") if on_cpu else (self.machine.device.count, "GPUs")
         name = self.variants[0].recipe.name
         if most > here:
             raise ConfigError(
@@ -207,7 +207,7 @@ class Measuring:
             tokens = 0 if self.trained else tokens_of(config) * point.gpus
             row = rows[variant.label] = Row(label=variant.label, **point._asdict(), tokens=tokens)
             row.error = self.refused.get(row.label) or self._unfit(row, config)
-            if row.error or not self.place.here:
+            if row.error or not self.machine.here:
                 self.result.rows.append(row)
                 continue
             if not self.trained:
@@ -230,15 +230,15 @@ class Measuring:
         if row.label in self.unpredicted:
             row.prediction = "kernels or conversion of another library are not modelled"
             return ""
-        device = self.place.device
+        device = self.machine.device
         try:
-            found = predict(config, replace(self.place, count=row.gpus))
+            found = predict(config, replace(self.machine, count=row.gpus))
         except FinetuneError as error:
-            row.prediction = f"not predicted: {error.what}" if self.place.here else ""
+            row.prediction = f"not predicted: {error.what}" if self.machine.here else ""
             # Here the run itself shows whether it works; elsewhere the prediction is all there is.
-            return "" if self.place.here else reason(error)
+            return "" if self.machine.here else reason(error)
         needed, on_gpu = row.predict(found), device.kind == "cuda"
-        if not self.place.here:
+        if not self.machine.here:
             row.note = found.fit if found.fit == "does not fit" else ""
             return ""
         needed *= 1 if on_gpu else row.gpus  # which share the memory of a CPU

@@ -16,7 +16,7 @@ from finetune.config.recipe import Recipe, with_overrides
 from finetune.config.schema import RunConfig
 from finetune.data.auto_length import load_recipe
 from finetune.errors import FinetuneError
-from finetune.hardware.gpus import Place, place_of
+from finetune.hardware.gpus import Machine, machine_of
 from finetune.hardware.requirements import resolve_there
 from finetune.precision.facts import FASTEST
 from finetune.runs.folder import new_folder
@@ -48,9 +48,9 @@ def matrix(
         FinetuneError: an invalid argument; what one precision lacks is in its row.
     """
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    place = place_of(gpu)
-    configs, refused = configs_of(recipe, place)
-    settled, notes = settle([*configs.values()], place.device, None if place.here else place)
+    machine = machine_of(gpu)
+    configs, refused = configs_of(recipe, machine)
+    settled, notes = settle([*configs.values()], machine.device, None if machine.here else machine)
     chosen = () if seeds is None else chosen_seeds(seeds, recipe.config)
     if chosen:
         alike = alike_over_seeds(settled, chosen)
@@ -65,20 +65,20 @@ def matrix(
         gpu=gpu or "",
     )  # fmt: skip
     measuring = Measuring(
-        variants, points_of(grid, recipe.config), place, steps, rounds, force=force, say=say,
+        variants, points_of(grid, recipe.config), machine, steps, rounds, force=force, say=say,
         refused=refused, seeds=chosen,
     )  # fmt: skip
     measuring.measure(found, new_folder(Path(out) / f"{recipe.name}-matrix", out))
     return found
 
 
-def configs_of(recipe: Recipe, place: Place) -> tuple[dict[str, RunConfig], dict[str, str]]:
+def configs_of(recipe: Recipe, machine: Machine) -> tuple[dict[str, RunConfig], dict[str, str]]:
     """The recipe in each precision of the matrix that the GPU has, and why others cannot.
 
     FP8 is emulated on a device of this machine without it, and never where a GPU is predicted.
     """
     configs, refused = dict[str, RunConfig](), dict[str, str]()
-    emulated = place.here and not place.device.has_fp8
+    emulated = machine.here and not machine.device.has_fp8
     for label, entry in MATRIX.items():
         more = [f"precision.emulation={'allow' if emulated else 'forbid'}"]
         # A recipe of MXFP8 or NVFP4 scaling would put its own scales into the rows called FP8.
@@ -86,7 +86,7 @@ def configs_of(recipe: Recipe, place: Place) -> tuple[dict[str, RunConfig], dict
             more.append(f"precision.scaling={FASTEST}")
         try:
             config = with_overrides(recipe.config, [*entry.overrides, *more])
-            resolve_there(config.precision, place)
+            resolve_there(config.precision, machine)
             configs[label] = config
         except FinetuneError as error:
             refused[label] = reason(error)

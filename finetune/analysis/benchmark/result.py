@@ -175,14 +175,14 @@ class Row(BaseModel):
 
     def predict(self, found: Any) -> float:
         """Take over a `Prediction`; returns the GiB that the device has to have."""
-        memory, pace, device = found.footprint, found.pace, found.place.device
+        memory, timing, device = found.footprint, found.timing, found.machine.device
         self.predicted_gib = memory.allocated / GIB
         self.predicted_optimizer_gib = memory.kinds["optimizer"] / GIB
         self.predicted_weights_gib = memory.kinds["weights"] / GIB
         self.predicted_reserved_gib = memory.reserved / GIB if device.kind == "cuda" else None
-        self.predicted_seconds = None if pace is None else pace.seconds
-        self.predicted_waited = pace.traffic.added if pace and pace.traffic else None
-        if pace is None:
+        self.predicted_seconds = None if timing is None else timing.seconds
+        self.predicted_waited = timing.traffic.added if timing and timing.traffic else None
+        if timing is None:
             self.prediction = f"the speed of {device.name} is not known"
         return (memory.allocated + memory.outside) / GIB
 

@@ -39,7 +39,7 @@ from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.speed.timing import Interval
 from finetune.estimator.variants import pair_of
 from finetune.hardware.device import Device
-from finetune.hardware.gpus import Gpu, find_gpu, place_here
+from finetune.hardware.gpus import Gpu, find_gpu, this_machine
 from finetune.hardware.requirements import emulates
 
 FUSED_CAST_BYTES, EAGER_CAST_BYTES = 3.0, 5.0
@@ -96,18 +96,18 @@ def predict(
     config: RunConfig, device: Device, processes: int, length: int
 ) -> tuple[PredictedStep | None, str]:
     """Predict the step, or return None and the reason; `length` is in tokens per row."""
-    place = place_here(device, processes)
-    if place.gpu is None:
+    machine = this_machine(device, processes)
+    if machine.gpu is None:
         return None, f"nothing is predicted for {device.name}: its speed is not known"
     try:
         # Packed rows are full; others are as long as the observed batch.
         if not config.train.packing:
             config = with_overrides(config, [f"train.max_length={length}"])
-        measured = predict_fast(config, place)
+        measured = predict_fast(config, machine)
         beside = pair_of(measured)
     except FinetuneError as error:
         return None, f"nothing is predicted: {error.why or error.what}"
-    step = measured.pace
+    step = measured.timing
     if step is None:
         return None, f"nothing is predicted for {device.name}"
     fp8 = measured.config.precision.compute == "fp8"

@@ -30,7 +30,7 @@ from finetune.config.train_keys import OTHER_NAMES
 from finetune.config.train_section import CHECKPOINTING, decides_checkpointing, with_checkpointing
 from finetune.estimator.predict import decided
 from finetune.hardware.device import Device
-from finetune.hardware.gpus import Place, place_here
+from finetune.hardware.gpus import Machine, this_machine
 from finetune.hardware.requirements import compiles, resolve, resolve_there
 from finetune.runs.receipt import Receipt
 
@@ -89,12 +89,12 @@ _OTHER = _BY_NAME["other training settings"]
 
 
 def settle(
-    configs: Sequence[RunConfig], device: Device, there: Place | None = None
+    configs: Sequence[RunConfig], device: Device, there: Machine | None = None
 ) -> tuple[list[RunConfig], list[str]]:
     """Decide what is `auto` alike for all configurations, with a note on each such setting.
 
     Args:
-        there: a place that is predicted, which may have what is not installed here.
+        there: a machine that is predicted, which may have what is not installed here.
     """
     configs, compiling = settle_compile(configs, device, there)
     configs, checkpointing = settle_checkpointing(configs, device)
@@ -102,7 +102,7 @@ def settle(
 
 
 def settle_compile(
-    configs: Sequence[RunConfig], device: Device, there: Place | None = None
+    configs: Sequence[RunConfig], device: Device, there: Machine | None = None
 ) -> tuple[list[RunConfig], str]:
     """Set the same `precision.compile` where it is `auto`; returns a note if anything was set.
 
@@ -140,7 +140,7 @@ def settle_checkpointing(
         return list(configs), ""
     # On for all: a side that computes its layers twice is slower for a reason that is not its
     # precision.
-    on = any(decided(config, place_here(device)).train[CHECKPOINTING] for config in open_ones)
+    on = any(decided(config, this_machine(device)).train[CHECKPOINTING] for config in open_ones)
     setting = f"train.{CHECKPOINTING}={str(on).lower()}"
     alike = " on all sides, so that memory is spent alike" if len(configs) > 1 else ""
     return [

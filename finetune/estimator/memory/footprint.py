@@ -157,16 +157,16 @@ def footprint(trace: Trace, device: Device) -> Footprint:
     bare = tensor_footprint(trace)
     if device.kind != "cuda" or device.capability is None:
         return bare
-    held = on_gpu(bare, device.capability)
+    memory = on_gpu(bare, device.capability)
     highest = trace.only(lambda storage: storage.memory == "device").peak(trace.marks["step"])[1]
-    return replace(held, fragments=held.fragments + _aside(trace, highest))
+    return replace(memory, fragments=memory.fragments + _aside(trace, highest))
 
 
 def on_gpu(tensors: Footprint, capability: tuple[int, int]) -> Footprint:
     """A footprint of tensors with what libraries, allocator and driver take besides."""
-    held = replace(tensors, workspaces=sum(library_workspaces(capability)))
-    fragments = round(FRAGMENTS * held.allocated)
-    return replace(held, fragments=fragments, outside=context_bytes(capability))
+    memory = replace(tensors, workspaces=sum(library_workspaces(capability)))
+    fragments = round(FRAGMENTS * memory.allocated)
+    return replace(memory, fragments=fragments, outside=context_bytes(capability))
 
 
 def with_first(steps: Footprint, first: Footprint) -> Footprint:

@@ -71,7 +71,7 @@ from finetune.estimator.memory.overheads import FLOAT32, nccl_bytes
 from finetune.estimator.trace.fsdp_groups import Group, GroupVisit, Phase
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import KINDS
-from finetune.hardware.gpus import Place
+from finetune.hardware.gpus import Machine
 from finetune.training.helper.compute_types import AUTOCAST
 
 
@@ -200,25 +200,25 @@ class Fsdp2:
 # ------------------------------------------------------------------------------ of a rehearsed step
 
 
-def device_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
-    """Memory of each device of a place."""
-    if shares_model(config, place):
-        return sharded_footprint(rehearsal, config, place)
-    alone = footprint(rehearsal.trace, place.device)
-    return alone if place.count == 1 else _with_buckets(alone, rehearsal, place)
+def device_footprint(rehearsal: Rehearsal, config: RunConfig, machine: Machine) -> Footprint:
+    """Memory of each device of a machine."""
+    if shares_model(config, machine):
+        return sharded_footprint(rehearsal, config, machine)
+    alone = footprint(rehearsal.trace, machine.device)
+    return alone if machine.count == 1 else _with_buckets(alone, rehearsal, machine)
 
 
-def shares_model(config: RunConfig, place: Place) -> bool:
+def shares_model(config: RunConfig, machine: Machine) -> bool:
     """True if each GPU stores a part of the model. One process trains as without `train.fsdp`.
 
     Raises:
         ConfigError: on a CPU, where sharding is unsupported.
     """
-    if not config.train.fsdp or place.count < 2:
+    if not config.train.fsdp or machine.count < 2:
         return False
-    if place.device.kind == "cpu":
+    if machine.device.kind == "cpu":
         raise ConfigError(
-            f"train.fsdp was requested on {place}",
+            f"train.fsdp was requested on {machine}",
             where="train.fsdp",
             why="accelerate shards on GPUs only",
             fix="--gpu NAME, or ~train.fsdp ~train.fsdp_config",
@@ -226,19 +226,19 @@ def shares_model(config: RunConfig, place: Place) -> bool:
     return True
 
 
-def _with_buckets(alone: Footprint, rehearsal: Rehearsal, place: Place) -> Footprint:
+def _with_buckets(alone: Footprint, rehearsal: Rehearsal, machine: Machine) -> Footprint:
     """Memory of each of several GPUs with a full copy of the model (DDP)."""
     buckets = rehearsal.groups.trainable_bytes
     phases = {
         phase: kinds | {"buckets": 0 if phase == "load" else buckets}
         for phase, kinds in alone.phases.items()
     }
-    return replace(alone, phases=phases, outside=alone.outside + _nccl_bytes(place))
+    return replace(alone, phases=phases, outside=alone.outside + _nccl_bytes(machine))
 
 
-def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> Footprint:
+def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, machine: Machine) -> Footprint:
     """Memory of one of several GPUs that share a model, from a `sharded` rehearsal."""
-    step = _ShardedStep(rehearsal, sharded_model(rehearsal, config, place.count))
+    step = _ShardedStep(rehearsal, sharded_model(rehearsal, config, machine.count))
     peaks = step.model.find_peaks(
         step.moments, step.optimizer_bytes, accumulates=rehearsal.accumulates
     )
@@ -248,13 +248,13 @@ def sharded_footprint(rehearsal: Rehearsal, config: RunConfig, place: Place) -> 
         phases[phase] = step.kinds_at(*max(own, key=lambda pair: pair[1].total))
     alone = tensor_footprint(rehearsal.trace)
     bare = Footprint(phases, alone.owner, alone.owned)
-    if place.device.kind != "cuda" or place.device.capability is None:
+    if machine.device.kind != "cuda" or machine.device.capability is None:
         return bare
-    held = on_gpu(bare, place.device.capability)
+    memory = on_gpu(bare, machine.device.capability)
     return replace(
-        held,
-        fragments=held.fragments + _unused_by_others(peaks),
-        outside=held.outside + _nccl_bytes(place),
+        memory,
+        fragments=memory.fragments + _unused_by_others(peaks),
+        outside=memory.outside + _nccl_bytes(machine),
     )
 
 
@@ -366,8 +366,8 @@ def _kinds(sizes: Counter[str]) -> dict[str, int]:
     return dict.fromkeys((*KINDS, "gathered"), 0) | sizes
 
 
-def _nccl_bytes(place: Place) -> int:
-    if place.device.kind != "cuda":
+def _nccl_bytes(machine: Machine) -> int:
+    if machine.device.kind != "cuda":
         return 0
-    over_pcie = place.gpu is not None and place.gpu.link == "pcie"
-    return nccl_bytes(place.count, "pcie" if over_pcie else "nvlink")
+    over_pcie = machine.gpu is not None and machine.gpu.link == "pcie"
+    return nccl_bytes(machine.count, "pcie" if over_pcie else "nvlink")

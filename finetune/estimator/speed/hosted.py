@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from finetune.estimator.speed.operators import base_name
 from finetune.estimator.trace.trace import Op, Trace
-from finetune.hardware.gpus import Gpu, HostMachine
+from finetune.hardware.gpus import Gpu, HostCpu
 
 OVERLAPS = False
 """True once the update of a step runs behind the forward of the next."""
@@ -129,7 +129,7 @@ def hosted(
     update: Sequence[Op],
     trace: Trace,
     gpu: Gpu,
-    host: HostMachine,
+    host: HostCpu,
     batches: int,
     computed: tuple[float, float],
 ) -> Hosted:
@@ -158,7 +158,7 @@ def hosted(
 _NORMS = ("squares", "linalg_vector_norm")
 
 
-def _on_cpu(op: Op, host: HostMachine) -> float:
+def _on_cpu(op: Op, host: HostCpu) -> float:
     """Seconds of one operator in host memory."""
     seconds = sum(x.nbytes for x in (*op.inputs, *op.outputs)) / (host.gb_s * 1e9)
     if base_name(op) != "update":

@@ -50,7 +50,7 @@ from finetune.estimator.speed.roofline import Bound, Roofline, StepTime, rooflin
 from finetune.estimator.speed.step_parts import StepPart
 from finetune.estimator.trace.rehearsal import Rehearsal
 from finetune.estimator.trace.trace import Op, Operand, Trace, layer_of
-from finetune.hardware.gpus import Gpu, Place
+from finetune.hardware.gpus import Gpu, Machine
 from finetune.units import MIB
 
 # Standard deviations to either side that hold 90% of a normal distribution.
@@ -72,7 +72,7 @@ def spread(value: float, scatter: float) -> Interval:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Timing:
     """Speed of one device.
 
     Attributes:
@@ -108,17 +108,17 @@ class Pace:
         return self.classes.get(part, 0.0) / self.seconds
 
 
-def pace_of_one(
-    rehearsal: Rehearsal, config: RunConfig, place: Place, *, compiled: bool
-) -> Pace | None:
+def timing_of_one(
+    rehearsal: Rehearsal, config: RunConfig, machine: Machine, *, compiled: bool
+) -> Timing | None:
     """Speed of one device, None if unknown; raises FinetuneError if the model cannot be sharded."""
-    if place.gpu is None:
+    if machine.gpu is None:
         return None
     # Compiled layers launch fewer kernels, each at less cost to the host.
-    roofline = roofline_of(place.gpu, "compiled" if compiled else "eager")
-    gpu, trace, model = place.gpu if place.count > 1 else None, rehearsal.trace, None
-    if gpu is not None and shares_model(config, place):
-        model = sharded_model(rehearsal, config, place.count)
+    roofline = roofline_of(machine.gpu, "compiled" if compiled else "eager")
+    gpu, trace, model = machine.gpu if machine.count > 1 else None, rehearsal.trace, None
+    if gpu is not None and shares_model(config, machine):
+        model = sharded_model(rehearsal, config, machine.count)
         trace = _update_of_shards(trace, model)
     batches = int(config.train.gradient_accumulation_steps)
     away = any(storage.memory != "device" for storage in trace.storages.values())
@@ -147,11 +147,11 @@ def pace_of_one(
         forward = timed([op for op in micro if op.phase == "forward"]).seconds
         computed = forward, batch.seconds - forward
     if away:
-        on_host = hosted(micro, update, trace, roofline.gpu, place.host, batches, computed)
+        on_host = hosted(micro, update, trace, roofline.gpu, machine.host, batches, computed)
         classes[StepPart.COMMUNICATION] = on_host.waits
         classes[StepPart.OPTIMIZER] = classes.get(StepPart.OPTIMIZER, 0.0) + on_host.on_cpu
     if gpu is not None:
-        ring = ring_of(gpu, place.count)
+        ring = ring_of(gpu, machine.count)
         if model is not None:
             traffic = sharded_traffic(model, ring, computed, batches)
         else:
@@ -159,7 +159,7 @@ def pace_of_one(
             traffic = copied_traffic(sent, ring, computed, batches)
         classes[StepPart.COMMUNICATION] = traffic.added
     seconds = sum(classes.values())
-    return Pace(
+    return Timing(
         seconds=seconds,
         tokens=rehearsal.tokens * batches,
         classes=dict(sorted(classes.items(), key=lambda part: -part[1])),
@@ -199,7 +199,7 @@ def micro_batch(trace: Trace) -> tuple[list[Op], list[Op]]:
     return [*compress(step, (not x for x in once))], [*compress(step, once)]
 
 
-def extrapolated(few: Pace, more: Pace, times: float) -> Pace:
+def extrapolated(few: Timing, more: Timing, times: float) -> Timing:
     """Extrapolate linearly, part by part, by `times` the difference of two models.
 
     With 5 ms at 2 layers and 6 ms at 3, a model of 32 layers takes 5 + 30 x 1 = 35 ms. What

@@ -1,7 +1,7 @@
 """Trace of compiled layers, made of one recorded uncompiled: what backward keeps or computes again.
 
 `torch.compile` of a decoder layer joins forward and backward into one graph, and AOTAutograd splits
-it anew: pointwise work costs little where it is fused, so backward computes again what it can from
+it again: pointwise work costs little where it is fused, so backward computes again what it can from
 few saved tensors. A cast to FP8 may save one-byte codes, or nothing, since it starts from a tensor
 that is there anyhow.
 

@@ -228,7 +228,7 @@ GPU and torch (`varlen_kernel`).
 
 
 def choose_attention(model: nn.Module, name: str | None, capability: tuple[int, int]) -> None:
-    """Apply a resolved `model.attention` to a model sketched with its default, in place.
+    """Apply a resolved `model.attention` in place to a meta model that has its default.
 
     Args:
         capability: compute capability of the GPU.

@@ -92,12 +92,12 @@ class _Divergence(torch.autograd.Function):
             torch.zeros_like(x, dtype=torch.float32) if needs else None
             for x, needs in zip(operands[:3], ctx.needs_input_grad[:3], strict=True)
         ]
-        pair, held = _Pair(*operands), list[Tensor]()  # the last one is there to the end
+        pair, last = _Pair(*operands), list[Tensor]()  # the last one is there to the end
         for tokens in pair.parts(len(operands[0]), pair.tokens):
             for words in pair.parts(len(operands[1]), pair.words):
                 tile, _ = pair.logits(tokens, words)
                 OPS.in_place(tile, "divergence_backward")
-                held[:] = [pair.backward(tile, tokens, words, *needed)]
+                last[:] = [pair.backward(tile, tokens, words, *needed)]
         given = (
             None if g is None else g.to(x.dtype) for g, x in zip(needed, operands, strict=False)
         )

@@ -2,7 +2,7 @@
 
 Memory and time are decided by code that should not be modeled a second time: Transformers' layers,
 PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code
-runs. The model is sketched on the meta device with its adapters, gets fake parameters, is converted
+runs. The model is made on the meta device with its adapters, gets fake parameters, is converted
 by the target device's plan and trained by the stock trainer of its method for one step on a
 synthetic batch of the maximum size. So the loss of DPO or KTO is TRL's own, with the reference that
 it compares with: a copy of the model, or the model without its adapters. A method whose rows the
@@ -95,8 +95,8 @@ from finetune.training.helper.references import References, layers_of
 from finetune.training.model import (
     VARLEN,
     is_published_fp8,
+    meta_model,
     resolve_attention,
-    sketch,
     teacher_of,
 )
 from finetune.training.run.preflight import check_settings
@@ -154,7 +154,7 @@ def rehearse(
             cost of one more.
         padded: rows differ in length, so attention gets a mask; default: unless packed.
         sharded: with weights as FSDP2 gathers them.
-        plan: plan of the run's sketch, if already made.
+        plan: plan of the model on the meta device, if already made.
 
     Raises:
         FinetuneError: any error of the run itself: no such model, adapters that match no layer.
@@ -167,8 +167,8 @@ def rehearse(
     # DoRA reads a base's weights when it is attached, which bitsandbytes could not dequantize on
     # meta.
     with reading():
-        model: nn.Module = sketch(config, before, layers=layers)
-        teacher = _sketch_teacher(config, layers)
+        model: nn.Module = meta_model(config, before, layers=layers)
+        teacher = _meta_teacher(config, layers)
     attention = resolve_attention(config, model, device)
     if plan is None or before is not None:  # the rows of a four-bit base say so
         plan = check_settings(config, model, resolution.precision)
@@ -332,7 +332,7 @@ _LAUNCHED = re.compile(
 """Launcher variables that describe the process group and its sharding."""
 
 
-def _sketch_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
+def _meta_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
     """The model that a method learns from; one as deep as the policy with as few layers."""
     if TEACHER not in arguments(method_of(config.train)):
         return None
@@ -341,7 +341,7 @@ def _sketch_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
     # A line through two depths is right for both only if both models grow by the same layers.
     alike = len({shape.num_hidden_layers for shape in shapes}) == 1
     only = config.model_copy(update={"model": model, "lora": None})
-    return sketch(only, layers=layers if alike else None)
+    return meta_model(only, layers=layers if alike else None)
 
 
 def _trainer(
@@ -448,7 +448,7 @@ def _rows(args: TrainerArguments, *, padded: bool, documents: int) -> list[dict[
 _TRAINED = ("input_ids", "chosen_input_ids", "rejected_input_ids")
 """Inputs of a model in batches of any method, whose tokens count."""
 _COLUMNS = (
-    *("input_ids", "labels", "completion_ids", "KL_completion_ids", "chosen_ids", "rejected_ids"),
+    "input_ids", "labels", "completion_ids", "KL_completion_ids", "chosen_ids", "rejected_ids",
     *(f"{of}_{what}" for of in ("prompt", "chosen", "rejected") for what in
       ("input_ids", "attention_mask", "labels")),
 )  # fmt: skip

@@ -98,8 +98,8 @@ def writing(trainer: type[Any]) -> type[Any]:
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             """Write the rows; a generation for whole steps comes before there are gradients."""
-            held = [p for p in self.model.parameters() if p.grad is not None]
-            emptied = held if self.every % self.micro_batches == 0 else []
+            with_gradient = [p for p in self.model.parameters() if p.grad is not None]
+            emptied = with_gradient if self.every % self.micro_batches == 0 else []
             for p in emptied:
                 p.grad = None
             write = _generate(self.model.generate, self.recorder, self.answer)

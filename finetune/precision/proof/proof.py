@@ -90,13 +90,9 @@ class Proof:
         self.model, self._tree = conversion.model, conversion.tree
         self.status = "not proven: no training step yet"
         self.layers: list[LayerReceipt] = []
-        self.trainable = {"before": sum(trainable_before.values())} | dict.fromkeys(
-            (
-                *("after", "in_optimizer", "moved", "below_resolution", "without_gradient"),
-                "optimizer_state_bytes",
-            ),
-            0,
-        )
+        later = "after", "in_optimizer", "moved", "below_resolution", "without_gradient"
+        self.trainable = {"before": sum(trainable_before.values())}
+        self.trainable |= dict.fromkeys((*later, "optimizer_state_bytes"), 0)
         self.is_open, self.is_released, self.is_stopped = True, False, False
         self._witness: Witness | None = Witness(self._tree, conversion.plan)
         self._mode: bool | None = None

@@ -94,14 +94,14 @@ _VARLEN = {
 """Attention over documents: `finetune.training.helper.varlen`, and torch's kernel."""
 
 _CONTRACTING = {
-    *("_trilinear", "_cdist_forward", "_euclidean_dist", "sspaddmm", "_int_mm", "addr"),
-    *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
-}
+    "_trilinear", "_cdist_forward", "_euclidean_dist", "sspaddmm", "_int_mm", "addr",
+    "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward",
+}  # fmt: skip
 """Operators of `aten` without a formula in torch's own counter."""
 _SEEN_THROUGH = {
-    *("aten", "prim", "prims", "profiler", "c10d", "c10d_functional", "_c10d_functional"),
-    *("torchao", "finetune", "fsdp", "inductor", "_inductor", "rngprims", "autograd"),
-}
+    "aten", "prim", "prims", "profiler", "c10d", "c10d_functional", "_c10d_functional",
+    "torchao", "finetune", "fsdp", "inductor", "_inductor", "rngprims", "autograd",
+}  # fmt: skip
 """Namespaces whose other operators multiply no matrices, or are counted by name."""
 
 

@@ -173,7 +173,7 @@ def _load(run: TrainedRun) -> Any:
     from finetune.precision.cases.experts import split_adapters
     from finetune.precision.planner import plan
     from finetune.training.checkpoints.resume import refuse_other_base
-    from finetune.training.model import load_model, sketch
+    from finetune.training.model import load_model, meta_model
 
     config = run.config
     if not (run.weights / "adapter_config.json").is_file():
@@ -183,7 +183,7 @@ def _load(run: TrainedRun) -> Any:
         return load_model(ModelConfig(**full))
     refuse_random_base(config.model)
     refuse_other_base(config, run.weights)
-    base: Any = load_model(config.model, plan(sketch(config), config.precision).stored)
+    base: Any = load_model(config.model, plan(meta_model(config), config.precision).stored)
     model = with_adapter(base, run.weights, is_trainable=True)
     split_adapters(model.modules())  # PEFT adds those on experts to weights, which may be codes
     return model

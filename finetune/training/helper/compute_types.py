@@ -111,9 +111,9 @@ EXACT = "ieee"
 
 
 _ROUNDING = (
-    *("cuda.matmul", "cudnn.conv", "cudnn.rnn"),
-    *("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
-)
+    "cuda.matmul", "cudnn.conv", "cudnn.rnn",
+    "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn",
+)  # fmt: skip
 """Parts of `torch.backends` that may round float32 operands."""
 
 

@@ -1,12 +1,12 @@
 """Preflight: facts and checks of a run before anything is loaded.
 
     extras, device ─┐
-    settings ───────┼─> Preflight(resolution, plan, attention, sketch) ─> memory (a `Forecast`)
+    settings ───────┼─> Preflight(resolution, plan, attention, meta_model) ─> memory (a `Forecast`)
     precision ──────┤
     attention ──────┘
 
-The sketch is the model with its adapters on the meta device: shapes without memory. Resolution and
-plan are made here once; session, model and receipt use these.
+`meta_model` is the model with its adapters on the meta device: shapes without memory. Resolution
+and plan are made here once; session, model and receipt use these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from finetune.precision.planner import plan, refuse_half_weights
 from finetune.precision.settings import PrecisionConfig
 from finetune.training.helper.patches import WHY_NOT_FSDP1, engine_refused, masters_copied
 from finetune.training.helper.references import refuse_evaluation_apart
-from finetune.training.model import Attention, resolve_attention, sketch
+from finetune.training.model import Attention, meta_model, resolve_attention
 from finetune.training.run.early_stopping import check_early_stopping
 from finetune.training.scope import notes
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run's settings and device, the sketch of its model on meta, and the sketch's plan."""
+    """A run's settings and device, its model on the meta device, and the plan."""
 
     config: RunConfig
     device: Device
     plan: PrecisionPlan
-    sketch: nn.Module
+    meta_model: nn.Module
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def preflight(
     check_sharding(config)
     _refuse_launch(config)
     check_here(config, device)
-    model = sketch(config)
+    model = meta_model(config)
     try:
         resolution = resolve(config.precision, device)
     except FinetuneError as refusal:

@@ -128,7 +128,10 @@ def checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
 def check_disk(run: Preflight, out: Path) -> None:
     """Raise `CheckpointError` for a run whose checkpoints and model have no room on their disk."""
     config = run.config
-    each, model = bytes_of_checkpoint(run.sketch, config), bytes_of_weights(run.sketch, config)
+    each, model = (
+        bytes_of_checkpoint(run.meta_model, config),
+        bytes_of_weights(run.meta_model, config),
+    )
     most, stay = checkpoints_at_once(config)
     # The folder itself may not be there yet; its disk is the nearest existing folder's.
     there = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())

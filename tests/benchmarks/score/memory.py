@@ -1,6 +1,6 @@
 """From a job to bytes, through the shipped estimator.
 
-A job becomes a `RunConfig` on a `Place`, is rehearsed with the libraries of its row
+A job becomes a `RunConfig` on a `Machine`, is rehearsed with the libraries of its row
 (`published_stack`) and measured by the functions behind `python -m finetune estimate`.
 """
 
@@ -16,7 +16,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import FinetuneError
 from finetune.estimator.memory.overheads import context_bytes, nccl_bytes
 from finetune.estimator.predict import predict, predict_whole
-from finetune.hardware.gpus import Gpu, named_gpu, place_of
+from finetune.hardware.gpus import Gpu, machine_of, named_gpu
 from tests.benchmarks.score.jobs import Job, gpu_of
 from tests.benchmarks.score.published_stack import as_published
 from tests.benchmarks.score.shapes import config_of
@@ -80,7 +80,7 @@ class Memory(NamedTuple):
 def memory_of(job: Job, *, whole: bool = False) -> Memory:
     """Measure a job; on an A100 where its GPU is not known.
 
-    What several GPUs share is in `fsdp1`, so the place is one GPU.
+    What several GPUs share is in `fsdp1`, so the machine has one GPU.
 
     Args:
         job: what to measure.
@@ -89,15 +89,15 @@ def memory_of(job: Job, *, whole: bool = False) -> Memory:
     Raises:
         CannotRunError: it cannot be rehearsed, or the installed PEFT makes another adapter.
     """
-    place = place_of(gpu_of(job.gpu) or named_gpu("A100-80GB"))
-    assert place.device.capability is not None
-    outside = context_bytes(place.device.capability) + nccl_bytes(job.gpus, "nvlink")
+    machine = machine_of(gpu_of(job.gpu) or named_gpu("A100-80GB"))
+    assert machine.device.capability is not None
+    outside = context_bytes(machine.device.capability) + nccl_bytes(job.gpus, "nvlink")
     config = run_config(job)
     # Under FSDP 1 memory grows through backward, so that its peak is elsewhere in fewer layers.
     measuring = predict_whole if whole or job.sharding == "fsdp1" else predict
     try:
         with as_published(job):
-            found = measuring(config, place)
+            found = measuring(config, machine)
     except FinetuneError as error:
         raise CannotRunError(f"{job.adapter or 'full'}: {error.what}") from error
     except RuntimeError as error:

@@ -55,9 +55,9 @@ LEAST_S = 60.0
 """Seconds that must be left of `--within` for another part to be begun."""
 INTERRUPTED = 130
 LIBRARIES = (
-    *("torch", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "transformers", "trl", "peft"),
-    *("accelerate", "torchao", "transformer-engine", "liger-kernel", "flash-attn", "bitsandbytes"),
-)
+    "torch", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "transformers", "trl", "peft",
+    "accelerate", "torchao", "transformer-engine", "liger-kernel", "flash-attn", "bitsandbytes",
+)  # fmt: skip
 
 
 def environment(*, rehearse: bool) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from tests.run_folders import trained
 
 STEPS = 4
 WORDS = (
-    *("model.weights=random", "model.pad_token=null", "data.name=builtin:sums", "~data.subset"),
-    *("data.eval_fraction=0", "train.eval_strategy=no", "train.save_strategy=no"),
-    *("train.logging_steps=1", f"train.max_steps={STEPS}", "eval.samples=false"),
-    *(f"train.reward_funcs=[{Path(__file__)}:parity]", "train.reward_weights=null"),
-)
+    "model.weights=random", "model.pad_token=null", "data.name=builtin:sums", "~data.subset",
+    "data.eval_fraction=0", "train.eval_strategy=no", "train.save_strategy=no",
+    "train.logging_steps=1", f"train.max_steps={STEPS}", "eval.samples=false",
+    f"train.reward_funcs=[{Path(__file__)}:parity]", "train.reward_weights=null",
+)  # fmt: skip
 
 
 def parity(completions: list[str], **_: object) -> list[float]:

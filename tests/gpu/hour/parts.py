@@ -255,10 +255,10 @@ PARTS = (
 def predictions(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Prediction beside measurement for each timed row; `results`: part -> its data."""
     keys = (
-        *("label", "batch", "length", "tokens", "step_seconds", "predicted_seconds"),
-        *("allocated_gib", "predicted_gib", "seconds_over_predicted", "gib_over_predicted"),
+        "label", "batch", "length", "tokens", "step_seconds", "predicted_seconds",
+        "allocated_gib", "predicted_gib", "seconds_over_predicted", "gib_over_predicted",
         "against",
-    )
+    )  # fmt: skip
     return [
         {"part": name, **{key: row[key] for key in keys}}
         for name, data in results.items()

@@ -30,10 +30,10 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("adamw_host.cpp")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 FLAGS = (
-    *("-O3", NATIVE, "-std=c++17", "-fPIC", "-shared", "-pthread"),
+    "-O3", NATIVE, "-std=c++17", "-fPIC", "-shared", "-pthread",
     # Bits are those of IEEE 754; loops that nothing traps or reports errors in become vectors.
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-)
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+)  # fmt: skip
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Of weights, gradients and moments without blocks: `Type` there."""
 LEAST = 2**22
