@@ -66,7 +66,7 @@ def differences() -> Iterator[str]:
 
 
 def renew() -> None:
-    """Write the lock anew."""
+    """Write the lock again."""
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--no-annotate", "--no-header"]
     command += [*extras, "--python-version", "3.11", "pyproject.toml", "-"]

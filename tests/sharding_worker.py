@@ -75,7 +75,7 @@ class SizedTensors(LiveTensors):
         self.resized(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that is known anew."""
+        """Count a storage that is known again."""
         if storage._cdata in self.sizes:
             self.bytes += storage.nbytes() - self.sizes[storage._cdata]
             self.sizes[storage._cdata] = storage.nbytes()

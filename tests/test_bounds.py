@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from finetune.hardware.versions import series_length, standing, table
+from finetune.hardware.versions import series_length, table, version_status
 from tests.canary import ROOT
 
 RAN = table()["ran"]
@@ -37,7 +37,7 @@ def test_a_range_begins_where_the_tests_ran(name) -> None:
     assert ran == sorted(ran)
     assert ran[0] == lowest
     assert all(each in BOUNDS[name] for each in ran)
-    assert {standing(name, each) for each in RAN[name]} == {"tested"}
+    assert {version_status(name, each) for each in RAN[name]} == {"tested"}
 
 
 @pytest.mark.parametrize("name", MINORS)
@@ -56,7 +56,7 @@ def test_a_range_ends_before_the_next_major_version(name) -> None:
     ends = [each.version for each in BOUNDS[name] if each.operator == "<"]
     assert ends == [str(Version(RAN[name][-1]).major + 1)]
     following = Version(RAN[name][-1]).release[:2]
-    assert standing(name, f"{following[0]}.{following[1] + 1}.0") == "newer"
+    assert version_status(name, f"{following[0]}.{following[1] + 1}.0") == "newer"
 
 
 def test_python_begins_where_the_tests_ran() -> None:

@@ -1,6 +1,6 @@
 """Every error says what to do, and doing it works: settings and commands are taken from its text.
 
-Refusals by device are in `hardware/test_remedies.py`, names of other tools in
+Refusals by device are in `hardware/test_fixes_by_device.py`, names of other tools in
 `config/test_aliases.py`, errors of a script in `test_fixes_in_scripts.py`.
 """
 

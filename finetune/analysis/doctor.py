@@ -20,7 +20,7 @@ from finetune.hardware.device import (
     this_device,
 )
 from finetune.hardware.requirements import backend_verdict, resolve
-from finetune.hardware.versions import Standing, concerns, installed, older, standings
+from finetune.hardware.versions import VersionStatus, concerns, installed, older, version_statuses
 from finetune.logging import plain_table
 from finetune.precision.facts import (
     BLOCK_CAPABILITY,
@@ -55,14 +55,14 @@ class Findings(JupyterMixin):
         auto: engine that `precision.backend=auto` selects, or the reason for none.
         gemm: result of a real FP8 forward and backward; None without FP8 hardware.
         triton: whether compiled layers can run; None without FP8 hardware.
-        standing: library -> `tested`, `newer` or `older` (`finetune.hardware.versions`).
+        version_statuses: library -> `tested`, `newer` or `older` (`finetune.hardware.versions`).
         known_bad: lines about versions that are not tested, or do not work together.
     """
 
     device: Device
     free_gib: float
     versions: dict[str, str]
-    standing: dict[str, Standing]
+    version_statuses: dict[str, VersionStatus]
     fp8: Verdict
     block_fp8: Verdict
     backends: dict[str, Verdict]
@@ -135,7 +135,7 @@ def examine(device: Device | None = None) -> Findings:
         auto=auto,
         gemm=real_gemm() if real and device.has_fp8 else None,
         triton=has_launcher() if real and device.has_fp8 else None,
-        standing=standings(versions),
+        version_statuses=version_statuses(versions),
         known_bad=[
             *(
                 f"{name} {versions[name]} is older than {low}"

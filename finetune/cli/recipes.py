@@ -344,7 +344,7 @@ def validate(recipe: RecipeName, overrides: Overrides = None, as_json: AsJson = 
             planned.check()
     if as_json:
         layers = [
-            {"name": x.name, "shape": x.shape, "compute": x.compute, "held": x.stored,
+            {"name": x.name, "shape": x.shape, "compute": x.compute, "stored": x.stored,
              "reason": x.reason}
             for x in the_plan.layers
         ]  # fmt: skip

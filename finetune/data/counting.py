@@ -70,8 +70,8 @@ def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
     # The run's own code counts, so that what is shown before is what is trained.
     trainer: Any = object.__new__(preparing(method))  # preparing rows needs no model
     trainer.processing_class = tokenizer
-    held: Any = rows.train if rows.sample is None else rows.sample
-    prepared = trainer.counts(held, args, "train")
+    first: Any = rows.train if rows.sample is None else rows.sample
+    prepared = trainer.counts(first, args, "train")
     if rows.eval is not None:
         trainer.counts(rows.eval, args, "eval")
     own = whole_ledger(trainer.ledgers["train"], rows, args, method)

@@ -75,7 +75,7 @@ class Rows:
         if self.sample is None:
             rows = cast("Dataset", self.train)
             return rows.select(range(min(count, len(rows))))
-        return _held(self.train, count)
+        return _first_rows(self.train, count)
 
 
 def rows_for(
@@ -170,7 +170,7 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
     cut = None
     if (sample and not small) or data.streaming:
         # One more than the sample, which tells whether there are others.
-        rows = _held(source.read(streaming=True), SAMPLE + 1, source)
+        rows = _first_rows(source.read(streaming=True), SAMPLE + 1, source)
         cut = SAMPLE if len(rows) > SAMPLE else None
         rows = rows.select(range(min(SAMPLE, len(rows))))
     else:
@@ -200,7 +200,7 @@ def _share_held_out(count: int, data: DataConfig) -> int:
 
 
 def _streamed(source: Source, weight: float | None, form: Form, splits: bool) -> Part:
-    """A stream, whose first rows are held: for evaluation, and to stand for the others."""
+    """A stream, whose first rows are in memory: for evaluation, and to stand for the others."""
     data = form.data
     stream = undivided(cast("IterableDataset", source.read(streaming=True)))
     if data.max_rows is not None:
@@ -209,20 +209,22 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
         # A stream has no length; its beginning decides how many are held out.
         count = sum(1 for _ in itertools.islice(stream, HEAD)) if splits else 0
     first = _share_held_out(count, data) if count > 1 else 0
-    kind, held, refused = formatted(_held(stream, first + SAMPLE, source), form, source.label)
+    kind, beginning, refused = formatted(
+        _first_rows(stream, first + SAMPLE, source), form, source.label
+    )
     late = SkippedLate(SAMPLE)
     # Behind the rows that are held out: a stream cannot take single ones out.
-    rest = formatted_stream(stream.skip(first), held, form, source.label, first, late)
-    # Refused rows are gone from `held`, so those held out are fewer by them.
+    rest = formatted_stream(stream.skip(first), beginning, form, source.label, first, late)
+    # Refused rows are gone from `beginning`, so those held out are fewer by them.
     good = first - sum(index < first for index in refused)
-    held_out = held.select(range(good)) if good else None
-    sample = held.select(range(good, len(held)))
+    held_out = beginning.select(range(good)) if good else None
+    sample = beginning.select(range(good, len(beginning)))
     given = stream.column_names or []
-    unused = unused_columns(given, held.column_names, kind, data.columns)
+    unused = unused_columns(given, beginning.column_names, kind, data.columns)
     return Part(source, weight, kind, sample, held_out, rest, refused, None, unused, late)
 
 
-def _held(rows: Any, count: int, source: Source | None = None) -> Dataset:
+def _first_rows(rows: Any, count: int, source: Source | None = None) -> Dataset:
     """The first rows of a stream, in memory."""
     from contextlib import nullcontext
 

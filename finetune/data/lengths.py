@@ -88,12 +88,12 @@ class Lengths:
         for limit in sorted({chosen, own or chosen, *shown}):
             marks = " (auto)" * (limit == chosen) + " (now)" * (limit == own)
             rows, lost = int((self.whole > limit).sum()), int(self.trained[limit:].sum())
-            held = limit if train.packing else min(limit, longest)
+            width = limit if train.packing else min(limit, longest)
             row = {
                 "train.max_length": f"{limit:,}{marks}",
                 "rows cut": f"{rows:,} ({percent(rows / self.whole.size)})",
                 "trained tokens lost": f"{lost:,} ({percent(lost / max(1, self.trained.sum()))})",
-                "tokens in a micro-batch": f"{each * method_of(train).texts * held:,}",
+                "tokens in a micro-batch": f"{each * method_of(train).texts * width:,}",
             }
             if text and not padding_free(train):
                 row["padding"] = percent(self.padding(limit, each), 0)

@@ -185,8 +185,8 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
     def _prepare(self, dataset: Any, args: Any, name: str, *, packing: bool) -> Any:
         """TRL's preparation, with rows that begin and end once, counted half-way."""
         tokenizer, args = self.processing_class, TrainerArguments(args)
-        held, row = isinstance(dataset, Dataset), next(iter(dataset))
-        if held and args.dataset_num_proc is None:
+        in_memory, row = isinstance(dataset, Dataset), next(iter(dataset))
+        if in_memory and args.dataset_num_proc is None:
             # On a copy: the arguments are the user's, and are saved with the run.
             args = copy.copy(args)
             args.dataset_num_proc = workers(len(dataset))
@@ -200,7 +200,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         if tokenizer.eos_token is None and not (is_conversational(row) or "input_ids" in row):
             raise endless(tokenizer, row)  # TRL, which ends text with it, fails
         given, doubled = dataset, 0
-        processes: dict[str, Any] = {"num_proc": args.dataset_num_proc} if held else {}
+        processes: dict[str, Any] = {"num_proc": args.dataset_num_proc} if in_memory else {}
         pairs = "prompt" in row and bool(args.completion_only_loss)
         answers = is_conversational(row) and (self.only_answers or pairs)
         made = partial(prepared, self.method, args=args.own, tokenizer=tokenizer)
@@ -217,7 +217,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
             raise not_formatted(name, error) from error
         if not answers:
             tokenized, doubled = each_once(tokenized, tokenizer, **processes)
-        if not held:
+        if not in_memory:
             return made(tokenized, packing=packing)
         found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
         # A look at single rows may meet some that are cut.

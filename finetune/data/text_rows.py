@@ -196,13 +196,13 @@ def _texts(
     lines: Iterable[bytes], file: Path, sample_by: str
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Lines, paragraphs (up to a blank line) or the whole of a text, but what is blank."""
-    number, held = 0, list[str]()
+    number, found = 0, list[str]()
     for number, line in enumerate(lines, 1):
-        held.append(_text(line, file, number).rstrip("\r\n"))
-        if sample_by == "line" or (sample_by == "paragraph" and not held[-1].strip()):
-            yield from _joined(number, held)
-            held = []
-    yield from _joined(number, held)
+        found.append(_text(line, file, number).rstrip("\r\n"))
+        if sample_by == "line" or (sample_by == "paragraph" and not found[-1].strip()):
+            yield from _joined(number, found)
+            found = []
+    yield from _joined(number, found)
 
 
 def _joined(number: int, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from finetune.errors import ConfigError
 
 TABLE = Path(__file__).parents[1] / "assets" / "tested.toml"
-Standing = Literal["tested", "newer", "older"]
+VersionStatus = Literal["tested", "newer", "older"]
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def installed() -> dict[str, str]:
     return {"python": platform.python_version()} | {k: v for k, v in found.items() if v}
 
 
-def standing(name: str, version: str) -> Standing:
+def version_status(name: str, version: str) -> VersionStatus:
     """Where a version lies: `newer` begins at the first minor version after the last that ran."""
     from packaging.version import Version
 
@@ -84,16 +84,16 @@ def series_length(name: str) -> int:
     return 3 if name in table()["counts_patches"] else 2
 
 
-def standings(versions: Mapping[str, str]) -> dict[str, Standing]:
-    """`standing` of each library in the table."""
+def version_statuses(versions: Mapping[str, str]) -> dict[str, VersionStatus]:
+    """`version_status` of each library in the table."""
     ran = table()["ran"]
-    return {name: standing(name, found) for name, found in versions.items() if name in ran}
+    return {name: version_status(name, found) for name, found in versions.items() if name in ran}
 
 
 def older(versions: Mapping[str, str]) -> dict[str, str]:
     """Library -> the lowest version that was tested, of those that are older."""
     ran = table()["ran"]
-    return {name: ran[name][0] for name, at in standings(versions).items() if at == "older"}
+    return {name: ran[name][0] for name, at in version_statuses(versions).items() if at == "older"}
 
 
 def concerns(versions: Mapping[str, str]) -> list[str]:
@@ -103,7 +103,7 @@ def concerns(versions: Mapping[str, str]) -> list[str]:
     ran = table()["ran"]
     newer = ", ".join(
         f"{name} {versions[name]} (tested up to {ran[name][-1]})"
-        for name, at in standings(versions).items()
+        for name, at in version_statuses(versions).items()
         if at == "newer"
     )
     lines = [f"newer than this package was tested with: {newer}"] if newer else []

@@ -229,8 +229,8 @@ class _Storing:
             reason = f"{row.reason}; weight stored in {kind}" if kind else row.reason
             return replace(row, reason=reason)
         if self.precision.fp8_params:
-            held = "held as FP8 codes, master in host memory"
-            return replace(row, reason="; ".join(filter(None, (row.reason, held))))
+            stored = "held as FP8 codes, master in host memory"
+            return replace(row, reason="; ".join(filter(None, (row.reason, stored))))
         copied = row.name.endswith(".original_module")  # PEFT trains a copy of it in its place
         single = id(module.weight) not in self._shared and id(module) not in self._adapted
         if self.precision.frozen != "fp8" or not row.frozen or copied or not single:

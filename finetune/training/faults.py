@@ -1,4 +1,4 @@
-"""Faults of the machine, as errors with a remedy: disk, memory, other processes.
+"""Faults of the machine, as errors with a fix: disk, memory, other processes.
 
 A run that is left alone for days meets them; a traceback of the library in which they happened says
 neither what is lost nor how to resume.
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @contextlib.contextmanager
 def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
-    """Raise faults of disk, memory and other processes with a remedy; others pass as they are.
+    """Raise faults of disk, memory and other processes with a fix; others pass as they are.
 
     Args:
         folder: the run's, or that of all runs before it has one.

@@ -60,7 +60,7 @@ def release(model: Any) -> None:
     nobody = SimpleNamespace(count=lambda *_: None, watch=lambda *_: None)
     for module in model.modules():
         if isinstance(module, Fp8Mixin):
-            module.__dict__["fp8_tally"] = nobody
+            module.__dict__["fp8_calls"] = nobody
 
 
 def measure(steps: int, hidden: int, layers: int, *, lora: bool) -> tuple[Ratio, float, float]:
@@ -82,11 +82,11 @@ def measure(steps: int, hidden: int, layers: int, *, lora: bool) -> tuple[Ratio,
             ratios.append(math.log(took[ours] / took[bare]))
             times.append(took[bare])
     conversion: Any = conversion_of(model)
-    layers_held = [m.fp8_tally for m in model.modules() if isinstance(m, Fp8Mixin)]
+    layers_watched = [m.fp8_calls for m in model.modules() if isinstance(m, Fp8Mixin)]
 
     def compare() -> None:
-        for tally in layers_held:
-            tally.ran = True
+        for calls in layers_watched:
+            calls.ran = True
         conversion.proof.sentinel.before_step(optimizer)
 
     compared = timeit.timeit(compare, number=100, timer=time.process_time) / 100

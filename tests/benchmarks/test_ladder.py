@@ -40,7 +40,7 @@ def test_a_ladder_runs_end_to_end(ladder, moved, tmp_path, monkeypatch) -> None:
     assert list(rows) == [*found.references, "shipped"]
     assert "100.0% of the trainable weights moved" in rows["stock"].proven
     assert rows["stock"].gib_over_predicted == pytest.approx(1, abs=0.02)
-    assert moved in rows["shipped"].proven  # adapters of rank 16 are wrapped anew
+    assert moved in rows["shipped"].proven  # adapters of rank 16 are wrapped again
     assert "100.0%" not in rows["shipped"].proven
     assert rows["shipped"].predicted_gib is None
     if ladder == "full":

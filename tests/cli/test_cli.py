@@ -360,7 +360,7 @@ def test_validate_as_json_keeps_adapters_and_head_out_of_fp8(cli, on, monkeypatc
     assert len(layers) == len(in_fp8) + len(adapters) + len(head)
     assert all(layer["reason"] for layer in layers)
     assert facts["trainable"] == 32 * 8 * ((4096 + 4096) + (4096 + 1024))
-    assert {layer["held"] for layer in in_fp8} == {"row"}
+    assert {layer["stored"] for layer in in_fp8} == {"row"}
     # A byte for each number in FP8; embedding, head and norms in BF16, adapters in float32.
     held = sum(n * k + 4 * n for n, k in (layer["shape"] for layer in in_fp8))
     plain = 2 * (2 * 128256 * 4096 + (2 * 32 + 1) * 4096) + 4 * facts["trainable"]

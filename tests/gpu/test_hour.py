@@ -252,7 +252,7 @@ def test_failed_tests_are_counted_and_named(tmp_path) -> None:
 
 
 def in_this_process(monkeypatch):
-    """`execute` without a process, which would import torch anew."""
+    """`execute` without a process, which would import torch once more."""
 
     def execute(command, folder, limit_s, codes=(0,)) -> str:
         monkeypatch.setattr(sys, "argv", command[2:])

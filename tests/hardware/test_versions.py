@@ -17,7 +17,7 @@ from finetune import logging
 from finetune.analysis.doctor import examine
 from finetune.errors import ConfigError
 from finetune.hardware import versions
-from finetune.hardware.versions import check, concerns, standing, table
+from finetune.hardware.versions import check, concerns, table, version_status
 from tests.conftest import H100
 from tests.lock import TORCH, locked
 
@@ -58,14 +58,14 @@ def test_a_script_has_bars_of_imports_where_somebody_looks(screen, bars, having,
 
 def test_versions_that_ran_are_tested_and_a_build_of_them_is() -> None:
     for name, each in RAN.items():
-        assert {standing(name, found) for found in each} == {"tested"}
-    assert standing("torch", RAN["torch"][-1] + "+cpu") == "tested"
+        assert {version_status(name, found) for found in each} == {"tested"}
+    assert version_status("torch", RAN["torch"][-1] + "+cpu") == "tested"
 
 
 def test_the_lock_has_versions_that_are_tested() -> None:
     pins = locked()
     for name in RAN.keys() - {"python", "transformer-engine", "liger-kernel", "triton"}:
-        assert standing(name, pins[canonicalize_name(name)]) == "tested", name
+        assert version_status(name, pins[canonicalize_name(name)]) == "tested", name
 
 
 def test_gpus_have_the_torch_that_predictions_are_for() -> None:
@@ -81,12 +81,12 @@ def test_a_newer_minor_version_is_one_line(name, having) -> None:
     having(**{name: newer})
     (line,) = [each for each in check() if "newer than" in each]
     assert f"{name} {newer} (tested up to {NEWEST[name]})" in line
-    assert standing(name, f"{major}.{minor}.99") == "tested"
+    assert version_status(name, f"{major}.{minor}.99") == "tested"
 
 
 def test_patches_are_releases_where_a_library_counts_them() -> None:
     *series, patch = map(int, NEWEST["lm-eval"].split("."))
-    assert standing("lm-eval", ".".join(map(str, [*series, patch + 1]))) == "newer"
+    assert version_status("lm-eval", ".".join(map(str, [*series, patch + 1]))) == "newer"
 
 
 @pytest.mark.parametrize("name", table()["needed"])

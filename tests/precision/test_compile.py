@@ -393,7 +393,7 @@ def test_the_witnessed_step_keeps_the_prefix_of_prefix_tuning(
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_health_sees_compiled_layers_in_turns(make_llama, setup_backend) -> None:
-    """A part of the layers runs uncompiled while it is looked into; nothing is compiled anew."""
+    """A part of the layers runs uncompiled while it is looked into; nothing is compiled again."""
     from finetune.precision.convert import conversion_of
     from finetune.training.health.operands import OperandWatch
 

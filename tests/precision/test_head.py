@@ -147,9 +147,9 @@ def test_it_is_high_in_evaluation_and_where_conversion_is_disabled(make_head) ->
     expected = z.log_softmax(-1).gather(-1, labels[:, 1:, None])[..., 0]
     torch.testing.assert_close(high, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(apart, high.detach())
-    assert not model.lm_head.fp8_tally.ran
+    assert not model.lm_head.fp8_calls.ran
     high.sum().backward()
-    assert model.lm_head.fp8_tally.high == 1
+    assert model.lm_head.fp8_calls.high == 1
     conversion.revert()
     assert conversion.head is None
 

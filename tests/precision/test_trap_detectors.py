@@ -88,8 +88,8 @@ def convert_adapters(conversion: Conversion) -> None:
     for record in linear_records(conversion.model):
         name, module = record.name, record.owner
         if "lora_" in name:
-            tally = type(like.fp8_tally)()
-            convert.swap(module, EmulatedMixin, **{**_facts(like), "fp8_tally": tally})
+            calls = type(like.fp8_calls)()
+            convert.swap(module, EmulatedMixin, **{**_facts(like), "fp8_calls": calls})
 
 
 def _facts(layer: Any) -> dict[str, Any]:

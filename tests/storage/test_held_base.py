@@ -84,7 +84,7 @@ def test_no_plain_copy_of_a_held_weight_is_alive_after_loading() -> None:
 
 
 def test_loaded_codes_are_those_of_a_model_stored_when_it_is_prepared(setup_backend) -> None:
-    """A recipe loads codes; a script's plain model is stored anew. They are the same."""
+    """A recipe loads codes; a script's plain model is cast. They are the same."""
     from peft import get_peft_model
 
     from finetune.training.scope import lora_config

@@ -39,7 +39,13 @@ from finetune.precision import constants
 from finetune.precision.cases.case import Site, Swap
 from finetune.precision.cases.lora import Adapter
 from finetune.precision.cases.parameters import fp8_matmul, group_sizes, grouped_mm
-from finetune.precision.engines.observers import ObservedMixin, Observer, Owner, Tally, multiplying
+from finetune.precision.engines.observers import (
+    CallCount,
+    ObservedMixin,
+    Observer,
+    Owner,
+    multiplying,
+)
 from finetune.precision.model.layers import (
     are_batched_experts,
     are_served_experts,
@@ -308,16 +314,16 @@ class ConvertedExpertsMixin(ObservedMixin):
     multiplies = True
     fp8_frozen: FrozenBackend | None
     fp8_how: dict[str, Arithmetic]
-    fp8_tallies: dict[str, Tally]
+    fp8_calls_by_weight: dict[str, CallCount]
 
-    def tally_of(self, layer: LayerPlan) -> Tally:
-        return self.fp8_tallies[layer.local]
+    def calls_of(self, layer: LayerPlan) -> CallCount:
+        return self.fp8_calls_by_weight[layer.local]
 
     def _project(self, name: str, x: Tensor, *args: Any) -> Tensor:
         y = super()._project(name, x, *args)  # pyright: ignore[reportAttributeAccessIssue]
-        if name in self.fp8_tallies and self.fp8_frozen is not None and y.numel():
-            tally = self.fp8_tallies[name]  # of rows [S, N]
-            tally.count(y) if self.fp8_frozen.runs_low(self) else tally.watch(y, y)
+        if name in self.fp8_calls_by_weight and self.fp8_frozen is not None and y.numel():
+            calls = self.fp8_calls_by_weight[name]  # of rows [S, N]
+            calls.count(y) if self.fp8_frozen.runs_low(self) else calls.watch(y, y)
         return y
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
@@ -407,7 +413,7 @@ def converted_experts(site: Site) -> Iterator[Swap]:
         seen: dict[str, Any] = {"fp8_name": name, "fp8_observers": []}
         if isinstance(module, ExpertsMixin):
             how = stored.get(name, {})
-            facts = {"fp8_how": how, "fp8_tallies": {local: Tally() for local in how}}
+            facts = {"fp8_how": how, "fp8_calls_by_weight": {local: CallCount() for local in how}}
             facts |= {"fp8_frozen": site.frozen}
             yield Swap(module, ConvertedExpertsMixin, seen | facts)
         elif isinstance(module, SplitMixin):

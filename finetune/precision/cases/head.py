@@ -129,7 +129,7 @@ class Head:
             how = head.fp8_how if low else dequantizing(head.stored_tile)
             w: Any = _CodedMatrix(bits, head.weight_scale, bias, self.owner, x.dtype, how)
             if low:
-                head.fp8_tally.count(hidden)
+                head.fp8_calls.count(hidden)
         else:
             w = _Matrix(weight, bias, self.owner, x.dtype)
         mapped = LogitMap(logit_scale, softcap, 1 / temperature)
@@ -149,7 +149,7 @@ class Head:
         elif learns:
             log_probs, entropy = _Late.apply(*given, log_probs, entropy, *facts)
         if weight.dtype is torch.uint8 and not low and hidden.numel():
-            head.fp8_tally.watch(hidden, log_probs)
+            head.fp8_calls.watch(hidden, log_probs)
         return log_probs, entropy, *metrics
 
 

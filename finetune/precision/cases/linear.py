@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.observers import Tally
+from finetune.precision.engines.observers import CallCount
 from finetune.precision.engines.whole import MlpMixin, joinable_mlps
 
 
@@ -16,7 +16,7 @@ def linear_layers(site: Site) -> Iterator[Swap]:
             assert site.backend is not None
             module = site.modules[layer.name]
             facts = site.backend.attributes(module, layer)
-            facts = {"fp8_backend": site.backend, "fp8_tally": Tally(), **facts}
+            facts = {"fp8_backend": site.backend, "fp8_calls": CallCount(), **facts}
             yield Swap(module, site.backend.mixin, facts)
 
 

@@ -160,7 +160,7 @@ class AdaptedMixin(Swapped):
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
         if isinstance(self, FrozenMixin) and input.numel():  # no tokens have no scale
-            self.fp8_tally.count(input)
+            self.fp8_calls.count(input)
             how = self.fp8_how
             if "fprop" not in how.high:
                 dtype = compute_dtype(input)

@@ -44,9 +44,9 @@ from finetune.errors import ConversionError
 from finetune.precision.cases.case import Site, Swap
 from finetune.precision.engines.base import Backend
 from finetune.precision.engines.observers import (
+    CallCount,
     ObservedMixin,
     Owner,
-    Tally,
     multiplying,
     tensors_of,
 )
@@ -176,7 +176,7 @@ class PlannedParameter:
 
     layer: LayerPlan
     linear: Callable[..., Tensor]
-    tally: Tally = field(default_factory=Tally)
+    calls: CallCount = field(default_factory=CallCount)
 
 
 _running: list[ParameterMixin] = []
@@ -214,7 +214,7 @@ def _multiply(owner: ParameterMixin, entry: PlannedParameter, x: Tensor, w: Tens
     if not rows.shape[0]:  # an expert without tokens has nothing to scale
         dtype = compute_dtype(x)
         return x.to(dtype) @ w.to(dtype).t()  # [0, K] @ [K, N]
-    entry.tally.count(rows)
+    entry.calls.count(rows)
     with multiplying(Owner(name, observers), w):
         y = entry.linear(rows, w, None)  # [M, K] @ [K, N]
     for observer in observers:
@@ -278,8 +278,8 @@ class ParameterMixin(ObservedMixin):
     fp8_backend: Backend
     fp8_parameters: list[PlannedParameter]
 
-    def tally_of(self, layer: LayerPlan) -> Tally:
-        return next(entry.tally for entry in self.fp8_parameters if entry.layer is layer)
+    def calls_of(self, layer: LayerPlan) -> CallCount:
+        return next(entry.calls for entry in self.fp8_parameters if entry.layer is layer)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +289,7 @@ class ParameterMixin(ObservedMixin):
             y = self.plain_class.forward(self, *args, **kwargs)
             for entry in self.fp8_parameters:
                 for result in tensors_of([y]):
-                    entry.tally.watch(result, result)
+                    entry.calls.watch(result, result)
             return y
         for entry in self.fp8_parameters:
             _check_whole(entry.layer.name, getattr(self, entry.layer.local))

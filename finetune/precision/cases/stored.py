@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.observers import Tally
+from finetune.precision.engines.observers import CallCount
 from finetune.precision.stored.linear import store
 from finetune.precision.stored.peft_methods import guard_adapters
 
@@ -28,6 +28,6 @@ def stored_layers(site: Site) -> Iterator[Swap]:
             module.weight, module.weight_scale = other.weight, other.weight_scale
             module.stored_tile = other.stored_tile
         facts = site.frozen.attributes(module, layer)
-        facts = {"fp8_backend": site.frozen, "fp8_tally": Tally(), **facts}
+        facts = {"fp8_backend": site.frozen, "fp8_calls": CallCount(), **facts}
         yield Swap(module, site.frozen.mixin, facts)
     guard_adapters(site.modules.values())

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from finetune.errors import ConfigError
-from finetune.precision.engines.observers import Tally
+from finetune.precision.engines.observers import CallCount
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.model.swap import Swapped, weight_matrix
 from finetune.precision.numbers.scaling import Operand
@@ -26,13 +26,13 @@ class Fp8Mixin(Swapped):
 
     multiplies = True
     fp8_backend: Backend
-    fp8_tally: Tally
+    fp8_calls: CallCount
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def tally_of(self, layer: LayerPlan) -> Tally:
+    def calls_of(self, layer: LayerPlan) -> CallCount:
         """Calls of a planned layer, or parameter, of this module."""
-        return self.fp8_tally
+        return self.fp8_calls
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, Fp8Mixin):  # accelerate keeps a root's forward after a revert
@@ -40,9 +40,9 @@ class Fp8Mixin(Swapped):
         if not self.runs_low or input.numel() == 0:  # an expert without tokens has no scale
             y = self.plain_class.forward(self, input)
             if input.numel():
-                self.fp8_tally.watch(input, y)
+                self.fp8_calls.watch(input, y)
             return y
-        self.fp8_tally.count(input)
+        self.fp8_calls.count(input)
         return self.fp8_linear(input, weight_matrix(self), self.bias)
 
     @property

@@ -95,7 +95,7 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield from (x for x in value if isinstance(x, Tensor))
 
 
-class Tally:
+class CallCount:
     """Calls of one converted layer with gradients enabled.
 
     Attributes:

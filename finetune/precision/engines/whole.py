@@ -241,7 +241,7 @@ class MlpMixin(Swapped):
         if not torch.compiler.is_compiling() or not all(map(_is_joinable, layers)):
             return super().forward(x)
         for layer in layers:
-            layer.fp8_tally.count(x)
+            layer.fp8_calls.count(x)
         weights = [weight_matrix(layer) for layer in layers]
         guesses = [layer.fp8_guesses for layer in layers]
         rows, how = x.reshape(-1, x.shape[-1]), layers[0].fp8_whole

@@ -254,7 +254,7 @@ def prepare() -> None:
     # its own, also those that share an operand, as q, k and v do.
     add_needs_realized_inputs(torch.ops.aten._scaled_mm)
     # Transformers (5.23) checkpoints inside a decoder layer's forward, hence in its graph, in which
-    # `base.Tally` changes attributes. Such a layer would break, and run uncompiled.
+    # `CallCount` changes attributes. Such a layer would break, and run uncompiled.
     dynamo.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # Beyond the limit (8) layers run uncompiled, with a line in torch's log. It is reached by two
     # lengths, each with padding and without, in training and evaluation; the first layer's input

@@ -44,8 +44,8 @@ from finetune.precision.model.compiling import (
 )
 from finetune.precision.model.plan import GEMMS
 from finetune.precision.model.tree import named_trainable
+from finetune.precision.proof.fixes import fix_of
 from finetune.precision.proof.movement import Movement, changes_nothing
-from finetune.precision.proof.remedy import remedy
 from finetune.precision.proof.row import LayerReceipt
 from finetune.precision.proof.sentinel import Flops, Sentinel
 from finetune.precision.proof.witness import NOT_LINEAR, UNKNOWN, Seen, Witness
@@ -266,7 +266,7 @@ class Proof:
                 where=", ".join(other[:6]) or "all layers",
                 why=f"of the matmul FLOPs of the first step {shares.get(requested, 0):.1%} ran in "
                 f"{requested.upper()}",
-                fix=remedy(
+                fix=fix_of(
                     requested,
                     training=self._is_training(planned[row.name].owner for row in wrong),
                     silent=bool(silent),

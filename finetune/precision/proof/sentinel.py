@@ -32,12 +32,12 @@ import torch
 from torch import nn
 
 from finetune.errors import some
-from finetune.precision.engines.observers import Tally
+from finetune.precision.engines.observers import CallCount
 from finetune.precision.model.compiling import compiled_later, refuse_compiled
 from finetune.precision.model.layers import is_low_rank, linear_records
 from finetune.precision.model.plan import LayerPlan, PrecisionPlan
 from finetune.precision.model.tree import Tree, named_trainable
-from finetune.precision.proof.remedy import remedy
+from finetune.precision.proof.fixes import fix_of
 from finetune.precision.stored.trained import TrainedMixin
 
 Flops = dict[tuple[str, str], int]
@@ -45,16 +45,16 @@ Flops = dict[tuple[str, str], int]
 
 
 @dataclass
-class Held:
+class Watched:
     """A converted layer under watch.
 
     Attributes:
-        tally: its calls, counted from its conversion on.
+        calls: its own, counted from its conversion on.
         first: its rows until the watch began: those of the witnessed micro-step.
     """
 
     layer: LayerPlan
-    tally: Tally
+    calls: CallCount
     first: int = 0
 
 
@@ -90,7 +90,7 @@ class Sentinel:
         linears = [(row.name, modules[row.name]) for row in plan.layers if row.kind == "linear"]
         self._linears: dict[int, tuple[str, Any]] = {id(m): (name, m) for name, m in linears}
         self._trains = trains
-        self._held: list[Held] = []
+        self._watched: list[Watched] = []
         self._adapters = self._trained_adapters()
         self._types: dict[str, torch.dtype] = {}
         self._noted: list[Any] = []  # the structure that was last found in order
@@ -99,20 +99,20 @@ class Sentinel:
 
     def begin(self) -> None:
         """Begin to count, after the witnessed micro-step."""
-        self._held = list(self._iter_held(self._tree.named))
-        for held in self._held:  # calls before that micro-step were of no step
-            held.tally.high = held.tally.high_rows = 0
+        self._watched = list(self._iter_watched(self._tree.named))
+        for one in self._watched:  # calls before that micro-step were of no step
+            one.calls.high = one.calls.high_rows = 0
         # Not at preparation, after which FSDP2 has its own way with types.
         self._types = {name: p.dtype for name, p in named_trainable(self._tree).items()}
         self._is_begun = True
 
-    def _iter_held(self, modules: dict[str, nn.Module]) -> Iterator[Held]:
+    def _iter_watched(self, modules: dict[str, nn.Module]) -> Iterator[Watched]:
         """Layers planned in FP8 that are still converted."""
         for layer in self._plan.fp8_layers:
             module: Any = modules.get(layer.owner)
             if getattr(module, "multiplies", False):
-                tally = module.tally_of(layer)
-                yield Held(layer, tally, tally.rows)
+                calls = module.calls_of(layer)
+                yield Watched(layer, calls, calls.rows)
 
     def _as_it_is(self) -> list[Any]:
         """Objects of modules, and what may be compiled; of parameters, types and flags."""
@@ -263,31 +263,31 @@ class Sentinel:
     def _check_calls(self) -> None:
         """Report layers that ran in high precision; count those that rested.
 
-        Resets `ran` and `high` of each tally for the next step.
+        Resets `ran` and `high` of each count for the next step.
         """
         high: list[str] = []
         resting: list[str] = []
-        for held in self._held:
-            name, tally = held.layer.name, held.tally
-            if tally.high:
-                tally.high = 0
+        for one in self._watched:
+            name, calls = one.layer.name, one.calls
+            if calls.high:
+                calls.high = 0
                 high.append(name)
-            elif tally.ran:
-                tally.ran = False
+            elif calls.ran:
+                calls.ran = False
             else:
                 resting.append(name)
         # If all rest, another optimizer has stepped on the same backward.
-        if len(resting) < len(self._held):
+        if len(resting) < len(self._watched):
             self.rests.update(resting)
         self.entered.update(high)
         if high:
-            roles = {h.layer.role for h in self._held}
+            roles = {h.layer.role for h in self._watched}
             self._leave(
                 f"BF16 entered at optimizer step {self.steps}: {len(high)} layers that were "
                 "planned in FP8 did not run in FP8",
                 where=some(high),
                 why="they were called in evaluation mode, where layers multiply in high precision",
-                fix=remedy("fp8", training=False, silent=True, roles=roles),
+                fix=fix_of("fp8", training=False, silent=True, roles=roles),
             )
 
     # ------------------------------------------------------------------------------- the share
@@ -301,14 +301,14 @@ class Sentinel:
         """
         weights: dict[str, float] = {}
         more: Counter[str] = Counter()
-        for held in self._held:
-            n, k = held.layer.shape
-            each, tally = 2 * n * k * len(held.layer.gemms), held.tally
-            if held.first:
-                weights[held.layer.name] = tally.rows / held.first
+        for one in self._watched:
+            n, k = one.layer.shape
+            each, calls = 2 * n * k * len(one.layer.gemms), one.calls
+            if one.first:
+                weights[one.layer.name] = calls.rows / one.first
             else:  # not called in the witnessed micro-step, so without FLOPs in `flops`
-                more[self._plan.precision.low] += each * tally.rows
-            more["bf16"] += each * tally.high_rows
+                more[self._plan.precision.low] += each * calls.rows
+            more["bf16"] += each * calls.high_rows
         if compiled or not any(weights.values()):
             weights = {}
         usual = max(weights.values(), default=1.0)

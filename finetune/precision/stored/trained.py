@@ -116,11 +116,11 @@ class CodedMixin(Fp8Mixin):
         if "fprop" not in how.high:
             cast = self.fp8_backend.cast(input, how, compute_dtype(input))
         if low:
-            self.fp8_tally.count(input)
+            self.fp8_calls.count(input)
         given = as_rows(input), *cast, w, master.bits, master.inverse, how
         y = as_output(TrainedLinear.apply(*given), input, self.bias)
         if not low and input.numel():
-            self.fp8_tally.watch(input, y)
+            self.fp8_calls.watch(input, y)
         return y
 
 

@@ -16,7 +16,7 @@ from finetune.errors import ProofError, some
 from finetune.hardware.device import Device, cuda_of, expand_segments, gemm_engine
 from finetune.hardware.requirements import Resolution, emulates
 from finetune.hardware.unpromised import switched_off
-from finetune.hardware.versions import installed, installed_torch, standings
+from finetune.hardware.versions import installed, installed_torch, version_statuses
 from finetune.logging import HIDDEN_WARNINGS
 from finetune.precision.cases.lora import FusedMixin, fused_adapters
 from finetune.precision.convert import Conversion
@@ -204,7 +204,7 @@ def environment(d: Device) -> dict[str, Any]:
     versions = installed()
     return {
         "versions": versions,
-        "standing": standings(versions),
+        "version_statuses": version_statuses(versions),
         "switched_off": switched_off(),
         # What was not shown on the terminal is counted here, so that nothing is hidden for good.
         "hidden_warnings": dict(HIDDEN_WARNINGS),

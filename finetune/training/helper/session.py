@@ -151,7 +151,7 @@ class Session:
             return  # autocast is all it takes
         try:
             hardware = bool(self.device.has_fp8)
-            # A plan of its own: weights of a reference are not stored anew, whatever the policy's
+            # A plan of its own: weights of a reference are not stored again, whatever the policy's
             # are.
             made = plan(tree, self.references.precision_of(self.precision, hardware=hardware))
         except (PlanError, PrecisionError):  # stored in fewer bits, or of layers that FP8 lacks

@@ -2,7 +2,7 @@
 
 Where a model has its weights in host memory (`precision.fp8_params`), a weight goes to the device
 as soon as it is updated, while the next one is; and whatever optimizer steps, the codes of what it
-has changed are made anew.
+has changed are cast again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Random weights, no downloads. Each part is a process of its own with a limit of 
 crash or a lack of memory loses that part alone; what a benchmark had measured by then is kept. A
 part that has its result in the folder is not run again: Ctrl-C at any time, and the same command
 goes on. One that failed, or could not run, is tried again; so is one that `--within` has cut short.
-To measure a part anew, delete its `PART/result.json`.
+To measure a part again, delete its `PART/result.json`.
 
 Written after each part: `hour.json`, and `hour.md`, whose text goes into FP8_FINDINGS.md as it is.
 """

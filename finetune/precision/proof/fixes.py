@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 
-def remedy(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> str:
+def fix_of(requested: str, *, training: bool, silent: bool, roles: Set[str]) -> str:
     """Return the fix of a proof's error.
 
     Args:
