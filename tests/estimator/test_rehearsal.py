@@ -263,7 +263,7 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
     assert left() == before
 
 
-@pytest.mark.parametrize("where", ["check_settings", "_trainer", "Recorder"])
+@pytest.mark.parametrize("where", ["check_settings", "rehearsal_trainer", "Recorder"])
 def test_nothing_is_left_when_a_rehearsal_fails(where, monkeypatch) -> None:
     before = patched()
 

@@ -3,12 +3,10 @@
 Memory and time are decided by code that should not be modeled a second time: Transformers' layers,
 PEFT's adapters, TRL's loss, Accelerate's autocast, the optimizer, our FP8 layers. So that code
 runs. The model is made on the meta device with its adapters, gets fake parameters, is converted
-by the target device's plan and trained by the stock trainer of its method for one step on a
-synthetic batch of the maximum size. So the loss of DPO or KTO is TRL's own, with the reference that
-it compares with: a copy of the model, or the model without its adapters. A method whose rows the
-model writes begins with a generation (`finetune.estimator.trace.writing`). Packed rows consist of
-full documents (see `DOCUMENTS`); other rows differ by one token of padding: the longest decides the
-peak, and the difference makes Transformers pass a mask, at a cost.
+by the target device's plan and trained by the stock trainer of its method (`.rehearsal_trainer`)
+for one step on a synthetic batch of the maximum size (`.batch`). So the loss of DPO or KTO is
+TRL's own, with the reference that it compares with: a copy of the model, or the model without its
+adapters. A method whose rows the model writes begins with a generation (`.writing`).
 
 The optimizer has stepped once before, on empty gradients, so its states exist as from the second
 step on. With gradient accumulation the gradients stay too, as for every micro-batch but the first.
@@ -23,33 +21,23 @@ Not rehearsed: verification in the first steps, training-health logs, evaluation
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import random
-import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from finetune.config.methods import TEACHER, Method, arguments, method_of
+from finetune.config.methods import TEACHER, arguments, method_of
 from finetune.config.optimizers import chosen
-from finetune.config.paths import TINY_LLAMA
 from finetune.config.schema import RunConfig
-from finetune.config.sft import fsdp_settings, padding_free, settings_in, sft_config, shortened
-from finetune.config.train_keys import TrainerArguments
-from finetune.data.by_trl import as_they_are
+from finetune.config.sft import fsdp_settings, padding_free, settings_in
 from finetune.errors import FinetuneError, RehearsalError, first_line
-from finetune.estimator.changes import length_of
+from finetune.estimator.trace.batch import DOCUMENTS, tensors_of
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
     choose_attention,
@@ -65,6 +53,8 @@ from finetune.estimator.trace.fsdp_groups import (
     cast_to,
     model_groups,
 )
+from finetune.estimator.trace.isolation import isolated_process
+from finetune.estimator.trace.rehearsal_trainer import rehearsal_trainer
 from finetune.estimator.trace.stand_ins import (
     SteadyScale,
     as_four_bit,
@@ -74,23 +64,19 @@ from finetune.estimator.trace.stand_ins import (
     four_bit_weights,
     masters_apart,
     paged_states,
-    settle_masters,
     store_base,
     torchao_updates,
 )
-from finetune.estimator.trace.trace import Phase, Recorder, Trace, layer_of
-from finetune.estimator.trace.writing import PROMPT, nothing, settle, writing, written_beside
-from finetune.hardware.device import Device, generators, starts_triton
+from finetune.estimator.trace.trace import Recorder, Trace, layer_of
+from finetune.hardware.device import Device, starts_triton
 from finetune.hardware.requirements import Resolution, compiles
 from finetune.precision import convert
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan as make_plan
-from finetune.precision.stored.masters import Master, Masters
+from finetune.precision.stored.masters import Master
 from finetune.precision.stored.trained import TrainedBackend
 from finetune.storage.pretrained import load_shape
-from finetune.training.helper import session
 from finetune.training.helper.compute_types import AUTOCAST
-from finetune.training.helper.optimizer import low_bit
 from finetune.training.helper.references import References, layers_of
 from finetune.training.model import (
     VARLEN,
@@ -100,11 +86,6 @@ from finetune.training.model import (
     teacher_of,
 )
 from finetune.training.run.preflight import check_settings
-
-DOCUMENTS = 8
-"""Documents per packed row, where a mask keeps them apart: then their number costs nothing. Where
-they cost only themselves, one fills its row, which is the most that it can take.
-"""
 
 
 @dataclass(frozen=True, eq=False)  # one is like no other: caches go by identity
@@ -200,29 +181,17 @@ def rehearse(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         documents = 1 if name in KERNELS else DOCUMENTS
         with replaced([(nn.Module, "to", lambda module, *_, **__: module)]):  # they cannot move
-            trainer = _trainer(
-                *(model, config, Path(folder), teacher), padded=padded, documents=documents
+            trainer = rehearsal_trainer(
+                model, config, Path(folder), teacher, padded=padded, documents=documents
             )
         # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
         if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)
             engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
             stack.enter_context(replaced([(convert, "make_backend", engine)]))
-        hardware: Any = {"hardware": bool(device.has_fp8), "triton": starts_triton()}
-        conversion = convert.apply(model, plan, **hardware)
-        stack.callback(conversion.revert)
-        reference: Any = getattr(trainer, "ref_model", None)
-        beside = [(reference, plan)] if reference is not None else []
-        if teacher is not None:
-            asked = References.precision_of(resolution.precision, hardware=bool(device.has_fp8))
-            beside.append((teacher, make_plan(teacher, asked)))
-        for other, its in beside:
-            # As `training.helper.references` decides it: a model beside that is as the policy is
-            # computes in FP8, too.
-            if layers_of(its) == layers_of(plan) or its.precision.eval == "fp8":
-                made = convert.apply(other, its, **hardware)
-                made.follows = lambda: True  # it computes as the policy does, in FP8
-                stack.callback(made.revert)
+        conversion, beside = _converted(
+            stack, (model, getattr(trainer, "ref_model", None), teacher), plan, resolution, device
+        )
         if conversion.backend is not None:
             conversion.backend.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.by_torchao:
@@ -237,11 +206,9 @@ def rehearse(
             trainer.accelerator.native_amp = False
         # Real ids: their values decide what a collator and a loss do.
         with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
-            batch = _tensors(trainer.batches)
+            batch = tensors_of(trainer.batches)
             waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
-        trainer.recorder = Recorder(
-            model, [*batch, *waiting], beside=[other for other, _ in beside]
-        )
+        trainer.recorder = Recorder(model, [*batch, *waiting], beside=beside)
         if isinstance(conversion.backend, TrainedBackend):
             trainer.masters = conversion.backend.masters
             # Nobody writes to a master between steps, and these have no numbers to compare.
@@ -290,46 +257,35 @@ def _rehearsal_errors(config: RunConfig) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def isolated_process() -> Iterator[None]:
-    """Run the block as a single process, and restore the state that the whole process shares.
+def _converted(
+    stack: ExitStack,
+    models: tuple[nn.Module, nn.Module | None, nn.Module | None],
+    plan: PrecisionPlan,
+    resolution: Resolution,
+    device: Device,
+) -> tuple[convert.Conversion, list[nn.Module]]:
+    """Convert the model, and those that compute beside it.
 
-    Training arguments reset Accelerate's global state to a CPU, which a trainer at work would then
-    read. The environment of torchrun or `accelerate launch` would make the rehearsal join the run's
-    processes, or create their group too early.
+    Args:
+        stack: what undoes it.
+        models: the model that trains, its reference, its teacher.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    # Accelerate (1.15) has one dictionary for all instances of a class (the Borg pattern).
-    shared = [cls._shared_state for cls in (PartialState, AcceleratorState, GradientState)]
-    before = [dict(state) for state in shared]
-    python, numbers = random.getstate(), np.random.get_state()
-    launched = {key: os.environ[key] for key in list(os.environ) if _LAUNCHED.fullmatch(key)}
-    for state in shared:
-        state.clear()
-    for key in launched:
-        del os.environ[key]
-    try:
-        # A run that is checked before it trains must draw the numbers that it would have drawn
-        # without.
-        with torch.random.fork_rng(generators()), session.aside():
-            yield
-    finally:
-        for key in [key for key in os.environ if _LAUNCHED.fullmatch(key)]:
-            del os.environ[key]
-        os.environ.update(launched)
-        random.setstate(python)
-        np.random.set_state(numbers)
-        for state, values in zip(shared, before, strict=True):
-            state.clear()
-            state.update(values)
-
-
-_LAUNCHED = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+"
-    r"|ACCELERATE_\w+|FSDP_\w+|TORCHELASTIC_\w+"
-)
-"""Launcher variables that describe the process group and its sharding."""
+    model, reference, teacher = models
+    hardware: Any = {"hardware": bool(device.has_fp8), "triton": starts_triton()}
+    conversion = convert.apply(model, plan, **hardware)
+    stack.callback(conversion.revert)
+    beside = [(reference, plan)] if reference is not None else []
+    if teacher is not None:
+        asked = References.precision_of(resolution.precision, hardware=bool(device.has_fp8))
+        beside.append((teacher, make_plan(teacher, asked)))
+    for other, its in beside:
+        # As `training.helper.references` decides it: a model beside that is as the policy is
+        # computes in FP8, too.
+        if layers_of(its) == layers_of(plan) or its.precision.eval == "fp8":
+            made = convert.apply(other, its, **hardware)
+            made.follows = lambda: True  # it computes as the policy does, in FP8
+            stack.callback(made.revert)
+    return conversion, [other for other, _ in beside]
 
 
 def _meta_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
@@ -342,199 +298,3 @@ def _meta_teacher(config: RunConfig, layers: int | None) -> nn.Module | None:
     alike = len({shape.num_hidden_layers for shape in shapes}) == 1
     only = config.model_copy(update={"model": model, "lora": None})
     return meta_model(only, layers=layers if alike else None)
-
-
-def _trainer(
-    model: nn.Module,
-    config: RunConfig,
-    folder: Path,
-    teacher: nn.Module | None = None,
-    *,
-    padded: bool | None = None,
-    documents: int = DOCUMENTS,
-) -> Any:
-    """The recipe's trainer over synthetic rows, for one step, saving nothing."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from transformers.trainer_callback import PrinterCallback
-
-    train = shortened(config.train, 1, _NOT_REHEARSED)
-    # One micro-batch is rehearsed; how many there are is arithmetic (`speed.timing`).
-    micro_batches = int(train.pop("gradient_accumulation_steps", 1))
-    if config.train.fsdp and fsdp_settings(config.train).checkpointing:
-        train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
-    method, own = method_of(config.train), contextlib.nullcontext()
-    if method.writes:
-        settle(train, method, micro_batches)
-        own = written_beside(method, model)
-    only = config.model_copy(update={"train": train})
-    settings = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    args = sft_config(only, folder, settings, on_cpu=True)
-    given = TrainerArguments(args)
-    if padded is None:
-        padded = not given.packing
-
-    made = [PROMPT] if method.writes else _rows(given, padded=padded, documents=documents)
-    rows, beside = as_they_are(Dataset.from_list(made)), dict[str, Any]()
-    if method.reference and config.lora is None and not given.precompute_ref_log_probs:
-        beside["ref_model"] = deepcopy(model)
-    if method.rewarded:
-        beside["reward_funcs"] = [nothing for _ in config.train.reward_funcs or [""]]
-    if teacher is not None:
-        beside["teacher_model"] = teacher
-    with own:
-        trainer: Any = _rehearsal_trainer(method)(
-            model=model,
-            args=args,
-            train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(TINY_LLAMA),
-            **beside,
-        )
-    if "ref" in getattr(model, "peft_config", ()):
-        cast(Any, model).delete_adapter("ref")  # as in training
-    if chosen(config.train).by_torchao:
-        trainer.optimizer_cls_and_kwargs = low_bit.class_and_kwargs(config.train, args)
-    trainer.remove_callback(PrinterCallback)
-    # Accelerate would move what it prepares, which fake tensors cannot do.
-    trainer.accelerator.device_placement = False
-    trainer.place_model_on_device = False  # fake parameters cannot be moved
-    trainer.accelerator.free_memory = lambda *objects: objects  # nothing to free, and it takes long
-    trainer.micro_batches = micro_batches
-    if method.writes:
-        trainer.begin(length_of(config), config.train.max_completion_length, padded=padded)
-        return trainer
-    with unset_fake_temporarily():
-        found = trainer.data_collator(list(rows))
-        trainer.batches = [{k: v for k, v in found.items() if isinstance(v, Tensor | int)}]
-    trainer.tokens = sum(x.numel() for name, x in trainer.batches[0].items() if name in _TRAINED)
-    return trainer
-
-
-_NOT_REHEARSED = (
-    "assistant_only_loss",
-    "completion_only_loss",
-    "fsdp",
-    "fsdp_config",
-    "tf32",
-    "use_liger_kernel",
-)
-"""Settings that need values, processes, a GPU or an extra here."""
-
-
-def _rows(args: TrainerArguments, *, padded: bool, documents: int) -> list[dict[str, Any]]:
-    """A batch of the maximum length; with padding only the first row has it.
-
-    With packing a row is filled by documents of equal length. Each has the columns of all methods,
-    as their trainers make them of rows of any form.
-    """
-    rows = []
-    ones = [1] * args.max_length  # one list for all rows: there may be many
-    shorter = ones[:-1] if padded else ones
-    for i in range(args.per_device_train_batch_size):
-        # The first row alone has the full length: the longest decides the shape of a padded batch.
-        ids = shorter if i else ones
-        length, row = len(ids), {**dict.fromkeys(_COLUMNS, ids), "label": i % 2 == 0}
-        row |= {"prompt_ids": ids[:0]}
-        if args.packing:
-            count = min(documents, length)
-            lengths = [length // count] * count
-            # What does not divide goes to the last document, so that the row is full.
-            lengths[-1] += length - sum(lengths)
-            row["seq_lengths"] = lengths
-        rows.append(row)
-    return rows
-
-
-_TRAINED = ("input_ids", "chosen_input_ids", "rejected_input_ids")
-"""Inputs of a model in batches of any method, whose tokens count."""
-_COLUMNS = (
-    "input_ids", "labels", "completion_ids", "KL_completion_ids", "chosen_ids", "rejected_ids",
-    *(f"{of}_{what}" for of in ("prompt", "chosen", "rejected") for what in
-      ("input_ids", "attention_mask", "labels")),
-)  # fmt: skip
-
-
-def _rehearsal_trainer(method: Method) -> type[Any]:
-    class RehearsalTrainer(method.trainer_class):
-        """Recorded trainer that takes batches as they are and starts at the end of step one."""
-
-        batches: list[Any]
-        tokens: int
-        answer = generations = 0
-        micro_batches: int
-        recorder: Recorder
-        visits: VisitRecorder
-        masters: Masters | None = None
-
-        def get_train_dataloader(self) -> Any:
-            return self.batches
-
-        def create_optimizer(self, *args: Any) -> Any:
-            optimizer = super().create_optimizer(*args)
-            if low_bit.steps_by_parts(optimizer):
-                from finetune.training.helper.optimizer.adamw import Update
-
-                Update(optimizer).attach()
-            return optimizer
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-            recorder: Recorder = self.recorder
-            optimizer: Any = self.optimizer.optimizer  # pyright: ignore[reportOptionalMemberAccess]
-            each = self.masters.each if self.masters is not None else ()
-            buffers = {id(one.parameter): one.gradient_buffer for one in each}
-            with recorder.during("optimizer"):
-                for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        # Empty gradients are enough for a step that makes states of the right
-                        # shapes.
-                        p.grad = buffers[id(p)]() if id(p) in buffers else torch.empty_like(p)
-                recorder.sort_gradients()
-                optimizer.step()
-                # With accumulation a micro-batch finds gradients of the ones before, and adds to
-                # them.
-                if self.micro_batches == 1:
-                    optimizer.zero_grad()
-            if self.masters is not None:
-                with recorder.during("load"):
-                    settle_masters(self.masters, optimizer, recorder)
-            recorder.mark("step")
-            _record(self.accelerator, "backward", recorder, "backward", then=self._begin_update)
-            _record(self.optimizer, "step", recorder, "optimizer")
-            self.visits.begin()
-            return super().training_step(*args, **kwargs)
-
-        def _begin_update(self) -> None:
-            """Count what follows, from the norm of gradients on, once per optimizer step."""
-            self.visits.move("optimizer")
-            # From the end of backward on: the norm and clipping come before `optimizer.step`.
-            self.recorder.phase = "optimizer"
-
-    return writing(RehearsalTrainer) if method.writes else RehearsalTrainer
-
-
-def _record(
-    owner: Any,
-    name: str,
-    recorder: Recorder,
-    phase: Phase,
-    then: Callable[[], Any] = lambda: None,
-) -> None:
-    """Make the recorder enter a phase while `owner.name` runs, and call `then` after it."""
-    function = getattr(owner, name)
-
-    @functools.wraps(function)  # learning rate schedules mark a step that they have seen
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        recorder.mark(phase)
-        recorder.sort_gradients()
-        with recorder.during(phase):
-            result = function(*args, **kwargs)
-        then()
-        return result
-
-    setattr(owner, name, recorded)
-
-
-def _tensors(batches: list[dict[str, Any]]) -> list[Tensor]:
-    """Tensors of batches; rows that the model writes are none yet."""
-    found = (value for batch in batches if isinstance(batch, dict) for value in batch.values())
-    return [value for value in found if isinstance(value, Tensor)]
