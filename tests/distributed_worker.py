@@ -138,7 +138,7 @@ def main(out: Path, mode: str) -> None:
     receipt = get_receipt()
     conversion = conversion_of(trainer.model_wrapped)
     assert conversion is not None
-    state = conversion.backend.state_tensors() if conversion.backend is not None else {}
+    state = conversion.engine.state_tensors() if conversion.engine is not None else {}
     codes = [m.weight for m in trainer.model.modules() if isinstance(m, StoredMixin)]
     stacks = [p for p in trainer.model.parameters() if p.dim() == 3]
     facts = {

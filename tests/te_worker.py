@@ -77,7 +77,7 @@ def model_steps(kind: str, scaling: str, *more: str) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(plain, optimizer)
     torch.set_autocast_cache_enabled(False)  # a copy in BF16 would have the gradient of both halves
     conversion: Any = convert.conversion_of(model)
-    begin, losses, draw = conversion.backend.begin_step, [], torch.Generator().manual_seed(1)
+    begin, losses, draw = conversion.engine.begin_step, [], torch.Generator().manual_seed(1)
     with traced() if "compiled" in more else nullcontext(lambda: "") as graphs:
         for step in range(STEPS):
             # Few different tokens in the second half, and more of them in each step.
@@ -87,14 +87,14 @@ def model_steps(kind: str, scaling: str, *more: str) -> dict[str, Any]:
             losses.append([])
             for x in own_half(ids + 1).chunk(2 // dist.get_world_size()):
                 # Both halves are one step to delayed scales.
-                conversion.backend.begin_step = (lambda: None) if losses[-1] else begin
+                conversion.engine.begin_step = (lambda: None) if losses[-1] else begin
                 loss = model(input_ids=x % 272, labels=x % 272).loss
                 accelerator.backward(loss)
                 losses[-1].append(loss.item())
             optimizer.step()
         made = graphs()
     begin()  # takes in what the last one has seen
-    states = conversion.backend.state_tensors()
+    states = conversion.engine.state_tensors()
     receipt = get_receipt()
     return {
         "losses": losses,
@@ -132,7 +132,7 @@ def layer_steps(scaling: str) -> dict[str, Any]:
         x[32:], g[32:] = x[32:] * 4**step, g[32:] * 4  # the second half is larger
         for (name, seen), layer in zip(found.items(), layers, strict=True):
             layer.zero_grad()
-            inside = engine.autocast(enabled=True, recipe=conversion.backend.recipe)
+            inside = engine.autocast(enabled=True, recipe=conversion.engine.recipe)
             rows = own_half(x).clone().requires_grad_()
             with inside if name == "theirs" else nullcontext():
                 y = layer(rows)
@@ -141,7 +141,7 @@ def layer_steps(scaling: str) -> dict[str, Any]:
                 digest([t.float() for t in (y, rows.grad, *(p.grad for p in layer.parameters()))])
             )
     if asked["scaling"] == "delayed":
-        conversion.backend.begin_step()  # which the engine does when its autocast ends
+        conversion.engine.begin_step()  # which the engine does when its autocast ends
         metas = [(own.fp8_meta[d].scale, own.fp8_meta[d].amax_history) for d in own.quantizers]
         for seen, tensors in zip(
             found.values(), (model[0].fp8_states, sum(metas, ())), strict=True

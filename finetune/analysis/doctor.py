@@ -27,13 +27,13 @@ from finetune.precision.facts import (
     ENGINES,
     FP8_CAPABILITY,
     SCALINGS,
-    BackendName,
+    EngineName,
     Scaling,
 )
 from finetune.precision.settings import PrecisionConfig
 from finetune.units import size_of_gib
 
-COMBINATIONS: tuple[tuple[BackendName, Scaling], ...] = tuple(
+COMBINATIONS: tuple[tuple[EngineName, Scaling], ...] = tuple(
     (engine, scaling)
     for engine in ENGINES
     for scaling, rule in SCALINGS.items()

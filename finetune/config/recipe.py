@@ -31,7 +31,7 @@ from finetune.config.train_section import (
 )
 from finetune.config.yaml import KeyPath, PlainText, dump_yaml, parse_yaml, read_text, shown
 from finetune.errors import ConfigError, did_you_mean, raise_all, speaking
-from finetune.precision.facts import FROZEN_SCALINGS, SCALINGS
+from finetune.precision.facts import SCALINGS, STORED_SCALINGS
 from finetune.precision.settings import FP8_ONLY, FROZEN_ONLY, plain_dtype
 from finetune.section import RefusedError
 
@@ -90,7 +90,7 @@ REPLACED: tuple[tuple[str, Callable[[Any, Any], bool], tuple[str, ...]], ...] = 
     ),
     (
         "precision.scaling",
-        lambda new, _: new not in FROZEN_SCALINGS,
+        lambda new, _: new not in STORED_SCALINGS,
         _of("precision", "frozen", *FROZEN_ONLY),
     ),
     ("precision.frozen", lambda new, _: new != "fp8", _of("precision", *FROZEN_ONLY)),

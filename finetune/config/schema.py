@@ -21,7 +21,7 @@ from finetune.config.sections import (
     ResumeConfig,
 )
 from finetune.config.train_keys import TrainSection
-from finetune.precision.facts import FROZEN_SCALINGS
+from finetune.precision.facts import STORED_SCALINGS
 from finetune.precision.settings import PrecisionConfig
 from finetune.section import Section
 
@@ -139,7 +139,7 @@ class RunConfig(Section):
             precision.get("compute") == "fp8"
             and precision.get("frozen") is None
             and precision.get("format") in (None, "e4m3")
-            and precision.get("scaling", "tensorwise") in FROZEN_SCALINGS
+            and precision.get("scaling", "tensorwise") in STORED_SCALINGS
         )
         return values | {"precision": precision | {"frozen": "fp8"}} if stored else values
 

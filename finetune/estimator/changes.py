@@ -201,7 +201,7 @@ def _smaller_base(config: RunConfig, device: Device) -> Iterator[Change]:
         yield Change("base", overrides, f"the frozen base is stored {why}", "otherwise")
     plain = precision.compute == "fp8" and precision.frozen != "fp8"
     # A stored base multiplies E4M3 operands alone: another format was asked for on purpose.
-    if plain and precision.facts.frozen and precision.format in (None, "e4m3"):
+    if plain and precision.facts.stored and precision.format in (None, "e4m3"):
         why = "the frozen base is stored in FP8 alone, without a copy in 16 bits"
         yield Change("base", ("precision.frozen=fp8",), why, "otherwise")
     # bitsandbytes casts a layer's bias to BF16 in place, where its small updates are lost.
@@ -217,7 +217,7 @@ def _masters(config: RunConfig, device: Device) -> Iterator[Change]:
     if not able or precision.fp8_params or precision.engine.owns_weights:
         return
     why = "weights on the GPU as FP8 codes alone; masters, gradients and states in host memory"
-    if precision.compute == "fp8" and precision.facts.frozen:
+    if precision.compute == "fp8" and precision.facts.stored:
         yield Change("masters", (FP8_PARAMS,), f"{why}, where the update runs")
     elif precision.compute == "bf16":
         yield Change("masters", (FP8, FP8_PARAMS), f"in FP8: {why}", "otherwise")
@@ -285,7 +285,7 @@ def _engines(config: RunConfig, device: Device) -> Iterator[Change]:
     for backend, scaling in pairs:
         rule = SCALINGS[scaling]
         overrides = (FP8, f"precision.backend={backend}", f"precision.scaling={scaling}")
-        overrides += cast_each_time if rule.frozen else ()
+        overrides += cast_each_time if rule.stored else ()
         # A rule with a history has no powers of two; a recipe's setting for them would be refused.
         overrides += ("precision.power_of_two_scales=null",) if rule.has_history else ()
         yield Change(f"{backend} {scaling}", overrides, f"FP8, {backend} {scaling}", "otherwise",

@@ -29,18 +29,18 @@ from finetune.hardware.device import (
 )
 from finetune.hardware.gpus import Machine
 from finetune.hardware.versions import version
-from finetune.precision.facts import BLOCK_CAPABILITY, ENGINES, FASTEST, BackendName
+from finetune.precision.facts import BLOCK_CAPABILITY, ENGINES, FASTEST, EngineName
 from finetune.precision.settings import FP8_ONLY, PrecisionConfig
 
 FP8_GPUS = "a GPU with FP8 (RTX 4090, L40S, H100, H200, B200)"
 
 
-AUTO_ORDER: tuple[BackendName, ...] = ("torchao", "te", "emulated")
+AUTO_ORDER: tuple[EngineName, ...] = ("torchao", "te", "emulated")
 """Backends that `auto` tries, fastest first: `FASTER` has the evidence. Emulation comes last."""
-UNCOMPILED_ORDER: tuple[BackendName, ...] = ("te", "torchao", "emulated")
+UNCOMPILED_ORDER: tuple[EngineName, ...] = ("te", "torchao", "emulated")
 """The same with `compile=off`."""
 
-FASTER: dict[BackendName, str] = {
+FASTER: dict[EngineName, str] = {
     "torchao": "compiled it takes 750 ms for a full step of an 8B model on an H100 (measured); "
     "Transformer Engine 1,200 uncompiled (measured), 1.05x as long as torchao compiled (predicted)",
     "te": "uncompiled it takes half of torchao's time for a full step of an 8B model (predicted)",
@@ -58,7 +58,7 @@ Limit = tuple[str, dict[str, Any]]
 
 
 def _limits(
-    name: BackendName, precision: PrecisionConfig, device: Device | None = None
+    name: EngineName, precision: PrecisionConfig, device: Device | None = None
 ) -> Iterator[Limit]:
     """What an engine lacks of a precision on a device with FP8, or on whatever device.
 
@@ -106,7 +106,7 @@ def _te_limits(p: PrecisionConfig, major: int, here: str | None) -> Iterator[Lim
         yield no, {"power_of_two_scales": None}
 
 
-_LIMITS: dict[BackendName, Callable[[PrecisionConfig, int, str | None], Iterator[Limit]]] = {
+_LIMITS: dict[EngineName, Callable[[PrecisionConfig, int, str | None], Iterator[Limit]]] = {
     "torchao": _torchao_limits,
     "emulated": _emulation_limits,
     "te": _te_limits,
@@ -114,7 +114,7 @@ _LIMITS: dict[BackendName, Callable[[PrecisionConfig, int, str | None], Iterator
 
 
 def engine_verdict(
-    name: BackendName, precision: PrecisionConfig, device: Device | None = None
+    name: EngineName, precision: PrecisionConfig, device: Device | None = None
 ) -> Verdict:
     """True if an engine has this precision, on a device or on any at all; if not, what to use."""
     for no, settings in _limits(name, precision, device):
@@ -126,7 +126,7 @@ def engine_verdict(
 
 
 def backend_verdict(
-    name: BackendName, precision: PrecisionConfig, device: Device, engine: Verdict | None = None
+    name: EngineName, precision: PrecisionConfig, device: Device, engine: Verdict | None = None
 ) -> Verdict:
     """True if backend `name` can run `precision` on `device`, and why.
 
@@ -225,7 +225,7 @@ def resolve(
     raise _not_available(precision, device, found, ways)
 
 
-Refused = dict[BackendName, str]
+Refused = dict[EngineName, str]
 """Engine -> why it cannot run a precision."""
 
 
@@ -271,16 +271,16 @@ def _not_available(
     )
 
 
-def _engines(precision: PrecisionConfig) -> tuple[BackendName, ...]:
+def _engines(precision: PrecisionConfig) -> tuple[EngineName, ...]:
     """The backends to try, in this order."""
     if precision.backend != "auto":
         return (precision.backend,)
     return UNCOMPILED_ORDER if precision.compile_requested == "off" else AUTO_ORDER
 
 
-def _preferred(name: BackendName, precision: PrecisionConfig, device: Device) -> str:
+def _preferred(name: EngineName, precision: PrecisionConfig, device: Device) -> str:
     """Why `auto` takes this engine of the two."""
-    other: BackendName = next(one for one in AUTO_ORDER if one != name)
+    other: EngineName = next(one for one in AUTO_ORDER if one != name)
     return next((no for no, _ in _limits(other, precision, device)), FASTER[name])
 
 
@@ -290,7 +290,7 @@ def _listed(refused: Refused) -> str:
     return "; ".join(f"{', '.join(names)}: {no}" for no, names in alike.items())
 
 
-def _check_kernels(precision: PrecisionConfig, device: Device, backend: BackendName) -> None:
+def _check_kernels(precision: PrecisionConfig, device: Device, backend: EngineName) -> None:
     """Raise where `precision.kernels=triton` cannot be honored."""
     can = device.has_fp8 and has_triton()
     if can and ENGINES[backend].emulates:

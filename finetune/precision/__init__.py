@@ -1,1 +1,1 @@
-"""FP8 compute: decide (`planner`), swap (`convert`), multiply (backends), witness."""
+"""FP8 compute: decide (`planner`), swap (`convert`), multiply (engines), witness."""

@@ -21,7 +21,7 @@ from torch import nn
 from finetune.precision.cases import CASES
 from finetune.precision.cases.case import Site
 from finetune.precision.cases.parameters import promise
-from finetune.precision.engines.base import Backend
+from finetune.precision.engines.base import Engine
 from finetune.precision.engines.observers import ObservedMixin, in_backward
 from finetune.precision.model import compiling
 from finetune.precision.model.layers import decoder_layers, records
@@ -30,9 +30,9 @@ from finetune.precision.model.swap import Swapped, swap, unswap
 from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.numbers import kernels
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored.frozen import FrozenBackend
-from finetune.precision.stored.gathered import GatheredBackend
-from finetune.precision.stored.trained import CodedMixin, TrainedBackend
+from finetune.precision.stored.frozen import FrozenEngine
+from finetune.precision.stored.gathered import GatheredEngine
+from finetune.precision.stored.trained import CodedMixin, TrainedEngine
 
 ATTRIBUTE = "_finetune_conversion"
 
@@ -43,7 +43,7 @@ class Conversion:
     Attributes:
         tree: the model's modules.
         model: its root, whose call begins a step.
-        backend: engine of layers that keep their weights, None without such FP8 layers.
+        engine: engine of layers that keep their weights, None without such FP8 layers.
         frozen: engine of layers with weights stored in FP8, None without them.
         around: context managers entered around every call of the model.
         compiled: decoder layers under `torch.compile`.
@@ -57,11 +57,11 @@ class Conversion:
         self,
         tree: Tree,
         plan: PrecisionPlan,
-        backend: Backend | None,
-        frozen: FrozenBackend | None = None,
+        engine: Engine | None,
+        frozen: FrozenEngine | None = None,
     ) -> None:
         self.tree, self.model, self.plan = tree, tree.model, plan
-        self.backend, self.frozen = backend, frozen
+        self.engine, self.frozen = engine, frozen
         self.around: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
         self.trainable = set(named_trainable(tree))
         self.compiled: list[nn.Module] = []
@@ -77,15 +77,15 @@ class Conversion:
             engine.conversion = self
 
     @property
-    def engines(self) -> list[Backend]:
+    def engines(self) -> list[Engine]:
         """FP8 engines: of frozen weights, and of the others."""
-        return [engine for engine in (self.frozen, self.backend) if engine is not None]
+        return [engine for engine in (self.frozen, self.engine) if engine is not None]
 
     # ---------------------------------------------------------------------------- apply, revert
 
     def apply(self) -> None:
         """Let each case change its modules, and put the root's own mixin before its class."""
-        site = Site(self.model, self.plan, self.backend, self.frozen, self.tree.named)
+        site = Site(self.model, self.plan, self.engine, self.frozen, self.tree.named)
         for case in CASES:
             for module, mixin, facts in case(site):
                 self._swap(module, mixin, **facts)
@@ -122,8 +122,8 @@ class Conversion:
             unswap(module)
         for module in self.compiled:
             module._compiled_call_impl = None  # undoes `nn.Module.compile`
-        if self.is_applied and self.backend is not None:
-            self.backend.release(self.model)
+        if self.is_applied and self.engine is not None:
+            self.engine.release(self.model)
         self._swapped, self.compiled, self.head = [], [], None
         self.around.clear()
         self.is_applied = False
@@ -174,14 +174,14 @@ class Conversion:
                 computes = low or self.plan.precision.eval == "fp8"
                 for engine in self.engines:
                     stack.enter_context(engine.computing(low=computes))
-            if self.backend is not None:
+            if self.engine is not None:
                 # A call in backward is a recomputation, part of the step that began already.
                 if steps and not in_backward():
-                    self.backend.begin_step()
+                    self.engine.begin_step()
                 elif not steps:
-                    stack.enter_context(self.backend.unrecorded())
+                    stack.enter_context(self.engine.unrecorded())
                 if low or steps:
-                    stack.enter_context(self.backend.region())
+                    stack.enter_context(self.engine.region())
             if self.head is not None:
                 stack.enter_context(self.head.in_fused_loss())
             for enter in list(self.around):
@@ -198,9 +198,9 @@ class Conversion:
         Trainers of answers that the model writes leave it in training mode, where every token would
         cast all weights to FP8 again. Frozen weights are stored so, and stay.
         """
-        if self.backend is None:
+        if self.engine is None:
             return contextlib.nullcontext()
-        return self.backend.computing(low=self.plan.precision.eval == "fp8")
+        return self.engine.computing(low=self.plan.precision.eval == "fp8")
 
 
 class RootMixin(ObservedMixin):
@@ -221,18 +221,18 @@ class WritingRootMixin(RootMixin):
             return super().generate(*args, **kwargs)  # pyright: ignore
 
 
-def make_backend(
+def make_engine(
     precision: PrecisionConfig,
     layers: int,
     *,
     hardware: bool,
     triton: bool = True,
     gathered: torch.dtype | None = None,
-) -> Backend:
+) -> Engine:
     """The engine of layers that keep their weights.
 
     Args:
-        precision: its backend must be concrete (`hardware.requirements.resolve`).
+        precision: its `backend` must be concrete (`hardware.requirements.resolve`).
         layers: number of layers that it will multiply.
         hardware: True if the device multiplies FP8; if not, torchao emulates.
         triton: True if kernels of ours start there.
@@ -241,23 +241,23 @@ def make_backend(
     if precision.fp8_params:
         emulate = not hardware or precision.engine.emulates
         if gathered is not None:
-            return GatheredBackend(precision, gathered, emulate=emulate, triton=triton)
-        return TrainedBackend(precision, emulate=emulate, triton=triton)
+            return GatheredEngine(precision, gathered, emulate=emulate, triton=triton)
+        return TrainedEngine(precision, emulate=emulate, triton=triton)
     match precision.backend:  # a library is imported only where its engine is wanted
         case "emulated":
-            from finetune.precision.engines.emulated import EmulatedBackend
+            from finetune.precision.engines.emulated import EmulatedEngine
 
-            return EmulatedBackend(precision, layers)
+            return EmulatedEngine(precision, layers)
         case "torchao":
-            from finetune.precision.engines.torchao import TorchaoBackend
+            from finetune.precision.engines.torchao import TorchaoEngine
 
-            return TorchaoBackend(precision, emulate=not hardware, triton=triton)
+            return TorchaoEngine(precision, emulate=not hardware, triton=triton)
         case "te":
-            from finetune.precision.engines.transformer_engine import TransformerEngineBackend
+            from finetune.precision.engines.transformer_engine import TeEngine
 
-            return TransformerEngineBackend(precision, triton=triton)
+            return TeEngine(precision, triton=triton)
         case _:
-            raise AssertionError("resolve() names the backend before a plan is made")
+            raise AssertionError("resolve() names the engine before a plan is made")
 
 
 def apply(
@@ -280,10 +280,10 @@ def apply(
     kernels.can_launch = triton
     precision, plain = plan.precision, sum(not layer.stored for layer in plan.fp8_layers)
     able: Any = {"hardware": hardware, "triton": triton, "gathered": gathered}
-    backend = make_backend(precision, plain, **able) if plain else None
+    engine = make_engine(precision, plain, **able) if plain else None
     emulate = not hardware or precision.engine.emulates
-    frozen = FrozenBackend(precision, emulate=emulate, triton=triton) if plan.stored else None
-    conversion = Conversion(tree, plan, backend, frozen)
+    frozen = FrozenEngine(precision, emulate=emulate, triton=triton) if plan.stored else None
+    conversion = Conversion(tree, plan, engine, frozen)
     try:
         conversion.apply()
     except BaseException:  # Ctrl-C, too, must not leave half a conversion
@@ -315,12 +315,12 @@ def revert(model: nn.Module | Tree) -> nn.Module:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the converted layers in high precision inside the block."""
     every: list[Any] = [m for m in model.modules() if getattr(m, "multiplies", False)]
-    away = {m.fp8_backend for m in every if isinstance(m, CodedMixin)}
+    away = {m.fp8_engine for m in every if isinstance(m, CodedMixin)}
     layers = [module for module in every if not isinstance(module, CodedMixin)]
     classes = [type(module) for module in layers]
     with contextlib.ExitStack() as stack:
-        for backend in away:  # their plain classes would multiply by weights on another device
-            stack.enter_context(backend.computing(low=False))
+        for engine in away:  # their plain classes would multiply by weights on another device
+            stack.enter_context(engine.computing(low=False))
         try:
             for module, cls in zip(layers, classes, strict=True):
                 # Facts stay in the `__dict__` of a module: its class again is enough afterwards.

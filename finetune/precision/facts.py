@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BackendName = Literal["te", "torchao", "emulated"]
+EngineName = Literal["te", "torchao", "emulated"]
 Scaling = Literal[
     "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"
 ]
@@ -33,7 +33,7 @@ class ScalingFacts:
 
     Attributes:
         shown: what a person reads.
-        engines: backends that multiply under it.
+        engines: those that multiply under it.
         format: usual format; None if the rule has one of its own, E2M1.
         pow2: True if scales are usually powers of two.
         own_scales: what scales are by definition, and no setting changes; else empty.
@@ -43,7 +43,7 @@ class ScalingFacts:
         by_row: True if a row of each GEMM operand has a scale.
         block: numbers along the contracted dimension that share a scale; 0 without blocks.
         weight_rows: rows of a weight that share one.
-        frozen: granularity of a weight stored in FP8 under it; empty if it stores none.
+        stored: granularity of a weight stored in FP8 under it; empty if it stores none.
         alignment: K and N have to be multiples of it.
         capability: least CUDA compute capability that multiplies so in hardware.
         size: bytes of a number, with its share of the scales.
@@ -51,7 +51,7 @@ class ScalingFacts:
     """
 
     shown: str
-    engines: tuple[BackendName, ...]
+    engines: tuple[EngineName, ...]
     format: Fp8Format | None = "e4m3"
     pow2: bool = False
     own_scales: str = ""
@@ -61,7 +61,7 @@ class ScalingFacts:
     by_row: bool = False
     block: int = 0
     weight_rows: int = 1
-    frozen: Literal["row", "tensor", ""] = ""
+    stored: Literal["row", "tensor", ""] = ""
     alignment: int = 16
     capability: tuple[int, int] = FP8_CAPABILITY
     size: float = 1.0
@@ -112,14 +112,14 @@ SCALINGS: dict[Scaling, ScalingFacts] = {
         engines=("te", "torchao", "emulated"),
         format="hybrid",
         whole=True,
-        frozen="tensor",
+        stored="tensor",
     ),
     "rowwise": ScalingFacts(
         shown="row-wise scales",
         engines=("torchao", "emulated"),
         pow2=True,
         by_row=True,
-        frozen="row",
+        stored="row",
     ),
     "rowwise_with_gw_hp": ScalingFacts(
         shown="row-wise scales, wgrad high",
@@ -163,13 +163,13 @@ SCALINGS: dict[Scaling, ScalingFacts] = {
 }
 FASTEST: Scaling = "tensorwise"
 """Predicted the fastest of those that every FP8 GPU has, where all weights train."""
-FROZEN_SCALINGS = tuple(sorted(name for name, row in SCALINGS.items() if row.frozen))
+STORED_SCALINGS = tuple(sorted(name for name, row in SCALINGS.items() if row.stored))
 """Rules under which weights are stored in FP8: they follow the current amax."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """Facts of a backend.
+    """Facts of an engine.
 
     Attributes:
         shown: what a person reads.
@@ -192,7 +192,7 @@ class EngineFacts:
     library: str = ""
 
 
-ENGINES: dict[BackendName, EngineFacts] = {
+ENGINES: dict[EngineName, EngineFacts] = {
     "te": EngineFacts(
         shown="Transformer Engine",
         scaling="delayed",

@@ -94,7 +94,7 @@ def plan(
             _check_override(row, own)
             layers.append(storing.row(row, each.owner))
             continue
-        # Experts that are stored are multiplied by our own forward, whatever the backend.
+        # Experts that are stored are multiplied by our own forward, whatever the engine.
         if not storing.serves(each.owner, frozen=not each.weight.requires_grad):
             served = are_served_experts(each.owner)
             made_anew = "" if served else why_made_anew(modules, each.name, each.owner)
@@ -218,7 +218,7 @@ class _Storing:
         }
         self._typed = set(ids_giving_types(modules))
         # By row as x and g are cast then; the other rules go with one scale per tensor.
-        self._granularity: Granularity = precision.facts.frozen or "tensor"
+        self._granularity: Granularity = precision.facts.stored or "tensor"
 
     def row(self, row: LayerPlan, module: Any) -> LayerPlan:
         """The row of a layer whose weight is stored in FP8 if it is frozen and computes so."""

@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-Codes = tuple[Tensor, Tensor]  # codes and inverse scale, one or one a row: x ≈ codes · inverse
+Quantized = tuple[Tensor, Tensor]  # codes and inverse scale, one or one a row: x ≈ codes · inverse
 
 
-def cast(x: Tensor, fmt: torch.dtype, dim: int | None = None) -> Codes:
+def cast(x: Tensor, fmt: torch.dtype, dim: int | None = None) -> Quantized:
     """Cast a matrix with one scale, or with one for each row whose amax is taken along `dim`."""
     top = torch.finfo(fmt).max
     amax = (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
@@ -32,12 +32,12 @@ def cast(x: Tensor, fmt: torch.dtype, dim: int | None = None) -> Codes:
     return (x.float() * scale).to(fmt), scale.reciprocal()
 
 
-def gemm(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+def gemm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """[M, K] @ [K, N]: accumulated in float32, scaled and rounded once, at the end."""
     return ((a[0].float() @ b[0].float()) * (a[1] * b[1])).to(dtype)
 
 
-def transposed(a: Codes) -> Codes:
+def transposed(a: Quantized) -> Quantized:
     """[M, K] -> [K, M], scales a row to scales a column."""
     return a[0].t(), a[1].t() if a[1].dim() else a[1]
 
@@ -101,7 +101,7 @@ class Fp8Linear(nn.Linear):
         y = y if self.bias is None else y + self.bias.to(y.dtype)
         return y.view(*x.shape[:-1], -1)
 
-    def codes(self) -> Codes:
+    def codes(self) -> Quantized:
         """Codes of a frozen weight, made once."""
         if not hasattr(self, "_codes"):
             self._codes = cast(self.weight, E4M3, 1)

@@ -11,11 +11,11 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 
 from finetune.precision.facts import (
     ENGINES,
-    FROZEN_SCALINGS,
     SCALINGS,
+    STORED_SCALINGS,
     UNDECIDED,
-    BackendName,
     EngineFacts,
+    EngineName,
     Fp8Format,
     Gemm,
     Scaling,
@@ -39,7 +39,7 @@ class PrecisionConfig(Section):
     compute: Compute = Field(
         default="bf16", description="precision of the matmuls of linear layers"
     )
-    backend: Literal["auto", BackendName] = Field(
+    backend: Literal["auto", EngineName] = Field(
         default="auto",
         description="engine; `auto` takes the fastest that has the scaling on an FP8 GPU: torchao, "
         "else Transformer Engine",
@@ -151,7 +151,7 @@ class PrecisionConfig(Section):
 
     @property
     def engine(self) -> EngineFacts:
-        """Facts of the backend, if it is resolved."""
+        """Facts of the engine, if `backend` is resolved."""
         return UNDECIDED if self.backend == "auto" else ENGINES[self.backend]
 
     @property
@@ -217,8 +217,8 @@ class PrecisionConfig(Section):
         if self.frozen == "fp8":
             what = "fp8_params is for weights that train, frozen=fp8 for weights that do not"
             raise RefusedError(what, "~fp8_params", "frozen=bf16")
-        ways = [f"scaling={scaling}" for scaling in FROZEN_SCALINGS]
-        if self.scaling not in FROZEN_SCALINGS:
+        ways = [f"scaling={scaling}" for scaling in STORED_SCALINGS]
+        if self.scaling not in STORED_SCALINGS:
             what = (
                 f"fp8_params casts weights under current scaling, and scaling is {self.scaling!r}"
             )
@@ -235,7 +235,7 @@ class PrecisionConfig(Section):
         without = " ".join(f"~{name}" for name in own)
         if self.frozen != "fp8":
             if own and not self.fp8_params:
-                fitting = "" if self.scaling in FROZEN_SCALINGS else " scaling=rowwise"
+                fitting = "" if self.scaling in STORED_SCALINGS else " scaling=rowwise"
                 what = f"{own[0]} belongs to weights stored in FP8"
                 raise RefusedError(what, f"frozen=fp8{fitting}", without)
             return
@@ -243,9 +243,9 @@ class PrecisionConfig(Section):
             what = f"kernels={self.kernels} and compile={self.compile} contradict each other"
             raise RefusedError(what, "~kernels", "~compile")
         plain = f"frozen=bf16 {without}".rstrip()
-        if self.scaling not in FROZEN_SCALINGS:
+        if self.scaling not in STORED_SCALINGS:
             what = f"multiplies under current scaling, and scaling is {self.scaling!r}"
-            ways = [f"scaling={scaling}" for scaling in FROZEN_SCALINGS]
+            ways = [f"scaling={scaling}" for scaling in STORED_SCALINGS]
         elif self.format not in (None, "e4m3"):
             what = f"multiplies E4M3 operands, gradients too, and format is {self.format!r}"
             ways = ["~format"]

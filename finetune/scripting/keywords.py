@@ -80,6 +80,8 @@ def recipe_of(function: str, said: Settings, typed: Settings, name: str = "") ->
     replace(data, said, [f"{section}.{key}" for section in typed for key in typed[section]])
     data["data"] = data.get("data") or {"name": f"{BUILTIN}harbour"}  # a model alone has no rows
     precision = data["precision"] = dict(data.get("precision", {}))
+    # As in shipped recipes with adapters: over a base with a scale for each row gradients are E4M3
+    # too, and keep a digit more than in E5M2 (`finetune.precision.numbers.weights`).
     if precision.get("compute") == "fp8" and "lora" in data:
         precision.setdefault("scaling", "rowwise")
 

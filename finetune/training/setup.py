@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from finetune.config.aliases import as_arguments, in_python, in_script
 from finetune.errors import ConfigError, UnknownArgumentError, did_you_mean, speaking
 from finetune.hardware.device import EXPANDABLE, expand_segments, processes, refuse_lone_process
-from finetune.precision.facts import ENGINES, UNDECIDED, BackendName, Fp8Format, Scaling
+from finetune.precision.facts import ENGINES, UNDECIDED, EngineName, Fp8Format, Scaling
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.receipt import Receipt
 from finetune.section import RefusedError
@@ -118,7 +118,7 @@ def setup_fp8_mixed_precision_training(
     settings |= {
         "compute": "fp8",
         "backend": name,
-        "scaling": scaling or ENGINES.get(cast("BackendName", name), UNDECIDED).scaling,
+        "scaling": scaling or ENGINES.get(cast("EngineName", name), UNDECIDED).scaling,
         "format": fp8_format.lower() if isinstance(fp8_format, str) else fp8_format,
         "margin": margin,
         "amax_history_len": amax_history_len,

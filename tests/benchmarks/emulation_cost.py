@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from finetune.config.paths import TINY_LLAMA
 from finetune.hardware.requirements import engine_verdict
 from finetune.precision import convert, planner
-from finetune.precision.facts import BackendName, Scaling
+from finetune.precision.facts import EngineName, Scaling
 from finetune.precision.settings import PrecisionConfig
 
 BASELINE = "bf16"
@@ -32,7 +32,7 @@ BASELINE = "bf16"
 def precisions(emulation: str) -> dict[str, PrecisionConfig]:
     """Everything that emulates: our backend with every scaling, torchao's with what it has."""
     found = {}
-    for backend in get_args(BackendName):
+    for backend in get_args(EngineName):
         for scaling in get_args(Scaling):
             p = PrecisionConfig.model_validate(
                 {

@@ -74,7 +74,7 @@ class Peaks(TrainerCallback):
             return
         self.live.__exit__(None, None, None)
         self.device, self.live = self.live.peak, None
-        masters = [one.parameter for one in conversion_of(model).backend.masters.each]
+        masters = [one.parameter for one in conversion_of(model).engine.masters.each]
         self.pinned = 2 * sum(pinned_bytes(p.nbytes) for p in masters)
         states = (x for p in masters for x in optimizer.state[p].values())
         self.pageable = sum(x.nbytes for x in states if x.dim())

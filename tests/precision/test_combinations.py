@@ -19,11 +19,11 @@ from finetune import get_receipt, setup_fp8_mixed_precision_training
 from finetune.errors import ConfigError, PrecisionError
 from finetune.hardware.device import Device
 from finetune.hardware.requirements import resolve
-from finetune.precision.facts import BackendName, Fp8Format, Scaling
+from finetune.precision.facts import EngineName, Fp8Format, Scaling
 from finetune.precision.settings import PrecisionConfig
 from tests.conftest import B200, CPU, H100, batch, train
 
-BACKENDS, SCALINGS, FORMATS = get_args(BackendName), get_args(Scaling), get_args(Fp8Format)
+BACKENDS, SCALINGS, FORMATS = get_args(EngineName), get_args(Scaling), get_args(Fp8Format)
 
 
 def machine(backend: str) -> tuple[Device, ...]:

@@ -100,8 +100,8 @@ def test_scales_in_force_are_those_of_the_table(reentrant, algorithm, margin, po
         weight = cast(model.layer.weight.detach(), rule.scale_in_force("w"), E4M3).float()
         expected = (codes @ weight.t()) * (1 / in_force) * (1 / rule.scale_in_force("w"))
         assert torch.allclose(y, expected, rtol=1e-5)
-    assert conversion.backend.state_tensors()["history"].shape == (4, 3)
-    assert conversion.backend.effective()["margin"] == margin
+    assert conversion.engine.state_tensors()["history"].shape == (4, 3)
+    assert conversion.engine.effective()["margin"] == margin
 
 
 def test_a_gradients_history_moves_with_backwards_only() -> None:
@@ -111,7 +111,7 @@ def test_a_gradients_history_moves_with_backwards_only() -> None:
         outputs = [model(matrix(2.0 + i).requires_grad_()) for _ in range(2)]
         sum(outputs).backward(matrix(1.0 + i))
     model(matrix(1.0))
-    history = conversion.backend.state_tensors()["history"]
+    history = conversion.engine.state_tensors()["history"]
     assert history[:, 2].tolist() == [3, 2, 1, 0]
     assert history[:, 0].tolist() == [4, 4, 3, 3]
 
@@ -124,7 +124,7 @@ def test_the_largest_amax_of_a_step_counts_whichever_call_has_it(amaxes, monkeyp
     monkeypatch.setattr(Net, "forward", twice)
     for _ in range(2):  # the second begins with the history of the first
         model([matrix(amax).requires_grad_() for amax in amaxes]).backward(matrix(1.0))
-    assert conversion.backend.state_tensors()["history"][0, 0] == 4
+    assert conversion.engine.state_tensors()["history"][0, 0] == 4
 
 
 def updated(history: list[float], scale: float, amax: float, algorithm: str) -> float:
@@ -180,14 +180,14 @@ def test_evaluation_moves_nothing() -> None:
     model, conversion = prepared(amax_history_len=4, eval="fp8")
     model(matrix(2.0)).sum().backward()
     model(matrix(2.0)).sum().backward()
-    before = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    before = {k: v.clone() for k, v in conversion.engine.state_tensors().items()}
     model.eval()
     with torch.no_grad():
         model(matrix(1.0))
         model.train()(matrix(1.0))  # a training mode without gradients is no step either
     with torch.inference_mode():
         model.eval()(matrix(1.0))
-    after = conversion.backend.state_tensors()
+    after = conversion.engine.state_tensors()
     assert all(torch.equal(after[k], before[k]) for k in before)
     model.train()(matrix(2.0)).sum().backward()
 
@@ -199,7 +199,7 @@ def test_training_in_evaluation_mode_is_a_step() -> None:
     for _ in range(3):
         model(matrix(1000.0)).sum().backward()
     assert float(model.layer.fp8_rule.scale_in_force("x")) == pytest.approx(448 / 1000)
-    assert conversion.backend.state.steps == 3
+    assert conversion.engine.state.steps == 3
 
 
 def test_parts_called_alone_are_steps() -> None:
@@ -210,7 +210,7 @@ def test_parts_called_alone_are_steps() -> None:
     for _ in range(3):
         model.layer(matrix(1000.0)).sum().backward()
     assert float(model.layer.fp8_rule.scale_in_force("x")) == pytest.approx(448 / 1000)
-    assert conversion.backend.state.steps == 5
+    assert conversion.engine.state.steps == 5
 
 
 def test_scales_are_float32_whatever_is_the_default() -> None:
@@ -229,10 +229,10 @@ def test_state_is_taken_back() -> None:
     model, conversion = prepared(amax_history_len=4)
     for i in range(6):
         model(matrix(AMAX["x"][i])).backward(matrix(AMAX["g"][i] + 1))
-    stored = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    stored = {k: v.clone() for k, v in conversion.engine.state_tensors().items()}
     fresh, other = prepared(amax_history_len=4)
     fresh.load_state_dict(model.state_dict())
-    other.backend.load_state_tensors(stored)
+    other.engine.load_state_tensors(stored)
     for i in range(6, 12):
         for net in (model, fresh):
             net(matrix(AMAX["x"][i])).backward(matrix(AMAX["g"][i]))

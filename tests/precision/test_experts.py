@@ -183,7 +183,7 @@ def test_stored_experts_compute_what_their_codes_say(family) -> None:
     for name in ("gate_up_proj", "down_proj"):
         before = getattr(experts, name)
         store_experts(experts, name)
-        codes, scale = experts.codes(name), getattr(experts, f"{name}_scale")
+        codes, scale = experts.bits_of(name), getattr(experts, f"{name}_scale")
         assert getattr(experts, name).shape == before.shape, "as PEFT reads it"
         assert codes.is_contiguous()
         back = (decode_bits(codes).float() * scale).detach()
@@ -272,9 +272,9 @@ def test_experts_are_codes_from_the_start(family, tmp_path) -> None:
         module, _, local = name.rpartition(".")
         store_experts(owner, local)
         theirs = loaded.get_submodule(module)
-        assert torch.equal(theirs.codes(local), owner.codes(local))
+        assert torch.equal(theirs.bits_of(local), owner.bits_of(local))
         assert torch.equal(getattr(theirs, f"{local}_scale"), getattr(owner, f"{local}_scale"))
-        assert built.get_submodule(module).codes(local).dtype is torch.uint8
+        assert built.get_submodule(module).bits_of(local).dtype is torch.uint8
     for model in (loaded, built):
         assert stored_stacks(model) == 4
         assert torch.isfinite(model(**tokens()).loss)

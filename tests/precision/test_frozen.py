@@ -28,7 +28,7 @@ from finetune.precision.numbers.weights import (
 )
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored.frozen import FrozenBackend, FrozenMixin, SharedCast
+from finetune.precision.stored.frozen import FrozenEngine, FrozenMixin, SharedCast
 from finetune.precision.stored.linear import StoredMixin, store
 from tests.conftest import batch
 
@@ -443,15 +443,15 @@ def test_the_helper_takes_it_by_name():
 
 
 def test_siblings_share_the_cast_of_their_input():
-    backend = FrozenBackend(fp8(), emulate=True)
+    engine = FrozenEngine(fp8(), emulate=True)
     how = Arithmetic((1, 32))
     x = torch.randn(4, 8, 32)
-    first = backend.cast(x, how, torch.bfloat16)
-    assert backend.cast(x, how, torch.bfloat16) is first
-    kept = backend.cast_and_keep(x, how, torch.bfloat16)[2]
-    assert kept is backend.cast_and_keep(x, how, torch.bfloat16)[2]
+    first = engine.cast(x, how, torch.bfloat16)
+    assert engine.cast(x, how, torch.bfloat16) is first
+    kept = engine.cast_and_keep(x, how, torch.bfloat16)[2]
+    assert kept is engine.cast_and_keep(x, how, torch.bfloat16)[2]
     assert kept.dtype is E4M3.dtype
     x.add_(1)  # the same object with other numbers
-    assert backend.cast(x, how, torch.bfloat16) is not first
+    assert engine.cast(x, how, torch.bfloat16) is not first
     del x
-    assert backend._shared._cast is None
+    assert engine._shared._cast is None

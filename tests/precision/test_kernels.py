@@ -44,7 +44,7 @@ from finetune.precision.numbers.weights import (
 )
 from finetune.precision.planner import plan
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored.frozen import FrozenBackend
+from finetune.precision.stored.frozen import FrozenEngine
 from tests.conftest import CPU, H100
 
 CASTS = torch.ops.finetune.cast_rows.default
@@ -364,7 +364,7 @@ def fp8(**update) -> PrecisionConfig:
 def test_kernels_of_ours_run_where_nothing_fuses(update, emulate, eager, compiled) -> None:
     """Also in the first micro-step of layers that are compiled later."""
     x, g, bits, inverse = operands()
-    how = FrozenBackend(fp8(**update), emulate=emulate).how._replace(tile=(1, x.shape[1]))
+    how = FrozenEngine(fp8(**update), emulate=emulate).how._replace(tile=(1, x.shape[1]))
     targets: set[str] = set()
 
     def keep(graph: torch.fx.GraphModule, _: object) -> object:
@@ -406,7 +406,7 @@ def test_a_cuda_build_without_triton_takes_torchs_kernels(monkeypatch) -> None:
     try:
         assert not has_triton()
         assert not starts_triton()
-        frozen = FrozenBackend(fp8(compile="off"), emulate=False, triton=starts_triton())
+        frozen = FrozenEngine(fp8(compile="off"), emulate=False, triton=starts_triton())
         assert not frozen.how.own
         with pytest.raises(PrecisionError, match="Triton kernels are not available on") as caught:
             resolve(fp8(kernels="triton"), H100)

@@ -52,7 +52,7 @@ def trained(setup, model: Any, *, micro: int = 1, optimizer=None, **settings):
 
 def masters_of(model: Any) -> list[Any]:
     conversion: Any = conversion_of(model)
-    return conversion.backend.masters.each
+    return conversion.engine.masters.each
 
 
 def chance(weights):

@@ -28,10 +28,10 @@ from finetune.precision.numbers.formats import (
     on_grid,
     round_to,
     snr_db,
-    times_blocks,
 )
-from finetune.precision.numbers.gemm import Codes, scaled_mm
+from finetune.precision.numbers.gemm import Quantized, scaled_mm
 from finetune.precision.numbers.scaling import cast_current
+from finetune.precision.numbers.tiles import times_blocks
 
 ONE = torch.tensor(1.0)
 ML = {
@@ -248,10 +248,10 @@ def test_nan_and_infinity_are_not_hidden(fmt) -> None:
 # ---------------------------------------------------------------------------------- the scaled GEMM
 
 
-def some_codes(rows: int, columns: int, fmt: Format, seed: int, **facts) -> Codes:
+def some_codes(rows: int, columns: int, fmt: Format, seed: int, **facts) -> Quantized:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * fmt.max / 4
     inverse = facts.pop("inverse", ONE)
-    return Codes(round_to(x, fmt).bfloat16(), inverse, fmt, **facts)
+    return Quantized(round_to(x, fmt).bfloat16(), inverse, fmt, **facts)
 
 
 def bf16_steps(a: Tensor, b: Tensor) -> int:
@@ -293,7 +293,7 @@ def test_a_product_in_bf16_is_one_ulp_away_at_most(k, monkeypatch) -> None:
     """Its sum is rounded before the scale and after it; under powers of two that is once."""
     monkeypatch.setattr("finetune.precision.numbers.gemm.has_bf16_units", lambda: True)
     a, b = some_codes(64, k, E4M3, 0, in_bf16=True), some_codes(48, k, E4M3, 1, in_bf16=True).t()
-    exact = a.values.double() @ b.values.double()
+    exact = a.codes.double() @ b.codes.double()
     for scale in (0.0123, 0.77, 3.3e-5):
         inverse = torch.tensor(scale)
         fast = scaled_mm(a._replace(inverse=inverse), b, torch.bfloat16)
@@ -301,7 +301,7 @@ def test_a_product_in_bf16_is_one_ulp_away_at_most(k, monkeypatch) -> None:
         kept = exact.abs() > 1
         assert bf16_steps(fast[kept], right[kept]) == 1, "so far, and no further"
     # Few digits: every sum is exact in float32, whatever the order, and nothing else may differ.
-    whole = [c._replace(values=c.values.clamp(-15, 15).round()) for c in (a, b)]
+    whole = [c._replace(codes=c.codes.clamp(-15, 15).round()) for c in (a, b)]
     for x, y in (whole, [c.t() for c in whole[::-1]]):
         x, y = x._replace(inverse=ONE / 64), y._replace(inverse=ONE / 2048)
         fast = scaled_mm(x, y, torch.bfloat16)
@@ -311,7 +311,7 @@ def test_a_product_in_bf16_is_one_ulp_away_at_most(k, monkeypatch) -> None:
 
 
 def test_times_blocks_pads_what_does_not_divide() -> None:
-    values = some_codes(5, 40, E4M3, 0).values
+    values = some_codes(5, 40, E4M3, 0).codes
     block = torch.tensor([[1.0, 3.0, 5.0], [7.0, 0.1, 2.0]])
     expected = torch.empty(5, 40)
     for i in range(5):

@@ -111,7 +111,7 @@ def test_each_process_keeps_its_own_state(tmp_path) -> None:
 
     def backend():
         model = nn.Sequential(nn.Linear(64, 64))
-        return convert.apply(model, planner.plan(model, emulated(scaling="nvfp4"))).backend
+        return convert.apply(model, planner.plan(model, emulated(scaling="nvfp4"))).engine
 
     like, states = torch.empty(4), []
     for process in range(2):

@@ -35,15 +35,9 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor
 from finetune.precision import constants, convert, planner
 from finetune.precision.engines import emulated
 from finetune.precision.facts import SCALINGS
-from finetune.precision.numbers.formats import (
-    E2M1,
-    E4M3,
-    E5M2,
-    SIGNS,
-    snr_db,
-    transform,
-)
-from finetune.precision.numbers.gemm import Codes
+from finetune.precision.numbers.formats import E2M1, E4M3, E5M2, snr_db
+from finetune.precision.numbers.gemm import Quantized
+from finetune.precision.numbers.hadamard import SIGNS, transform
 from finetune.precision.numbers.scaling import make_rule
 from finetune.precision.settings import PrecisionConfig
 
@@ -165,10 +159,10 @@ def expected(operand: str, x: Tensor, dim: int, p: PrecisionConfig):
     )
 
 
-def same(codes: Codes, reference) -> None:
+def same(codes: Quantized, reference) -> None:
     values, blocks, inverse = reference
-    assert codes.values.dtype is torch.bfloat16
-    assert torch.equal(codes.values.float(), torch.from_numpy(values))
+    assert codes.codes.dtype is torch.bfloat16
+    assert torch.equal(codes.codes.float(), torch.from_numpy(values))
     if codes.block is None:
         ours = codes.inverse.reshape(blocks.shape)
         assert torch.equal(ours, torch.from_numpy(blocks))
@@ -188,9 +182,9 @@ class Layer:
         self.g = (torch.randn(m, n) * torch.logspace(-6, -2, m)[:, None]).bfloat16().float()
         self.model = nn.Sequential(nn.Linear(k, n, bias=False))
         self.model[0].weight.data = self.model[0].weight.data.bfloat16().float()
-        self.operands: list[tuple[Codes, Codes]] = []
+        self.operands: list[tuple[Quantized, Quantized]] = []
 
-        def spy(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+        def spy(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
             self.operands.append((a, b))
             return multiply(a, b, dtype)
 
@@ -312,7 +306,7 @@ def test_nan_comes_out_as_nan(scaling) -> None:
             assert bool(back[3, 5].isnan()) != hidden
     # Under powers of two the rest of a tensor with an infinity is no garbage off the grid either.
     x[3, 5] = torch.inf
-    values = make_rule(fp8("tensorwise", power_of_two_scales=True)).cast("x", x * 1e4, 1).values
+    values = make_rule(fp8("tensorwise", power_of_two_scales=True)).cast("x", x * 1e4, 1).codes
     assert bool((values.isnan() | (values.abs() <= 448)).all())
 
 
@@ -342,15 +336,15 @@ def test_gradients_are_rounded_stochastically_and_nothing_else() -> None:
     for operand in ("x", "w"):
         for dim in (0, 1):
             a, b = rule.cast(operand, x, dim), nearest.cast(operand, x, dim)
-            assert torch.equal(a.values, b.values)
+            assert torch.equal(a.codes, b.codes)
     for dim in (0, 1):
         fixed = nearest.cast("g", x, dim)
         draws = [rule.cast("g", x, dim) for _ in range(400)]
         assert all(torch.equal(d.block, fixed.block) for d in draws)
-        assert not torch.equal(draws[0].values, draws[1].values)
+        assert not torch.equal(draws[0].codes, draws[1].codes)
         wanted = transform(x) if dim == 0 else x
         mean = torch.stack([d.dequantize() for d in draws]).double().mean(0)
-        fits = fixed.values.abs() < 6  # rounding of the block's scale saturates a few
+        fits = fixed.codes.abs() < 6  # rounding of the block's scale saturates a few
         assert (
             snr_db(wanted[fits], mean[fits]) > snr_db(wanted[fits], fixed.dequantize()[fits]) + 20
         )
@@ -433,7 +427,7 @@ def test_codes_and_scales_equal_torchaos(pow2, dim, kind) -> None:
         kept = largest >= 1e-12
         where = kept.expand_as(x)
         assert bool(kept.any())
-        assert torch.equal(ours.values.float()[where], theirs._data.float()[where])
+        assert torch.equal(ours.codes.float()[where], theirs._data.float()[where])
         assert torch.equal(ours.inverse[kept], theirs._scale.reciprocal()[kept])
 
 
@@ -457,8 +451,8 @@ def test_mxfp8_equals_torchaos(kind, fmt) -> None:
     ours = make_rule(fp8("mxfp8", format=fmt.name)).cast("x", x, 1)
     theirs = scale.view(torch.float8_e8m0fnu).float()
     assert torch.equal(ours.block.nan_to_num(7), theirs.nan_to_num(7))
-    assert torch.equal(ours.values.float().nan_to_num(7), data.float().nan_to_num(7))
-    assert bool(ours.values[1, :32].isnan().any())
+    assert torch.equal(ours.codes.float().nan_to_num(7), data.float().nan_to_num(7))
+    assert bool(ours.codes[1, :32].isnan().any())
 
 
 def nv_by_torchao(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -484,14 +478,14 @@ def test_nvfp4_equals_torchaos_where_both_define_the_same(kind) -> None:
     codes, blocks, tensor_scale = nv_by_torchao(x)
     ours = make_rule(fp8("nvfp4")).cast("x", x, 1)
     assert torch.equal(ours.block, blocks)
-    assert torch.equal(ours.values.float(), codes)
+    assert torch.equal(ours.codes.float(), codes)
     assert torch.equal(ours.inverse, tensor_scale)
     # Any amax: one in ten thousand, each by one step.
     x = torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).to(kind)
     codes, blocks, _ = nv_by_torchao(x)
     ours = make_rule(fp8("nvfp4")).cast("x", x, 1)
     assert float((ours.block != blocks).float().mean()) < 1e-3
-    assert float((ours.values.float() != codes).float().mean()) < 1e-3
+    assert float((ours.codes.float() != codes).float().mean()) < 1e-3
 
 
 @pytest.mark.parametrize("exponent", [-44, -30, -3, 0, 8, 36])

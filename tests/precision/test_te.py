@@ -39,7 +39,7 @@ def test_history_holds_one_amax_a_training_forward(prepared, te_engine, checkpoi
         model.enable_input_require_grads()
     for step in range(1, 4):
         accelerator.backward(model(**batch(seed=step)).loss)
-        state = conversion.backend.state_tensors()
+        state = conversion.engine.state_tensors()
         for direction in ("scaling_fwd", "scaling_bwd"):
             history = state[f"0.{direction}.amax_history"]
             assert (history[:, 0] > 0).sum() == step, "not again in recomputation"
@@ -63,12 +63,12 @@ def test_calls_without_gradients_leave_no_amax(prepared) -> None:
         model(**batch(seed=8))
     for step in range(2):
         accelerator.backward(model(**batch(seed=step)).loss)
-    before = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    before = {k: v.clone() for k, v in conversion.engine.state_tensors().items()}
     assert int((before["0.scaling_fwd.amax_history"][:, 0] > 0).sum()) == 2
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(50)
         model(**batch(seed=9))
-    after = conversion.backend.state_tensors()
+    after = conversion.engine.state_tensors()
     assert all(torch.equal(after[k], before[k]) for k in before)
 
 
@@ -76,10 +76,10 @@ def test_scaling_state_is_taken_back(make_llama, prepared, te_engine) -> None:
     accelerator, model, conversion = prepared
     for step in range(3):
         accelerator.backward(model(**batch(seed=step)).loss)
-    state = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    state = {k: v.clone() for k, v in conversion.engine.state_tensors().items()}
     accelerator = setup_fp8_mixed_precision_training("te", amax_history_len=8, cpu=True)
     fresh = accelerator.prepare(make_llama())
-    backend = convert.conversion_of(fresh).backend
+    backend = convert.conversion_of(fresh).engine
     backend.load_state_tensors(state)
     assert all(torch.equal(v, state[k]) for k, v in backend.state_tensors().items())
     assert te_engine.depth == 0

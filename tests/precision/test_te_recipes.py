@@ -75,7 +75,7 @@ def trained(real_te, monkeypatch, make_llama):
         assert get_receipt().fp8_flop_share == pytest.approx(SHARE[kind], abs=1e-4)
         assert real_te.depth == 0
         named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return named | convert.conversion_of(model).backend.state_tensors()
+        return named | convert.conversion_of(model).engine.state_tensors()
 
     return train
 
@@ -123,7 +123,7 @@ def test_a_layer_is_that_of_the_emulation(real_te, device, scaling) -> None:
             x = torch.randn(160, 256, generator=generator).mul(3.0**step).bfloat16()
             g = torch.randn(160, 192, generator=generator).mul(0.3**step).bfloat16()
             model.zero_grad()
-            with conversion.backend.region():
+            with conversion.engine.region():
                 y = model(x.requires_grad_())
             y.backward(g)
             out += [y.detach(), x.grad, *(p.grad for p in model.parameters())]
@@ -160,11 +160,11 @@ def test_a_layer_has_the_bits_of_the_engines_own(real_te, device, scaling, bias)
         x = torch.randn(160, 256, generator=generator).mul(3.0**number).bfloat16()
         g = torch.randn(160, 192, generator=generator).mul(0.3**number).bfloat16()
         mine = step(model[0], x, g)
-        with te.autocast(enabled=True, recipe=conversion.backend.recipe):
+        with te.autocast(enabled=True, recipe=conversion.engine.recipe):
             theirs = step(own, x, g)
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), number
     if scaling == "delayed":
-        conversion.backend.begin_step()  # which the engine does when its autocast ends
+        conversion.engine.begin_step()  # which the engine does when its autocast ends
         states = [(own.fp8_meta[d].scale, own.fp8_meta[d].amax_history) for d in own.quantizers]
         both = zip(model[0].fp8_states, [x for pair in states for x in pair], strict=True)
         assert all(torch.equal(a[..., :1], b[..., :1]) for a, b in both)
@@ -191,6 +191,6 @@ def test_two_forwards_and_one_backward_move_a_gradients_history_once(real_te) ->
     conversion = convert.apply(model, planner.plan(model, precision))
     outputs = [model(torch.randn(32, 64, requires_grad=True)) for _ in range(2)]
     sum(outputs).sum().backward()
-    conversion.backend.begin_step()
-    state = conversion.backend.state_tensors()
+    conversion.engine.begin_step()
+    state = conversion.engine.state_tensors()
     assert int((state["0.scaling_bwd.amax_history"][:, 0] > 0).sum()) == 1

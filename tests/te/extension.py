@@ -36,7 +36,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch.utils._python_dispatch import _disable_current_modes
 
-from finetune.precision.numbers import formats
+from finetune.precision.numbers import formats, tiles
 from finetune.precision.numbers.formats import E2M1, E4M3, E5M2
 from finetune.precision.numbers.scaling import e8m0_scales, nvfp4_scales
 
@@ -170,11 +170,11 @@ def _per_block(x: Tensor, quantizer: Any, out: Any) -> None:
         if data is None:
             continue
         tile = (128, 128) if quantizer.block_scaling_dim == 2 else (1, 128)
-        blocks = formats.split(matrix, tile)
-        amax = formats.block_amax(blocks).clamp(min=quantizer.amax_epsilon)
+        blocks = tiles.split(matrix, tile)
+        amax = tiles.block_amax(blocks).clamp(min=quantizer.amax_epsilon)
         scale = formats.scale_from_amax(amax, fmt, pow2=quantizer.force_pow_2_scales)
-        codes = formats.cast(blocks, formats.widen(scale), fmt)
-        _put(data, formats.join(codes, matrix).contiguous())
+        codes = formats.cast(blocks, tiles.widen(scale), fmt)
+        _put(data, tiles.join(codes, matrix).contiguous())
         inverse = scale.reciprocal()  # [R, C / 128]; stored [C / 128, R] in the one-row case
         _put(getattr(out, f"_{way}_scale_inv"), inverse if tile[0] > 1 else inverse.t())
 
@@ -186,10 +186,10 @@ def _per_32(x: Tensor, quantizer: Any, out: Any) -> None:
         data = getattr(out, f"_{way}_data")
         if data is None:
             continue
-        blocks = formats.split(x, tile)
-        inverse, scale = e8m0_scales(formats.block_amax(blocks), fmt)
-        codes = formats.cast(blocks, formats.widen(scale), fmt)
-        _put(data, formats.join(codes, x).contiguous())
+        blocks = tiles.split(x, tile)
+        inverse, scale = e8m0_scales(tiles.block_amax(blocks), fmt)
+        codes = formats.cast(blocks, tiles.widen(scale), fmt)
+        _put(data, tiles.join(codes, x).contiguous())
         exponent = inverse.log2().round().int() + E8M0_BIAS
         _put(getattr(out, f"_{way}_scale_inv"), exponent.to(torch.uint8))
 
@@ -203,9 +203,9 @@ def _per_16(x: Tensor, quantizer: Any, out: Any) -> None:
         if way == "columnwise" and quantizer.with_rht:
             matrix = _hadamard(matrix, quantizer.rht_matrix)
         tile = (16, 16) if quantizer.with_2d_quantization else (1, 16)
-        blocks = formats.split(matrix, tile)
-        _, block, scale = nvfp4_scales(formats.block_amax(blocks))
-        nibbles = formats.join(formats.cast(blocks, formats.widen(scale), E2M1), matrix)
+        blocks = tiles.split(matrix, tile)
+        _, block, scale = nvfp4_scales(tiles.block_amax(blocks))
+        nibbles = tiles.join(formats.cast(blocks, tiles.widen(scale), E2M1), matrix)
         _put(data, nibbles[:, ::2] | nibbles[:, 1::2] << 4)
         rows = block.repeat_interleave(tile[0], 0)  # the library keeps a scale a row
         _put(getattr(out, f"_{way}_scale_inv"), rows.to(E4M3.dtype).view(torch.uint8))
@@ -256,7 +256,7 @@ def _values(x: Any, *, rowwise: bool) -> Tensor:
         tile = (1, 32) if rowwise else (32, 1)
         block = torch.exp2(scale.float() - E8M0_BIAS)
         rows, columns = (math.ceil(n / t) for n, t in zip(codes.shape, tile, strict=True))
-        return formats.times_blocks(codes, block[:rows, :columns], tile)
+        return tiles.times_blocks(codes, block[:rows, :columns], tile)
     assert isinstance(x, te.NVFP4TensorStorage), type(x)
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     packed = _rows(data).int()
@@ -264,7 +264,7 @@ def _values(x: Any, *, rowwise: bool) -> Tensor:
     codes = torch.cat((grid, -grid))[codes]
     block = scale.view(E4M3.dtype).float()[: codes.shape[0], : codes.shape[1] // 16]
     amax = getattr(x, f"_amax_{way}")
-    values = formats.times_blocks(codes, block, (1, 16)) * (amax / (E2M1.max * E4M3.max))
+    values = tiles.times_blocks(codes, block, (1, 16)) * (amax / (E2M1.max * E4M3.max))
     return values if rowwise else values.t()
 
 

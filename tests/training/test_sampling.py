@@ -118,11 +118,11 @@ def test_nothing_of_an_evaluation_is_left(make_llama) -> None:
     ids = torch.randint(1, 200, (1, 8))
     model(input_ids=ids, labels=ids).loss.backward()
     model.model.layers[1].eval()
-    state = {k: v.clone() for k, v in conversion.backend.state_tensors().items()}
+    state = {k: v.clone() for k, v in conversion.engine.state_tensors().items()}
     modes = {name: module.training for name, module in model.named_modules()}
 
     def everything():
-        now = conversion.backend.state_tensors()
+        now = conversion.engine.state_tensors()
         return (
             {name: module.training for name, module in model.named_modules()} == modes
             and all(torch.equal(now[k], state[k]) for k in state)
@@ -418,7 +418,7 @@ def test_a_full_run_that_evaluates_in_fp8_is_asked_in_fp8(delayed_run) -> None:
         conversion = conversion_of(model)
         assert conversion is not None
         assert conversion.plan.fp8_layers
-        assert (conversion.backend.state.scale != 1).any()
+        assert (conversion.engine.state.scale != 1).any()
         prompts = [one.prompt for one in samples]
         assert answer(model, tokenizer, prompts, 6) == samples  # as many tokens as `run_of` asks
     assert session.in_force() is None

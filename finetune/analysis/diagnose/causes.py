@@ -173,7 +173,7 @@ def _casts(facts: Facts) -> Iterator[Cause]:
         evidence = f"compile: {facts.compiled}"
         yield Cause("casts not compiled", share, text, evidence, ("precision.compile=on",))
         return
-    if facts.config.lora and facts.ran_fp8 and p.frozen != "fp8" and p.facts.frozen:
+    if facts.config.lora and facts.ran_fp8 and p.frozen != "fp8" and p.facts.stored:
         change = ("precision.frozen=fp8",)
     elif p.scaling != FASTEST and facts.ran_fp8 and not facts.config.lora:
         change = (f"precision.scaling={FASTEST}",)

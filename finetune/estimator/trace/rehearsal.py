@@ -74,7 +74,7 @@ from finetune.precision import convert
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan as make_plan
 from finetune.precision.stored.masters import Master
-from finetune.precision.stored.trained import TrainedBackend
+from finetune.precision.stored.trained import TrainedEngine
 from finetune.storage.pretrained import load_shape
 from finetune.training.helper.compute_types import AUTOCAST
 from finetune.training.helper.references import References, layers_of
@@ -188,12 +188,12 @@ def rehearse(
         if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)
             engine = engine_maker(cast(Any, device.capability), compiled=compiled)  # a GPU's
-            stack.enter_context(replaced([(convert, "make_backend", engine)]))
+            stack.enter_context(replaced([(convert, "make_engine", engine)]))
         conversion, beside = _converted(
             stack, (model, getattr(trainer, "ref_model", None), teacher), plan, resolution, device
         )
-        if conversion.backend is not None:
-            conversion.backend.begin_step()  # the first, which delayed scaling begins differently
+        if conversion.engine is not None:
+            conversion.engine.begin_step()  # the first, which delayed scaling begins differently
         if optimizer.by_torchao:
             stack.enter_context(torchao_updates(kernels=on_cuda))
             # With a loss scale gradients are unscaled before they are clipped, so the update cannot
@@ -209,8 +209,8 @@ def rehearse(
             batch = tensors_of(trainer.batches)
             waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
         trainer.recorder = Recorder(model, [*batch, *waiting], beside=beside)
-        if isinstance(conversion.backend, TrainedBackend):
-            trainer.masters = conversion.backend.masters
+        if isinstance(conversion.engine, TrainedEngine):
+            trainer.masters = conversion.engine.masters
             # Nobody writes to a master between steps, and these have no numbers to compare.
             stack.enter_context(replaced([(Master, "_now", lambda _: (0, 0, []))]))
             if on_cuda:
@@ -219,7 +219,7 @@ def rehearse(
             stack.enter_context(paged_states(trainer.recorder))
         groups = model_groups(model, layers=fsdp_settings(config.train).layers, stored=stored)
         trainer.visits = VisitRecorder(model, groups, trainer.recorder.trace)
-        engine: Any = conversion.frozen or (conversion.backend if trainer.masters else None)
+        engine: Any = conversion.frozen or (conversion.engine if trainer.masters else None)
         fuses_casts = engine is None or not engine.how.own_cast
         if fuses_casts and compiles(resolution.precision, device):
             stack.enter_context(casts_to_fuse(trainer.recorder, model))

@@ -1,6 +1,6 @@
 """Stand-ins for what cannot run on tensors without values: engines, 4-bit bases, optimizers.
 
-*Transformer Engine* runs on GPUs only. `EngineBackend` allocates what its casts and products do
+*Transformer Engine* runs on GPUs only. `StandInEngine` allocates what its casts and products do
 (`precision.engines.te_products`; TransformerEngine 2.20), operators that no compiler fuses:
 
 * forward casts x and w. FP8 tensor cores of compute capability 8.9 and 9.0 contract along the last
@@ -54,7 +54,7 @@ from finetune.estimator.speed.operators import ENGINE
 from finetune.estimator.trace.fake_cuda import OPS, define, replaced
 from finetune.estimator.trace.trace import Memory, Recorder, plain_tensors
 from finetune.precision.engines import whole
-from finetune.precision.engines.base import Backend, Fp8Mixin
+from finetune.precision.engines.base import Engine, Fp8Mixin
 from finetune.precision.model.swap import Swapped, swap
 from finetune.precision.numbers import kernels, weights
 from finetune.precision.numbers.formats import E4M3
@@ -152,14 +152,14 @@ for _format in ENGINE:
 
 class _EngineLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, backend: EngineBackend, of: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, engine: StandInEngine, of: Tensor) -> Tensor:
         (m, k), (n, _) = x.shape, w.shape
-        ctx.shapes, ctx.backend, ctx.dtype = (m, n, k), backend, w.dtype
+        ctx.shapes, ctx.engine, ctx.dtype = (m, n, k), engine, w.dtype
         x_needed, w_needed = ctx.needs_input_grad[:2]
-        xq = backend.shared(of, lambda: backend.cast(x, both=w_needed))
-        wq = backend.cast(w, both=x_needed)
+        xq = engine.shared(of, lambda: engine.cast(x, both=w_needed))
+        wq = engine.cast(w, both=x_needed)
         # [M, K] @ [K, N]
-        y = backend.multiply(xq[0], wq[0], [m, n], x.dtype)
+        y = engine.multiply(xq[0], wq[0], [m, n], x.dtype)
         ctx.needed = w_needed, x_needed
         ctx.save_for_backward(*xq[-1:] if w_needed else (), *wq[-1:] if x_needed else ())
         return y
@@ -167,13 +167,13 @@ class _EngineLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor):
-        (m, n, k), backend, (w_needed, x_needed) = ctx.shapes, ctx.backend, ctx.needed
+        (m, n, k), engine, (w_needed, x_needed) = ctx.shapes, ctx.engine, ctx.needed
         saved = list(ctx.saved_tensors)
         xq = saved.pop(0) if w_needed else None
-        gq = backend.cast(g, both=w_needed)
+        gq = engine.cast(g, both=w_needed)
         # dgrad [M, N] @ [N, K], wgrad [N, M] @ [M, K]
-        dx = backend.multiply(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
-        dw = backend.multiply(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
+        dx = engine.multiply(gq[0], saved[-1], [m, k], g.dtype) if x_needed else None
+        dw = engine.multiply(gq[-1], xq, [n, k], ctx.dtype) if w_needed else None
         return dx, dw, None, None
 
 
@@ -182,11 +182,11 @@ class EngineMixin(Fp8Mixin):
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         rows = as_rows(x)
-        y = _EngineLinear.apply(rows, w.to(rows.dtype), self.fp8_backend, x)
+        y = _EngineLinear.apply(rows, w.to(rows.dtype), self.fp8_engine, x)
         return as_output(y, x, bias)
 
 
-class EngineBackend(Backend):
+class StandInEngine(Engine):
     """Stand-in for Transformer Engine."""
 
     name = "te"
@@ -221,12 +221,12 @@ class EngineBackend(Backend):
 
 
 def engine_maker(capability: tuple[int, int], *, compiled: bool) -> Any:
-    """Replacement of `convert.make_backend` for Transformer Engine."""
+    """Replacement of `convert.make_engine` for Transformer Engine."""
 
-    def make_backend(precision: PrecisionConfig, layers: int, **_: Any) -> Backend:
-        return EngineBackend(precision, capability, compiled=compiled)
+    def make_engine(precision: PrecisionConfig, layers: int, **_: Any) -> Engine:
+        return StandInEngine(precision, capability, compiled=compiled)
 
-    return make_backend
+    return make_engine
 
 
 # -------------------------------------------------------------------------------------- stored base

@@ -10,14 +10,15 @@ from finetune.precision.cases.override import overridden
 from finetune.precision.cases.parameters import planned_parameters
 from finetune.precision.cases.stored import stored_layers
 
+# Each sees what those before it have made, and a later mixin comes in front of an earlier one.
 CASES: tuple[Case, ...] = (
-    stored_layers,
+    stored_layers,  # first: later cases tell a layer of codes by its class
     linear_layers,
-    masters_in_host_memory,
+    masters_in_host_memory,  # takes the weights that no linear layer has put away
     converted_experts,
-    planned_parameters,
-    mlps,
-    overridden,
-    fused_layers,
-    fused_head,
+    planned_parameters,  # in front of the experts' own forward
+    mlps,  # joins layers that `linear_layers` has changed
+    overridden,  # in front of all of these: the user's type holds around them
+    fused_layers,  # looks at the forward that a base has by now: an overridden one is left alone
+    fused_head,  # changes no class
 )

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from finetune.precision.engines.base import Backend
+from finetune.precision.engines.base import Engine
 from finetune.precision.engines.observers import ObservedMixin, Observer
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.model.swap import Swapped
-from finetune.precision.stored.frozen import FrozenBackend
+from finetune.precision.stored.frozen import FrozenEngine
 
 
 class Swap(NamedTuple):
@@ -36,15 +36,15 @@ class Site:
 
     Attributes:
         modules: those of the model, by name, as they were before.
-        backend: engine of layers that keep their weights.
+        engine: engine of layers that keep their weights.
         frozen: engine of layers with weights stored in FP8.
         head: the output head, as TRL's fused loss multiplies by it; its case puts it here.
     """
 
     model: nn.Module
     plan: PrecisionPlan
-    backend: Backend | None
-    frozen: FrozenBackend | None
+    engine: Engine | None
+    frozen: FrozenEngine | None
     modules: dict[str, nn.Module]
     head: Any = None
     _observers: list[Observer] = field(default_factory=list)

@@ -68,7 +68,7 @@ from finetune.precision.numbers.weights import (
     tile_of,
 )
 from finetune.precision.stored.codes import Fp8Bits, refuse_merge
-from finetune.precision.stored.frozen import FrozenBackend
+from finetune.precision.stored.frozen import FrozenEngine
 from finetune.precision.stored.linear import CodesMixin, scale_of
 
 
@@ -97,7 +97,7 @@ class FrozenExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        values: Tensor | None,
+        x_codes: Tensor | None,
         x_inverse: Tensor | None,
         bits: Tensor,
         inverse: Tensor,
@@ -111,7 +111,7 @@ class FrozenExperts(torch.autograd.Function):
         y = x.new_empty(x.shape[0], bits.shape[1])
         with multiplying(owner, bits[0]):  # bits[0]: observers want [N, K]
             for e, rows in _parts(route.sizes):
-                xq = _rows(values, rows), _rows(x_inverse, rows)
+                xq = _rows(x_codes, rows), _rows(x_inverse, rows)
                 y[rows] = fprop(x[rows], xq, bits[e], inverse[e], how)  # [M, K] @ [K, N]
         return y
 
@@ -199,7 +199,7 @@ class ExpertsMixin(CodesMixin):
         """Arithmetic of the GEMMs of each stored stack."""
         found = {}
         for name in stored_names(self):
-            _, n, k = self.codes(name).shape
+            _, n, k = self.bits_of(name).shape
             one = self.get_buffer(scale_of(name)).shape[1] == 1
             found[name] = dequantizing((n, k) if one else (1, k))
         return found
@@ -210,8 +210,8 @@ class ExpertsMixin(CodesMixin):
     def _owner(self, name: str) -> Owner:
         return Owner(name, [])
 
-    def codes(self, name: str) -> Tensor:
-        """The codes of a stored stack as [E, N, K]."""
+    def bits_of(self, name: str) -> Tensor:
+        """The codes of a stored stack as bits [E, N, K]."""
         w: Any = self._parameters[name]
         return w.mT if self.is_transposed else w
 
@@ -225,17 +225,17 @@ class ExpertsMixin(CodesMixin):
     ) -> Tensor:
         """Rows, or rows `token` of the tokens, times this stack, with its bias and adapters."""
         how = self._arithmetic().get(name)
-        values = x_inverse = None
+        x_codes = x_inverse = None
         if how is not None and "fprop" not in how.high:
             # Cast once per token, before it is repeated for each of its experts.
-            values, x_inverse = self._cast(x, how)
+            x_codes, x_inverse = self._cast(x, how)
             if token is not None:
-                values, x_inverse = _take(values, token), _take(x_inverse, token)
+                x_codes, x_inverse = _take(x_codes, token), _take(x_inverse, token)
         x = x if token is None else x[token]
         if how is not None:
-            bits, inverse = self.codes(name), self.get_buffer(scale_of(name))
+            bits, inverse = self.bits_of(name), self.get_buffer(scale_of(name))
             owner = self._owner(name)
-            y = FrozenExperts.apply(x, values, x_inverse, bits, inverse, route, how, owner)
+            y = FrozenExperts.apply(x, x_codes, x_inverse, bits, inverse, route, how, owner)
         else:
             w = getattr(self, name)
             # In FP8 where it is planned so (`ParameterMixin`). w: [E, K, N]
@@ -312,7 +312,7 @@ class ConvertedExpertsMixin(ObservedMixin):
     """Mixin of experts in a converted model: named, observed, and in FP8 where stored."""
 
     multiplies = True
-    fp8_frozen: FrozenBackend | None
+    fp8_frozen: FrozenEngine | None
     fp8_how: dict[str, Arithmetic]
     fp8_calls_by_weight: dict[str, CallCount]
 
@@ -327,8 +327,8 @@ class ConvertedExpertsMixin(ObservedMixin):
         return y
 
     def _arithmetic(self) -> dict[str, Arithmetic]:
-        backend = self.fp8_frozen
-        if backend is None or not backend.runs_low(self):
+        engine = self.fp8_frozen
+        if engine is None or not engine.runs_low(self):
             return super()._arithmetic()  # pyright: ignore[reportAttributeAccessIssue]
         return self.fp8_how
 
@@ -400,7 +400,7 @@ def converted_experts(site: Site) -> Iterator[Swap]:
         if layer.kind == "parameter" and layer.stored and site.frozen is not None:
             owner: Any = modules[layer.owner]
             store_experts(owner, layer.local, layer.stored)
-            tile = tile_of(layer.stored, owner.codes(layer.local).shape[1:])
+            tile = tile_of(layer.stored, owner.bits_of(layer.local).shape[1:])
             stored.setdefault(layer.owner, {})[layer.local] = site.frozen.how._replace(tile=tile)
     if site.plan.precision.compute != "fp32":
         in_fp8 = [modules[name] for name in site.plan.fp8_parameters]
@@ -442,7 +442,7 @@ def quantize_stack(stack: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         bits, inverse = quantize_weight(stack.reshape(-1, k), tile)
         return bits.view(experts, n, k), inverse.view(experts, n, 1)
     pairs = [quantize_weight(matrix, tile) for matrix in stack]
-    return torch.stack([bits for bits, _ in pairs]), torch.stack([scale for _, scale in pairs])
+    return torch.stack([bits for bits, _ in pairs]), torch.stack([inverse for _, inverse in pairs])
 
 
 def put_experts(module: Any, name: str, bits: Tensor, inverse: Tensor) -> None:
@@ -461,7 +461,7 @@ def release_experts(model: nn.Module, dtype: torch.dtype) -> None:
     stacks: list[Any] = [m for m in model.modules() if isinstance(m, ExpertsMixin)]
     for module in stacks:
         for name in stored_names(module):
-            bits, inverse = module.codes(name), module.get_buffer(scale_of(name))
+            bits, inverse = module.bits_of(name), module.get_buffer(scale_of(name))
             # One expert after another: (1, K) also takes a single scale, [1, 1], which broadcasts.
             pairs, tile = zip(bits, inverse, strict=True), (1, bits.shape[2])
             w = torch.stack([dequantize_weight(q, scale, tile, dtype) for q, scale in pairs])

@@ -13,11 +13,11 @@ def linear_layers(site: Site) -> Iterator[Swap]:
     """The planned layers, in the order of the plan: engines keep state in it."""
     for layer in site.plan.fp8_layers:
         if layer.kind == "linear" and not layer.stored:
-            assert site.backend is not None
+            assert site.engine is not None
             module = site.modules[layer.name]
-            facts = site.backend.attributes(module, layer)
-            facts = {"fp8_backend": site.backend, "fp8_calls": CallCount(), **facts}
-            yield Swap(module, site.backend.mixin, facts)
+            facts = site.engine.attributes(module, layer)
+            facts = {"fp8_engine": site.engine, "fp8_calls": CallCount(), **facts}
+            yield Swap(module, site.engine.mixin, facts)
 
 
 def mlps(site: Site) -> Iterator[Swap]:

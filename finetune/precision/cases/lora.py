@@ -11,8 +11,8 @@ u = s · g B, both [M, r]:
     dx = g W + u A            dA = uᵀ x
 
 dA needs x, which in LoRA is most of what a layer keeps for backward. Where the base multiplies in
-FP8, the codes that fprop made of x can be kept instead, at half the bytes: x̂ = codes · scale, with
-its scale folded into u. Siblings fed the same tensor keep the same codes.
+FP8, the codes that fprop made of x can be kept instead, at half the bytes: x̂ = codes · inverse,
+with the inverse folded into u. Siblings fed the same tensor keep the same codes.
 
 Adapters are float32 masters (or of the user's type), computed in the type of autocast and never in
 FP8 at any rank.
@@ -67,7 +67,7 @@ class AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        values: Tensor | None,
+        x_codes: Tensor | None,
         x_inverse: Tensor | None,
         kept: Tensor | None,
         w: Tensor,
@@ -81,9 +81,9 @@ class AdaptedLinear(torch.autograd.Function):
         """x [M, K] -> y [M, N] in the type of `x`.
 
         Args:
-            values, x_inverse: cast of x, if the base multiplies in FP8.
+            x_codes, x_inverse: cast of x, if the base multiplies in FP8.
             kept: codes of `x` to save instead of it; None saves `x`.
-            w, w_inverse: weight [N, K]: codes and scales, or a plain matrix and None.
+            w, w_inverse: weight [N, K]: codes and inverse scales, or a plain matrix and None.
             a, b: masters of the adapter, [r, K] and [N, r].
             how: arithmetic of the base, None for a plain matmul.
         """
@@ -92,7 +92,7 @@ class AdaptedLinear(torch.autograd.Function):
             y = x @ w.t().to(x.dtype)  # [M, K] @ [K, N]
         else:
             assert w_inverse is not None
-            y = fprop(x, (values, x_inverse), w, w_inverse, how)  # [M, K] @ [K, N]
+            y = fprop(x, (x_codes, x_inverse), w, w_inverse, how)  # [M, K] @ [K, N]
         with multiplying(owners[0], a):
             t = times(x, low_a.t(), s, low_b[0])  # [M, K] @ [K, r]
         with multiplying(owners[1], b):
@@ -123,10 +123,10 @@ class AdaptedLinear(torch.autograd.Function):
                 u = times(g, low_b, ctx.s, low_b[0])  # [M, N] @ [N, r]
         with multiplying(of_a, a, backward=True):
             if dx is not None:
-                # Before `u` takes the scale of x, which is for dA alone.
+                # Before `u` takes the inverse of x, which is for dA alone.
                 dx = dx.addmm_(u, low_a)  # [M, r] @ [r, K]
             if needs_a:
-                if x_inverse is not None:  # x̂ = codes · scale: the scale goes into u
+                if x_inverse is not None:  # x̂ = codes · inverse: the inverse goes into u
                     x, u = decode_bits(x.view(torch.uint8)), u * x_inverse
                 da = mm(u.to(dtype).t(), x.to(dtype), a.dtype)  # [r, M] @ [M, K]
         if needs_b:
@@ -155,7 +155,7 @@ class AdaptedMixin(Swapped):
     def forward(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
         if adapter is None:
             return super().forward(input)
-        values = x_inverse = kept = inverse = how = None
+        x_codes = x_inverse = kept = inverse = how = None
         w, (a, b, s, owners) = weight_matrix(self), adapter
         if isinstance(self, StoredMixin):
             inverse, how = self.weight_scale, dequantizing(self.stored_tile)
@@ -164,12 +164,12 @@ class AdaptedMixin(Swapped):
             how = self.fp8_how
             if "fprop" not in how.high:
                 dtype = compute_dtype(input)
-                values, x_inverse, kept = self.fp8_backend.cast_and_keep(input, how, dtype)
-                # On FP8 units these are `values` themselves, and Dynamo (torch 2.10 to 2.13)
+                x_codes, x_inverse, kept = self.fp8_engine.cast_and_keep(input, how, dtype)
+                # On FP8 units these are `x_codes` themselves, and Dynamo (torch 2.10 to 2.13)
                 # refuses a function that takes one tensor twice: as bytes they are another.
                 kept = None if kept is None else kept.view(torch.uint8)
 
-        cast = values, x_inverse, kept
+        cast = x_codes, x_inverse, kept
         y = AdaptedLinear.apply(as_rows(input), *cast, w, inverse, a, b, s, how, owners)
         return as_output(y, input, self.bias)
 

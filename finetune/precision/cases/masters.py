@@ -13,23 +13,23 @@ from torch import nn
 
 from finetune.precision.cases.case import Site, Swap
 from finetune.precision.model.layers import decoder_layers, head_modules
-from finetune.precision.stored.gathered import GatheredBackend, GatheringMixin
+from finetune.precision.stored.gathered import GatheredEngine, GatheringMixin
 from finetune.precision.stored.trained import (
     AwayMixin,
     DeviceMixin,
     LayerMixin,
     TableMixin,
-    TrainedBackend,
+    TrainedEngine,
 )
 
 
 def masters_in_host_memory(site: Site) -> Iterator[Swap]:
     """Tables, decoder layers that wait for their weights, and the model itself."""
-    if isinstance(site.backend, GatheredBackend):
-        yield Swap(site.model, GatheringMixin, {"fp8_shards": site.backend.shards})
-    if not isinstance(site.backend, TrainedBackend):
+    if isinstance(site.engine, GatheredEngine):
+        yield Swap(site.model, GatheringMixin, {"fp8_shards": site.engine.shards})
+    if not isinstance(site.engine, TrainedEngine):
         return
-    masters = site.backend.masters
+    masters = site.engine.masters
     heads, tables = head_modules(site.model), list[nn.Module]()
     for module in site.modules.values():
         weight = module._parameters.get("weight")

@@ -42,7 +42,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.errors import ConversionError
 from finetune.precision.cases.case import Site, Swap
-from finetune.precision.engines.base import Backend
+from finetune.precision.engines.base import Engine
 from finetune.precision.engines.observers import (
     CallCount,
     ObservedMixin,
@@ -199,7 +199,7 @@ def _planned_product(w: Tensor) -> Product | None:
         for entry in owner.fp8_parameters:
             parameter = getattr(owner, entry.layer.local)
             if parameter is w or parameter is w._base:
-                _check_aligned(entry.layer, w, alignment(owner.fp8_backend.precision))
+                _check_aligned(entry.layer, w, alignment(owner.fp8_engine.precision))
                 return partial(_multiply, owner, entry)
     whole = w if w._base is None else w._base
     if type(whole) in PLAIN and torch.is_grad_enabled() and whole not in _kept:
@@ -254,7 +254,7 @@ def _check_kept(parameter: Tensor) -> None:
             continue
         owner: Any = model.get_submodule(row.owner)
         # Not in FP8 now: in evaluation, or inside `finetune.disabled`.
-        if not isinstance(owner, ParameterMixin) or not owner.fp8_backend.runs_low(owner):
+        if not isinstance(owner, ParameterMixin) or not owner.fp8_engine.runs_low(owner):
             return
         raise ConversionError(
             f"{row.name!r} is planned in FP8 and is multiplied outside of its module's forward",
@@ -275,7 +275,7 @@ class ParameterMixin(ObservedMixin):
 
     can_compile = False
     multiplies = True
-    fp8_backend: Backend
+    fp8_engine: Engine
     fp8_parameters: list[PlannedParameter]
 
     def calls_of(self, layer: LayerPlan) -> CallCount:
@@ -285,7 +285,7 @@ class ParameterMixin(ObservedMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, ParameterMixin):  # accelerate keeps a root's forward after a revert
             return type(self).forward(self, *args, **kwargs)
-        if not self.fp8_backend.runs_low(self):
+        if not self.fp8_engine.runs_low(self):
             y = self.plain_class.forward(self, *args, **kwargs)
             for entry in self.fp8_parameters:
                 for result in tensors_of([y]):
@@ -315,8 +315,8 @@ def _check_whole(name: str, parameter: Any) -> None:
 def planned_parameters(site: Site) -> Iterator[Swap]:
     """Modules that hold planned parameters which keep their numbers."""
     for owner, layers in site.plan.fp8_parameters.items():
-        module, backend = site.modules[owner], site.backend
-        assert backend is not None
-        found = [PlannedParameter(layer, backend.linear(module, layer)) for layer in layers]
-        facts = {"fp8_backend": backend, "fp8_parameters": found, "fp8_observers": []}
+        module, engine = site.modules[owner], site.engine
+        assert engine is not None
+        found = [PlannedParameter(layer, engine.linear(module, layer)) for layer in layers]
+        facts = {"fp8_engine": engine, "fp8_parameters": found, "fp8_observers": []}
         yield Swap(module, ParameterMixin, facts)

@@ -28,6 +28,6 @@ def stored_layers(site: Site) -> Iterator[Swap]:
             module.weight, module.weight_scale = other.weight, other.weight_scale
             module.stored_tile = other.stored_tile
         facts = site.frozen.attributes(module, layer)
-        facts = {"fp8_backend": site.frozen, "fp8_calls": CallCount(), **facts}
+        facts = {"fp8_engine": site.frozen, "fp8_calls": CallCount(), **facts}
         yield Swap(module, site.frozen.mixin, facts)
     guard_adapters(site.modules.values())

@@ -25,7 +25,7 @@ class Fp8Mixin(Swapped):
     """
 
     multiplies = True
-    fp8_backend: Backend
+    fp8_engine: Engine
     fp8_calls: CallCount
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -48,11 +48,11 @@ class Fp8Mixin(Swapped):
     @property
     def runs_low(self) -> bool:
         """True if a call now runs in FP8: in training, or evaluation with `precision.eval=fp8`."""
-        return self.fp8_backend.runs_low(self)
+        return self.fp8_engine.runs_low(self)
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K], w [N, K] (a view of the parameter) -> [..., N]."""
-        raise AssertionError("each backend's mixin defines fp8_linear")
+        raise AssertionError("each engine's mixin defines fp8_linear")
 
 
 def restore(target: Tensor, tensors: dict[str, Tensor], name: str) -> None:
@@ -73,7 +73,7 @@ def restore(target: Tensor, tensors: dict[str, Tensor], name: str) -> None:
     target.copy_(stored)
 
 
-class Backend:
+class Engine:
     """An FP8 engine.
 
     Attributes:
@@ -91,7 +91,7 @@ class Backend:
         self._low: bool | None = None
 
     def runs_low(self, module: nn.Module) -> bool:
-        """True if a call of a module of this backend runs in FP8 now."""
+        """True if a call of a module of this engine runs in FP8 now."""
         if self._low is not None:
             return self._low
         return module.training or self.precision.eval == "fp8"
@@ -115,7 +115,7 @@ class Backend:
         Returns:
             Function of x [..., K], w [N, K] (view of the parameter), bias [N] or None -> [..., N].
         """
-        facts = types.SimpleNamespace(fp8_backend=self, **self.attributes(module, layer))
+        facts = types.SimpleNamespace(fp8_engine=self, **self.attributes(module, layer))
         return functools.partial(self.mixin.fp8_linear, facts)  # pyright: ignore[reportArgumentType]
 
     def release(self, model: nn.Module) -> None:
@@ -144,7 +144,7 @@ class Backend:
 
     def effective(self) -> dict[str, Any]:
         """The recipe in force, as the engine itself reports it."""
-        raise AssertionError("each backend reports its recipe")
+        raise AssertionError("each engine reports its recipe")
 
     @property
     def has_state(self) -> bool:

@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
 from finetune.precision import constants
-from finetune.precision.engines.base import Backend, Fp8Mixin, restore
+from finetune.precision.engines.base import Engine, Fp8Mixin, restore
 from finetune.precision.engines.observers import in_backward
 from finetune.precision.facts import Gemm
 from finetune.precision.model.plan import LayerPlan
-from finetune.precision.numbers.gemm import Codes, as_output, as_rows, compute_dtype, scaled_mm
+from finetune.precision.numbers.gemm import Quantized, as_output, as_rows, compute_dtype, scaled_mm
 from finetune.precision.numbers.scaling import (
     DelayedRule,
     DelayedState,
@@ -64,12 +64,12 @@ class EmulatedLinear(torch.autograd.Function):
         else:
             y = x.to(dtype) @ w.t().to(dtype)  # [M, K] @ [K, N]
         ctx.rule, ctx.high, ctx.types = rule, high, (x.dtype, w.dtype)
-        # For backward: codes that serve every GEMM, with their scale, else the matrix.
+        # For backward: codes that serve every GEMM, with their inverse, else the matrix.
         # Only wgrad needs x: a frozen weight saves none.
         x_saved = (x if w.requires_grad else None, None)
         if x_again and xq is not None:
-            x_saved = xq.values, xq.inverse
-        w_saved = (wq.values, wq.inverse) if w_again and wq is not None else (w, None)
+            x_saved = xq.codes, xq.inverse
+        w_saved = (wq.codes, wq.inverse) if w_again and wq is not None else (w, None)
         ctx.save_for_backward(*x_saved, *w_saved)
         return y
 
@@ -102,22 +102,22 @@ class EmulatedLinear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _again(rule: Rule, operand: Operand, saved: Tensor, inverse: Tensor | None) -> Codes:
-    """Codes for backward: those of fprop, which `saved` has with their scale, or of a matrix."""
+def _again(rule: Rule, operand: Operand, saved: Tensor, inverse: Tensor | None) -> Quantized:
+    """Codes for backward: those of fprop, which `saved` has with their inverse, or of a matrix."""
     if inverse is None:
         return rule.cast(operand, saved, 0)
-    return rule.codes(operand, saved, inverse)
+    return rule.quantized(operand, saved, inverse)
 
 
 class EmulatedMixin(Fp8Mixin):
-    """Forward of a linear layer whose class the emulated backend has swapped."""
+    """Forward of a linear layer whose class the emulated engine has swapped."""
 
-    fp8_backend: EmulatedBackend
+    fp8_engine: EmulatedEngine
     fp8_rule: Rule
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        given = self.fp8_rule, self.fp8_backend.high, compute_dtype(x)
-        self.fp8_backend.note_use(self.fp8_rule)
+        given = self.fp8_rule, self.fp8_engine.high, compute_dtype(x)
+        self.fp8_engine.note_use(self.fp8_rule)
         return as_output(EmulatedLinear.apply(as_rows(x), w, *given), x, bias)
 
 
@@ -148,7 +148,7 @@ class Passes:
         return self.number
 
 
-class EmulatedBackend(Backend):
+class EmulatedEngine(Engine):
     """Backend that emulates FP8; owns the state of delayed scaling and of stochastic rounding."""
 
     name = "emulated"

@@ -27,7 +27,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-from finetune.precision.engines.base import Backend
+from finetune.precision.engines.base import Engine
 from finetune.precision.engines.whole import Tensorwise, WholeMixin, whole_linear
 from finetune.precision.facts import Gemm
 from finetune.precision.model.plan import LayerPlan
@@ -153,7 +153,7 @@ class TorchaoMixin(WholeMixin):
         fp8_unpadded_mm: the same without padding.
     """
 
-    fp8_backend: TorchaoBackend
+    fp8_engine: TorchaoEngine
     fp8_config: Float8LinearConfig
     fp8_mm: LinearMMConfig
     fp8_unpadded_mm: LinearMMConfig
@@ -166,12 +166,12 @@ class TorchaoMixin(WholeMixin):
         aligned = x.shape[:-1].numel() % INNER_MULTIPLE == 0
         mm = self.fp8_unpadded_mm if aligned else self.fp8_mm
         # [M, K] @ [K, N]; backward: [M, N] @ [N, K] and, of a weight that trains, [N, M] @ [M, K]
-        own = not w.requires_grad or self.fp8_backend.precision.gemms_kept_high
+        own = not w.requires_grad or self.fp8_engine.precision.gemms_kept_high
         matmul = OwnMatmul if own else matmul_with_hp_or_float8_args
         return as_output(matmul.apply(as_rows(x), w.t(), mm, config), x, bias)
 
 
-class TorchaoBackend(Backend):
+class TorchaoEngine(Engine):
     """Backend whose layers run in torchao."""
 
     name = "torchao"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from finetune.errors import PrecisionError
 from finetune.precision import constants
-from finetune.precision.engines.base import Backend, Fp8Mixin, restore
+from finetune.precision.engines.base import Engine, Fp8Mixin, restore
 from finetune.precision.engines.observers import in_backward
 from finetune.precision.engines.te_products import RULES, SLOTS, TeRule, te_linear
 from finetune.precision.engines.whole import Tensorwise
@@ -101,23 +101,23 @@ class TransformerEngineMixin(Fp8Mixin):
             None (casts of ours); or Nones.
     """
 
-    fp8_backend: TransformerEngineBackend
+    fp8_engine: TeEngine
     fp8_states: tuple[Tensor | None, ...]
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        backend = self.fp8_backend
-        backend.note_use()
+        engine = self.fp8_engine
+        engine.note_use()
         rows = x.reshape(-1, x.shape[-1])
-        if backend.rule.own is not None and not torch.compiler.is_compiling():
+        if engine.rule.own is not None and not torch.compiler.is_compiling():
             states = (None if state is None else state.to(x.device) for state in self.fp8_states)
             self.fp8_states = tuple(states)
         # Tokens are contracted in wgrad: a multiple of 16, of 32 for block formats.
-        missing = -rows.shape[0] % alignment(backend.precision)
+        missing = -rows.shape[0] % alignment(engine.precision)
         if missing:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
         # [M, K] @ [K, N]; its backward is dgrad and wgrad
         y = te_linear(
-            *(rows, w.contiguous(), bias, backend.rule), high=backend.high, states=self.fp8_states
+            *(rows, w.contiguous(), bias, engine.rule), high=engine.high, states=self.fp8_states
         )
         # Padding adds rows of zeros: they change neither dgrad of real rows nor wgrad.
         y = y[: y.shape[0] - missing] if missing else y
@@ -125,7 +125,7 @@ class TransformerEngineMixin(Fp8Mixin):
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
-class TransformerEngineBackend(Backend):
+class TeEngine(Engine):
     """Backend whose layers run in Transformer Engine; owns its delayed states.
 
     Attributes:

@@ -94,19 +94,19 @@ def turn(x: Tensor, operand: Operand, scale: Tensor, how: Tensorwise) -> Tensor:
 
 
 def multiply(
-    a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *,
+    a: Tensor, b_t: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, *,
     fast: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply codes [R, D] by [C, D], transposed: [R, D] @ [D, C] -> [R, C] in `dtype`.
 
     Args:
-        scale_a, scale_b: inverse scales.
+        inverse_a, inverse_b: one number each.
         fast: sums with fewer digits, as torchao's recipe has it in forward.
     """
     missing = -a.shape[1] % INNER_MULTIPLE  # of tokens, which wgrad contracts
     if missing:
         a, b_t = (nn.functional.pad(each, (0, missing)) for each in (a, b_t))
-    return torch_scaled_mm(a, b_t.t(), scale_a, scale_b, dtype, fast=fast)  # [R, D] @ [D, C]
+    return torch_scaled_mm(a, b_t.t(), inverse_a, inverse_b, dtype, fast=fast)  # [R, D] @ [D, C]
 
 
 class WholeLinear(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Small number formats: rounding, casts, tiles and the Hadamard transform, as pure functions.
+"""Small number formats: rounding, casts and scales, as pure functions.
 
 A number of a format has a sign, `mantissa` fraction bits and an exponent of at least
 `min_exponent`; below that it is subnormal, with the spacing of the smallest normal numbers:
@@ -10,15 +10,15 @@ The spacing around y is u(y) = 2^(max(floor(log2|y|), min_exponent) - mantissa).
 subtracting 1.5 · 2^23 · u(y) in float32 rounds to nearest even: exact, on any device, and several
 times faster on CPUs than a cast to `torch.float8_e4m3fn` and back. Rounding saturates; NaN stays.
 
-All these numbers are exact in BF16, so *codes* are BF16 tensors on the format's grid with separate
-scales: x ≈ codes / scale. `cast` gives the real bit patterns for storage. Sources: Micikevicius et
-al., "FP8 Formats for Deep Learning" (2022); Open Compute Project, OFP8 1.0 and Microscaling Formats
-(MX) 1.0.
+Rounded numbers are *codes*: x ≈ codes · inverse, where inverse = 1 / scale. All of them are exact
+in BF16, which is how the emulation has them; `cast` gives them in the format's own type.
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); Open Compute Project, OFP8 1.0
+and Microscaling Formats (MX) 1.0.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class Format:
         mantissa: number of fraction bits.
         min_exponent: exponent of the smallest normal number.
         max: largest number.
-        dtype: torch type of the bit patterns; uint8 for E2M1, which torch cannot compute with.
+        dtype: torch type of codes; uint8 for E2M1, which torch cannot compute with.
     """
 
     name: str
@@ -96,10 +96,10 @@ def round_to(
 
 
 def cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """Bit patterns of `x · scale`: float32 product, saturated, rounded to nearest even.
+    """Codes of `x` in the format's own type: `x · scale`, saturated, rounded to nearest even.
 
-    The scale is float32, broadcastable to `x`. E2M1 patterns are the low four bits of a uint8; E2M1
-    has no NaN, which becomes the largest number (as in NVIDIA's conversion).
+    The product is float32, as is the scale, broadcastable to `x`. E2M1 codes are the low four bits
+    of a uint8; E2M1 has no NaN, which becomes the largest number (as in NVIDIA's conversion).
     """
     y = x.float() * scale
     if fmt is not E2M1:
@@ -113,15 +113,15 @@ def cast(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """Values of FP8 bit patterns in float32, exactly."""
+    """Codes of an FP8 type as float32 numbers, exactly."""
     if codes.dtype is not E4M3.dtype or codes.device.type != "cpu":
         return codes.float()
-    values = decode_bits(codes.view(torch.uint8)).float()
-    return torch.where(values.abs() == 480.0, torch.nan, values)  # the pattern of NaN
+    wide = decode_bits(codes.view(torch.uint8)).float()
+    return torch.where(wide.abs() == 480.0, torch.nan, wide)  # the bits of NaN
 
 
 def decode_bits(bits: Tensor) -> Tensor:
-    """Values of E4M3 bit patterns (uint8) in BF16, exactly.
+    """E4M3 codes as BF16 numbers, of their bits (uint8), exactly.
 
     The bits are moved into those of a BF16 number, whose range holds them 2^120 smaller: on CPUs
     ten times faster than torch's conversion. NaN (0x7F, 0xFF) gives 480; stored weights exclude it.
@@ -132,11 +132,6 @@ def decode_bits(bits: Tensor) -> Tensor:
     wide = bits.view(torch.int8).to(torch.int16)  # the sign is extended to where BF16 has it
     # ~0x7800 clears the copies of the sign. The bias is 127 in BF16 and 7 in E4M3: a factor 2^120.
     return (wide << 4).bitwise_and_(~0x7800).view(torch.bfloat16).mul_(2.0**120)
-
-
-def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`codes / scale` in float32, rounded once to `dtype`; codes are FP8 bit patterns."""
-    return decode(codes).div_(scale).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------ scales
@@ -186,95 +181,3 @@ def on_grid(values: Tensor, fmt: Format) -> bool:
     # Cloned below, since `round_to` overwrites it, and `float()` copies no float32 tensor.
     wide = values.float()
     return bool(((round_to(wide.clone(), fmt) == wide) | wide.isnan()).all())
-
-
-# Blocks of a matrix: tiles that share a scale. [R, C] in tiles of (r, c) is [R/r, r, C/c, c], with
-# one number per tile a matrix [R/r, C/c]. Partial tiles are padded with zeros and cut off again.
-
-
-def along(dim: int, size: int) -> tuple[int, int]:
-    """The tile of `size` elements along a dimension."""
-    return (1, size) if dim == 1 else (size, 1)
-
-
-def split(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Split a matrix [R, C] into tiles [R/r, r, C/c, c], padded with zeros."""
-    rows, columns = tile
-    down, right = -x.shape[0] % rows, -x.shape[1] % columns  # what is missing to whole tiles
-    if down or right:
-        x = torch.nn.functional.pad(x, (0, right, 0, down))  # (left, right, top, bottom)
-    return x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-
-
-def block_amax(blocks: Tensor) -> Tensor:
-    """Largest magnitude of each tile: [R/r, r, C/c, c] -> [R/r, C/c]."""
-    return blocks.abs().amax((1, 3))
-
-
-def widen(block: Tensor) -> Tensor:
-    """Reshape [R/r, C/c] to [R/r, 1, C/c, 1], to be broadcast over tiles."""
-    return block[:, None, :, None]
-
-
-def join(blocks: Tensor, like: Tensor) -> Tensor:
-    """Join tiles into a matrix of the shape of `like`."""
-    return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]]
-
-
-def times_blocks(x: Tensor, block: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Multiply a matrix [R, C] by one number per tile, [ceil(R/r), ceil(C/c)]."""
-    return join(split(x, tile) * widen(block), x)
-
-
-# The random Hadamard transform spreads outliers over a block before it is cast to four bits.
-#
-# 16 values share a scale set by the largest, so next to an outlier the others become zero. An
-# orthogonal matrix of entries ±1/4 makes every value a mixture of all sixteen; random signs keep
-# structured inputs from lining up with a row. Both operands of a product are transformed along the
-# contracted dimension, and (Hx)ᵀ(Hg) = xᵀg: nothing has to be undone.
-#
-# Hardware fuses it with the cast, and it is no GEMM of the layer: a separate operator hides it from
-# dispatch modes (the proof's witness). Sources: arXiv 2509.25149, section 4.2; Transformer Engine's
-# `reference_nvfp4.py`.
-
-
-SIZE = 16
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Signs drawn once and fixed, as in Transformer Engine: both operands must use the same."""
-
-
-@functools.cache
-def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`diag(SIGNS) · H / 4` for the Hadamard matrix H of size 16: orthogonal, [16, 16]."""
-    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
-    for _ in range(4):  # Sylvester's construction
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    signs = torch.tensor(SIGNS, dtype=torch.float32, device=device)
-    return (signs[:, None] * matrix / SIZE**0.5).to(dtype)
-
-
-_library = torch.library.Library("finetune", "FRAGMENT")
-_library.define("hadamard(Tensor x) -> Tensor")
-
-
-def _hadamard(x: Tensor) -> Tensor:
-    # Autocast would compute a float32 x in BF16.
-    with torch.autocast(x.device.type, enabled=False):
-        # [16, 16] @ [M/16, 16, C]
-        turned = hadamard_matrix(x.dtype, x.device).t() @ x.unflatten(0, (-1, SIZE))
-    return turned.flatten(0, 1)
-
-
-_library.impl("hadamard", _hadamard, "CompositeExplicitAutograd")
-_library.impl("hadamard", torch.empty_like, "Meta")
-
-
-def transform(x: Tensor) -> Tensor:
-    """Hadamard transform of every 16 rows of a matrix [M, C], in its own dtype.
-
-    M is padded with zeros to a multiple of 16, which adds nothing to a product over M.
-    """
-    missing = -x.shape[0] % SIZE
-    if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    return torch.ops.finetune.hadamard(x)

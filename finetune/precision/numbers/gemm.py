@@ -1,8 +1,8 @@
 """The scaled GEMM of quantized matrices, and the forward of a linear layer around a product.
 
-`Codes` are numbers on a format's grid and inverse scales. The emulated GEMM multiplies codes
-exactly, accumulates in float32, multiplies by the inverse scales and rounds to the output type, as
-FP8 tensor cores and cuBLASLt's epilogue do.
+A `Quantized` matrix has codes, numbers on a format's grid, and inverse scales. The emulated GEMM
+multiplies codes exactly, accumulates in float32, multiplies by the inverse scales and rounds to the
+output type, as FP8 tensor cores and cuBLASLt's epilogue do.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.precision.numbers.formats import E2M1, Format, times_blocks
+from finetune.precision.numbers.formats import E2M1, Format
+from finetune.precision.numbers.tiles import times_blocks
 
 
-class Codes(NamedTuple):
-    """A quantized matrix [R, C]: `values · block · inverse ≈ x`.
+class Quantized(NamedTuple):
+    """A quantized matrix [R, C]: `x ≈ codes · block · inverse`.
 
     Attributes:
-        values: BF16 numbers on the grid of `fmt`, [R, C].
+        codes: BF16 numbers on the grid of `fmt`, [R, C].
         inverse: float32 inverse scale: one element, or one per row [R, 1] or column [1, C].
         in_bf16: True if a CPU may multiply these in BF16 (see `scaled_mm`).
         block: inverse scales of blocks, [ceil(R/r), ceil(C/c)], or None.
         tile: (r, c), the size of a block.
     """
 
-    values: Tensor
+    codes: Tensor
     inverse: Tensor
     fmt: Format
     in_bf16: bool = False
     block: Tensor | None = None
     tile: tuple[int, int] = (1, 1)
 
-    def t(self) -> Codes:
+    def t(self) -> Quantized:
         """The transposed matrix [C, R]."""
         block = None if self.block is None else self.block.t()
         inverse = self.inverse.t() if self.inverse.dim() == 2 else self.inverse
-        values, tile = self.values.t(), self.tile[::-1]
-        return self._replace(values=values, inverse=inverse, block=block, tile=tile)
+        codes, tile = self.codes.t(), self.tile[::-1]
+        return self._replace(codes=codes, inverse=inverse, block=block, tile=tile)
 
     def dequantize(self) -> Tensor:
         """The dequantized matrix, float32 [R, C]."""
-        values = self.values.float()
+        values = self.codes.float()
         if self.block is not None:
             values = times_blocks(values, self.block, self.tile)
         return values * self.inverse
@@ -94,8 +95,8 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
 def torch_scaled_mm(
     a: Tensor,
     b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
     out_dtype: torch.dtype,
     *,
     fast: bool,
@@ -110,7 +111,7 @@ def torch_scaled_mm(
     """
     with torch.autocast(a.device.type, enabled=False):
         return torch._scaled_mm(  # [M, K] @ [K, N]
-            a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=fast
+            a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=out_dtype, use_fast_accum=fast
         )
 
 
@@ -173,7 +174,7 @@ EMULATED = torch.ops.finetune.scaled_mm
 """The emulated GEMM as an operator overload, as dispatch modes see it."""
 
 
-def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
+def scaled_mm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
     """Multiply quantized matrices [M, K] @ [K, N], accumulated in float32 and rounded once.
 
     Products of two codes are exact in float32. CPUs have no GEMM from BF16 to float32; a float32
@@ -183,5 +184,5 @@ def scaled_mm(a: Codes, b: Codes, out_dtype: torch.dtype) -> Tensor:
     """
     tiles, formats = [*a.tile, *b.tile], (a.fmt.name, b.fmt.name)
     # By row the inverse scales are [M, 1] · [1, N] = [M, N]; per tensor, one number.
-    operands = a.values, b.values, a.inverse * b.inverse, a.block, b.block
+    operands = a.codes, b.codes, a.inverse * b.inverse, a.block, b.block
     return EMULATED(*operands, tiles, *formats, a.in_bf16 and b.in_bf16, out_dtype)

@@ -43,18 +43,14 @@ from finetune.precision.numbers.formats import (
     E5M2,
     E8M0_EXPONENTS,
     Format,
-    along,
     amax,
-    block_amax,
     floor_pow2,
-    join,
     round_to,
     scale_from_amax,
-    split,
-    transform,
-    widen,
 )
-from finetune.precision.numbers.gemm import Codes
+from finetune.precision.numbers.gemm import Quantized
+from finetune.precision.numbers.hadamard import transform
+from finetune.precision.numbers.tiles import along, block_amax, join, split, widen
 from finetune.precision.settings import PrecisionConfig
 
 Operand = Literal["x", "w", "g"]
@@ -87,12 +83,14 @@ class Rule(ABC):
         self.in_bf16 = multiply_in_bf16(precision)
 
     @abstractmethod
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Quantized:
         """Codes of a matrix whose dimension `dim` (0 or 1) is contracted."""
 
-    def codes(self, operand: Operand, values: Tensor, inverse: Tensor, *blocks: Any) -> Codes:
+    def quantized(
+        self, operand: Operand, codes: Tensor, inverse: Tensor, *blocks: Any
+    ) -> Quantized:
         """Numbers on the grid of an operand's format, with their scales, as operand of a GEMM."""
-        return Codes(values, inverse, self.formats[operand], self.in_bf16, *blocks)
+        return Quantized(codes, inverse, self.formats[operand], self.in_bf16, *blocks)
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
@@ -131,8 +129,8 @@ def cast_current(
         Codes [R, C], and the float32 inverse scale: [R, 1], [1, C] or a scalar.
     """
     scale = scale_from_amax(amax(x, dim), fmt, pow2=pow2)
-    values = scaled(x, scale)
-    return values.to(fmt.dtype) if packed else to_codes(values, fmt), scale.reciprocal()
+    product = scaled(x, scale)
+    return product.to(fmt.dtype) if packed else to_codes(product, fmt), scale.reciprocal()
 
 
 def multiply_in_bf16(precision: PrecisionConfig) -> bool:
@@ -149,8 +147,10 @@ class TensorwiseRule(Rule):
 
     reuses = True
 
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
-        return self.codes(operand, *cast_current(x, self.formats[operand], None, pow2=self.pow2))
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Quantized:
+        return self.quantized(
+            operand, *cast_current(x, self.formats[operand], None, pow2=self.pow2)
+        )
 
 
 class RowwiseRule(Rule):
@@ -164,10 +164,12 @@ class RowwiseRule(Rule):
         super().__init__(precision)
         self.one_scale_in_dgrad = "wgrad" in precision.facts.high
 
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Quantized:
         whole = operand == "w" and dim == 0 and self.one_scale_in_dgrad
         along = None if whole else dim
-        return self.codes(operand, *cast_current(x, self.formats[operand], along, pow2=self.pow2))
+        return self.quantized(
+            operand, *cast_current(x, self.formats[operand], along, pow2=self.pow2)
+        )
 
 
 class BlockwiseRule(Rule):
@@ -177,27 +179,27 @@ class BlockwiseRule(Rule):
     float32.
     """
 
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Quantized:
         fmt = self.formats[operand]
         tile = (BLOCK, BLOCK) if operand == "w" else along(dim, BLOCK)
         blocks = split(x.float(), tile)
         # An amax of max / FLOAT_MAX at least: scales up to FLOAT_MAX.
         scale = scale_from_amax(block_amax(blocks), fmt, pow2=self.pow2, inverse=1 / FLOAT_MAX)
-        values = to_codes(blocks * widen(scale), fmt)
+        codes = to_codes(blocks * widen(scale), fmt)
         # 1 in place of a scale over those of the blocks
-        return self.codes(operand, join(values, x), _one(x), scale.reciprocal(), tile)
+        return self.quantized(operand, join(codes, x), _one(x), scale.reciprocal(), tile)
 
 
 class MxRule(Rule):
     """32 values along the contracted dimension share an E8M0 scale."""
 
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Quantized:
         fmt = self.formats[operand]
         tile = along(dim, MX_BLOCK)
         blocks = split(x.float(), tile)
         inverse, scale = e8m0_scales(block_amax(blocks), fmt)
-        values = to_codes(blocks * widen(scale), fmt)
-        return self.codes(operand, join(values, x), _one(x), inverse, tile)
+        codes = to_codes(blocks * widen(scale), fmt)
+        return self.quantized(operand, join(codes, x), _one(x), inverse, tile)
 
 
 def e8m0_scales(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -231,7 +233,7 @@ class NvRule(Rule):
         self.stochastic = constants.STOCHASTIC_ROUNDING
         self.generator = generator
 
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Quantized:
         tile = (NV_BLOCK, NV_BLOCK) if operand == "w" else along(dim, NV_BLOCK)
         if self.hadamard and dim == 0 and operand != "w":  # contracts tokens: an operand of wgrad
             x = transform(x)
@@ -243,8 +245,8 @@ class NvRule(Rule):
         noise = None
         if operand == "g" and self.stochastic:
             noise = self.generator.uniform(scaled_blocks)
-        values = to_codes(scaled_blocks, E2M1, noise, saturate=True)  # the block scale was rounded
-        return self.codes(operand, join(values, x), inverse, block, tile)
+        codes = to_codes(scaled_blocks, E2M1, noise, saturate=True)  # the block scale was rounded
+        return self.quantized(operand, join(codes, x), inverse, block, tile)
 
 
 def nvfp4_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,7 +306,7 @@ _RULES: dict[str, type[Rule]] = {
 
 
 def make_rule(precision: PrecisionConfig, randomness: Randomness | None = None) -> Rule:
-    """Rule of a precision; delayed scaling has state, and its backend makes a `DelayedRule`."""
+    """Rule of a precision; delayed scaling has state, and its engine makes a `DelayedRule`."""
     if precision.facts.is_random:
         return NvRule(precision, randomness or Randomness())
     return _RULES[precision.scaling](precision)
@@ -404,12 +406,12 @@ class DelayedRule(Rule):
         """The scale of the running micro-step, a float32 scalar."""
         return self.state.scale[self.index(operand)]
 
-    def cast(self, operand: Operand, x: Tensor, dim: int) -> Codes:
+    def cast(self, operand: Operand, x: Tensor, dim: int) -> Quantized:
         """Codes with the scale of the step's beginning; records the amax."""
         state, index = self.state, self.index(operand)
         state.to(x.device)
         # Not `maximum`: a NaN would hide the other amaxes of the micro-step.
         state.current[index] = torch.fmax(state.current[index].clamp(min=0), amax(x))
         scale = state.scale[index]
-        values = to_codes(scaled(x, scale), self.formats[operand], saturate=True)
-        return self.codes(operand, values, scale.reciprocal())
+        codes = to_codes(scaled(x, scale), self.formats[operand], saturate=True)
+        return self.quantized(operand, codes, scale.reciprocal())

@@ -4,9 +4,9 @@
     tensor  (N, K)       one scale, [1, 1]
     block   (128, 128)   as DeepSeek-V3 and Qwen publish, [ceil(N/128), ceil(K/128)]
 
-Codes are E4M3 bit patterns in uint8 (the reason is in `finetune.precision.stored.linear`). A weight
-that does not train needs `y = x Wᵀ` and the input gradient `dx = g W`, and neither a weight
-gradient nor a cast per step, so both GEMMs start from the same codes q, w ≈ diag(s) · q:
+Codes are stored as E4M3 bits in uint8 (why is in `finetune.precision.stored.linear`). A weight that
+does not train needs `y = x Wᵀ` and the input gradient `dx = g W`, and neither a weight gradient nor
+a cast per step, so both GEMMs start from the same codes q, w ≈ diag(s) · q with inverse scales s:
 
     fprop   y  = (x̂ · qᵀ) scaled by s_x[m] · s[n]         x cast per token
     dgrad   dx = (ĝ · q)  scaled by s_g[m]                 g · diag(s) cast per token
@@ -38,21 +38,11 @@ from torch.autograd.function import once_differentiable
 
 from finetune.errors import ConfigError
 from finetune.precision.facts import Gemm, Granularity
-from finetune.precision.numbers.formats import (
-    E4M3,
-    Format,
-    amax,
-    block_amax,
-    decode_bits,
-    join,
-    scale_from_amax,
-    split,
-    times_blocks,
-    widen,
-)
-from finetune.precision.numbers.gemm import Codes, scaled_mm, torch_scaled_mm
+from finetune.precision.numbers.formats import E4M3, Format, amax, decode_bits, scale_from_amax
+from finetune.precision.numbers.gemm import Quantized, scaled_mm, torch_scaled_mm
 from finetune.precision.numbers.kernels import cast_rows, transpose_codes
 from finetune.precision.numbers.scaling import cast_current, scaled
+from finetune.precision.numbers.tiles import block_amax, join, split, times_blocks, widen
 
 GRANULARITIES: tuple[Granularity, ...] = ("row", "tensor", "block")
 Tile = tuple[int, int]
@@ -132,11 +122,11 @@ def dequantize_weight(
     bits: Tensor, inverse: Tensor, tile: Tile, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Multiply codes (uint8 [N, K]) by inverse scales (one per tile) in float32, rounded once."""
-    values = decode_bits(bits).float()
+    codes = decode_bits(bits).float()
     # By row or as a whole, scales broadcast as they are.
-    if inverse.shape[1] == 1 and inverse.shape[0] in (1, values.shape[0]):
-        return values.mul_(inverse).to(dtype)
-    return times_blocks(values, inverse, tile).to(dtype)
+    if inverse.shape[1] == 1 and inverse.shape[0] in (1, codes.shape[0]):
+        return codes.mul_(inverse).to(dtype)
+    return times_blocks(codes, inverse, tile).to(dtype)
 
 
 class Arithmetic(NamedTuple):
@@ -199,8 +189,8 @@ def multiply(
     `fmt` is the format of `a`.
     """
     if how.emulate:
-        b = Codes(decode_bits(bits), inverse, E4M3, how.in_bf16)
-        return scaled_mm(Codes(*a, fmt, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
+        b = Quantized(decode_bits(bits), inverse, E4M3, how.in_bf16)
+        return scaled_mm(Quantized(*a, fmt, how.in_bf16), b, dtype)  # [M, C] @ [C, D]
     if how.per_row:
         # torch._scaled_mm takes [M, 1] and [1, N], contiguous.
         inverse = inverse.expand(1, bits.shape[1]).contiguous()
@@ -259,7 +249,7 @@ def wgrad(g: Tensor, x: Tensor, how: Arithmetic) -> Tensor:
     if how.emulate:
         dim = 0 if how.per_row else None
         gq, xq = (
-            Codes(*cast_current(each, f, dim, pow2=how.pow2), f, how.in_bf16)
+            Quantized(*cast_current(each, f, dim, pow2=how.pow2), f, how.in_bf16)
             for each, f in ((g, fmt), (x, E4M3))
         )
         return scaled_mm(gq.t(), xq, g.dtype)  # [N, M] @ [M, K]
@@ -278,7 +268,7 @@ class FrozenLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        values: Tensor | None,
+        x_codes: Tensor | None,
         x_inverse: Tensor | None,
         bits: Tensor,
         inverse: Tensor,
@@ -287,7 +277,7 @@ class FrozenLinear(torch.autograd.Function):
         """x [M, K], its cast (None if fprop is high), bits [N, K] -> y [M, N] in the type of x."""
         ctx.save_for_backward(bits, inverse)  # without wgrad, x is not needed again
         ctx.how = how
-        return fprop(x, (values, x_inverse), bits, inverse, how)
+        return fprop(x, (x_codes, x_inverse), bits, inverse, how)
 
     @staticmethod
     @once_differentiable

@@ -170,7 +170,7 @@ class Sentinel:
         """
         away = (m for _, m in self._linears.values() if isinstance(m, TrainedMixin))
         layer = next(away, None)
-        master = layer and layer.fp8_backend.masters.one_to_check(self.steps)
+        master = layer and layer.fp8_engine.masters.one_to_check(self.steps)
         if master is not None and not master.is_cast():
             self._fail(
                 "the device multiplied by other weights than those in host memory",

@@ -46,7 +46,7 @@ class RawCodes(Tensor):
 
 
 class Fp8Bits(nn.Parameter):
-    """A frozen parameter of FP8 bit patterns that raises when other values are assigned.
+    """A frozen parameter of bits that raises when other values are assigned.
 
     PEFT's safe merge assigns weight plus adapter to `weight.data`, which would be garbage here;
     others write there in place (`RawCodes`), or read codes as numbers past the layer

@@ -1,4 +1,4 @@
-"""Backend `frozen`: a linear layer that does not train, multiplied in FP8 as it is stored.
+"""Engine `frozen`: a linear layer that does not train, multiplied in FP8 as it is stored.
 
 One copy of the weight, two GEMMs (`finetune.precision.numbers.weights`), no master. Siblings that
 are fed the same tensor (q, k, v; gate, up) share its cast.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.precision import constants
-from finetune.precision.engines.base import Backend, Fp8Mixin
+from finetune.precision.engines.base import Engine, Fp8Mixin
 from finetune.precision.model.plan import LayerPlan
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.numbers.gemm import as_output, as_rows, compute_dtype
@@ -69,21 +69,21 @@ def _cast_rows(x: Tensor, how: Arithmetic, dtype: torch.dtype) -> Cast:
 
 
 class FrozenMixin(Fp8Mixin):
-    """Forward of a stored linear layer whose class this backend has swapped."""
+    """Forward of a stored linear layer whose class this engine has swapped."""
 
-    fp8_backend: FrozenBackend
+    fp8_engine: FrozenEngine
     fp8_how: Arithmetic
     weight_scale: Tensor
     bits: Tensor
 
     def fp8_linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        how, scale, xq = self.fp8_how, self.weight_scale, (None, None)
+        how, inverse, xq = self.fp8_how, self.weight_scale, (None, None)
         if "fprop" not in how.high:
-            xq = self.fp8_backend.cast(x, how, compute_dtype(x))
-        return as_output(FrozenLinear.apply(as_rows(x), *xq, w, scale, how), x, bias)
+            xq = self.fp8_engine.cast(x, how, compute_dtype(x))
+        return as_output(FrozenLinear.apply(as_rows(x), *xq, w, inverse, how), x, bias)
 
 
-class FrozenBackend(Backend):
+class FrozenEngine(Engine):
     """Backend that multiplies stored layers in FP8.
 
     Attributes:
@@ -95,7 +95,7 @@ class FrozenBackend(Backend):
 
     def __init__(self, precision: PrecisionConfig, *, emulate: bool, triton: bool = True) -> None:
         super().__init__(precision)
-        rowwise, pow2 = precision.facts.frozen == "row", bool(precision.power_of_two_scales)
+        rowwise, pow2 = precision.facts.stored == "row", bool(precision.power_of_two_scales)
         # A frozen weight has no wgrad to keep in high precision.
         high = precision.gemms_kept_high - {"wgrad"}
         # Inductor joins a cast with the norm or activation before it, which moves fewer bytes than
@@ -125,12 +125,12 @@ class FrozenBackend(Backend):
         self, x: Tensor, how: Arithmetic, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same, and what to keep of `x`: its codes in one byte each, None for `x` itself."""
-        values, inverse = self.cast(x, how, dtype)
+        codes, inverse = self.cast(x, how, dtype)
         kept = None
         if constants.SAVED_INPUT == "fp8":
             compiling = torch.compiler.is_compiling()
-            kept = values.to(E4M3.dtype) if compiling else self._shared.bits()
-        return values, inverse, kept
+            kept = codes.to(E4M3.dtype) if compiling else self._shared.bits()
+        return codes, inverse, kept
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
         assert isinstance(module, StoredMixin)

@@ -208,7 +208,7 @@ class GatheringMixin(Swapped):
         return super().__call__(*args, **kwargs)
 
 
-class GatheredBackend(CodedBackend):
+class GatheredEngine(CodedBackend):
     """Backend of layers that train and are gathered as codes.
 
     Attributes:

@@ -3,7 +3,7 @@
 A weight that does not train needs no master copy. E4M3 codes take half the memory of BF16, and are
 dequantized before a 16-bit matmul (this module) or multiplied directly
 (`finetune.precision.stored.frozen`). Granularities are in `finetune.precision.numbers.weights`;
-`weight ≈ codes · weight_scale`, the name in published files (elsewhere here an *inverse* scale).
+`weight ≈ codes · weight_scale`, the name in published files (elsewhere here an *inverse*).
 
 The codes are **uint8**, not `torch.float8_e4m3fn`: FSDP2's mixed precision, PEFT's casts of
 adapters to the type of their base, `model.to(dtype)` and collectives leave integers alone, and an
@@ -168,9 +168,9 @@ class StoredMixin(CodesMixin):
         self.weight_scale = inverse
 
     def forward(self, input: Tensor) -> Tensor:
-        bits, scale, how = self.bits, self.weight_scale, dequantizing(self.stored_tile)
+        bits, inverse, how = self.bits, self.weight_scale, dequantizing(self.stored_tile)
         # No cast of x: both GEMMs are in high precision here.
-        y = FrozenLinear.apply(as_rows(input), None, None, bits, scale, how)
+        y = FrozenLinear.apply(as_rows(input), None, None, bits, inverse, how)
         return as_output(y, input, self.bias)
 
     def extra_repr(self) -> str:

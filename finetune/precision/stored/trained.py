@@ -36,7 +36,7 @@ from finetune.precision.numbers.weights import (
     wgrad,
 )
 from finetune.precision.settings import PrecisionConfig
-from finetune.precision.stored.frozen import FrozenBackend
+from finetune.precision.stored.frozen import FrozenEngine
 from finetune.precision.stored.masters import Master, Masters
 
 
@@ -45,13 +45,13 @@ class TrainedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor | None, x_inverse: Tensor | None, w: Tensor,
+        ctx: Any, x: Tensor, x_codes: Tensor | None, x_inverse: Tensor | None, w: Tensor,
         bits: Tensor, inverse: Tensor, how: Arithmetic,
     ) -> Tensor:  # fmt: skip
         """x [M, K], its cast, w and bits [N, K] -> y [M, N] in the type of `x`."""
         ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, bits, inverse)
         ctx.how, ctx.dtype = how, w.dtype
-        return fprop(x, (values, x_inverse), bits, inverse, how)
+        return fprop(x, (x_codes, x_inverse), bits, inverse, how)
 
     @staticmethod
     @once_differentiable
@@ -99,7 +99,7 @@ class CodedMixin(Fp8Mixin):
         fp8_master: its codes, uint8 [N, K], and their inverse scales.
     """
 
-    fp8_backend: CodedBackend
+    fp8_engine: CodedBackend
     fp8_how: Arithmetic
     fp8_master: Any
 
@@ -114,7 +114,7 @@ class CodedMixin(Fp8Mixin):
         w = self.fp8_lent()
         how, cast = self.fp8_how if low else dequantizing(self.fp8_how.tile), (None, None)
         if "fprop" not in how.high:
-            cast = self.fp8_backend.cast(input, how, compute_dtype(input))
+            cast = self.fp8_engine.cast(input, how, compute_dtype(input))
         if low:
             self.fp8_calls.count(input)
         given = as_rows(input), *cast, w, master.bits, master.inverse, how
@@ -204,7 +204,7 @@ class DeviceMixin(Swapped):
         return self.fp8_masters.device
 
 
-class CodedBackend(FrozenBackend):
+class CodedBackend(FrozenEngine):
     """Backend of layers that train and hold codes.
 
     Attributes:
@@ -235,7 +235,7 @@ class CodedBackend(FrozenBackend):
         return super().effective() | here
 
 
-class TrainedBackend(CodedBackend):
+class TrainedEngine(CodedBackend):
     """Backend of layers whose masters are in host memory.
 
     Attributes:

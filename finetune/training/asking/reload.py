@@ -134,8 +134,8 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
             conversion = session.install(precision).prepare_model(model)
             if codes_alone:  # all of it may be too much for the device
                 model = model.to(device)
-            if precision.eval == "fp8" and conversion.backend is not None:
-                _take_scales(run, conversion.backend)
+            if precision.eval == "fp8" and conversion.engine is not None:
+                _take_scales(run, conversion.engine)
         yield model.eval(), tokenizer
 
 
@@ -153,14 +153,14 @@ def untrained(run: TrainedRun, model: Any) -> Any:
     return load_model(run.config.model).to(model.device).eval()
 
 
-def _take_scales(run: TrainedRun, backend: Any) -> None:
+def _take_scales(run: TrainedRun, engine: Any) -> None:
     """Load the scales of delayed scaling, without which casts would be noise."""
     from finetune.training.helper.scaling_state import load_scaling
 
     if not run.config.precision.facts.has_history:
         return
     # A checkpoint has its scales beside its weights, a finished run in its folder.
-    if load_scaling(backend, run.weights) and (why := load_scaling(backend, run.folder)):
+    if load_scaling(engine, run.weights) and (why := load_scaling(engine, run.folder)):
         raise ConfigError(
             "the run evaluates in FP8 by delayed scaling, and its scales are not stored",
             where=str(run.folder),
@@ -211,6 +211,6 @@ def _as_evaluated(precision: PrecisionConfig) -> PrecisionConfig | None:
         return precision
     if not (precision.map or precision.fp8_params):
         return None
-    # Evaluation does not run FP8 GEMMs, so any backend will do.
+    # Evaluation does not run FP8 GEMMs, so any engine will do.
     any_backend = {"backend": "emulated", "emulation": "allow"}
     return precision.model_copy(update=any_backend) if is_fp8 else precision

@@ -2,11 +2,11 @@
 group.
 
 A linear layer multiplies three operands: the input x [M, K], the weight w [N, K] and the output
-gradient g [M, N]. Hooks read them in high precision, as every backend receives them, and report:
+gradient g [M, N]. Hooks read them in high precision, as every engine receives them, and report:
 
 * `amax`, the largest magnitude of the whole operand;
 * for FP8 or FP4 layers, the effect of the cast on up to `SAMPLE_ROWS` evenly spread rows, by the
-  reference rule and thus alike for every backend (x and w as fprop casts them, g as dgrad does):
+  reference rule and thus alike for every engine (x and w as fprop casts them, g as dgrad does):
   shares of values that saturate (`overflow`) and of nonzero values that become zero (`underflow`),
   and the signal-to-noise ratio 10 log10(Σx² / Σ(x - x̂)²) dB (weights stored as codes report only
   an amax).
@@ -48,7 +48,7 @@ from finetune.precision.model.compiling import recomputed
 from finetune.precision.model.layers import HEADS, Role, declared_matmuls, is_conv1d, is_low_rank
 from finetune.precision.model.plan import LayerPlan, PrecisionPlan
 from finetune.precision.numbers.formats import amax, scale_from_amax, snr_db
-from finetune.precision.numbers.gemm import Codes, compute_dtype
+from finetune.precision.numbers.gemm import Quantized, compute_dtype
 from finetune.precision.numbers.scaling import (
     Operand,
     formats_of,
@@ -157,16 +157,16 @@ def inspect_operand(
         # Its scales are known from earlier steps alone, and none was given: that of the tensor
         # itself is the nearest.
         update = {"scaling": "tensorwise"} if precision.facts.has_history else {}
-        codes = make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
+        cast = make_rule(precision.model_copy(update=update)).cast(operand, x, 1)
     else:
         fmt = formats_of(precision)[operand]
-        values = to_codes(scaled(x, scale), fmt, saturate=True)
-        codes = Codes(values, scale.reciprocal(), fmt, multiply_in_bf16(precision))
-    back, wide = codes.dequantize(), x.float()
-    lost = (codes.values == 0) & (wide != 0)
+        codes = to_codes(scaled(x, scale), fmt, saturate=True)
+        cast = Quantized(codes, scale.reciprocal(), fmt, multiply_in_bf16(precision))
+    back, wide = cast.dequantize(), x.float()
+    lost = (cast.codes == 0) & (wide != 0)
     # Rounding moves a value by half a unit at most; a value that moved further down saturated.
-    half_unit = 2.0 ** -(codes.fmt.mantissa + 1)
-    at_limit = codes.values.abs() == codes.fmt.max
+    half_unit = 2.0 ** -(cast.fmt.mantissa + 1)
+    at_limit = cast.codes.abs() == cast.fmt.max
     saturated = at_limit & (back.abs() < wide.abs() * (1 - half_unit))
     found = OperandSums(float(amax(x)), x.numel(), int(saturated.sum()), int(lost.sum()))
     # A cast without noise has an infinite ratio, which no JSON number holds.
@@ -253,7 +253,7 @@ class OperandWatch:
         conversion: Conversion | None,
         grouping: Callable[[nn.Module, PrecisionPlan | None], dict[str, str]] = groups_of,
     ) -> None:
-        """Observe a model, with its plan and backend if it has them, by groups of modules."""
+        """Observe a model, with its plan and engine if it has them, by groups of modules."""
         self.model, self.conversion, self.grouping = model, conversion, grouping
         self.sums: GroupSums = {}
         self.groups: dict[str, str] = {}
@@ -375,7 +375,7 @@ class OperandWatch:
         if operand not in low:
             self._amaxes.append((key, amax(value)))
             return
-        engine: Any = module.fp8_backend
+        engine: Any = module.fp8_engine
         rows, precision = engine.as_cast(module, operand, value.reshape(-1, value.shape[-1]))
         scale = engine.scale_in_force(module, operand)
         sums.merge(inspect_sample(rows, operand, precision, scale, name))

@@ -20,7 +20,7 @@ from finetune.hardware.versions import installed, installed_torch, version_statu
 from finetune.logging import HIDDEN_WARNINGS
 from finetune.precision.cases.lora import FusedMixin, fused_adapters
 from finetune.precision.convert import Conversion
-from finetune.precision.engines.base import Backend
+from finetune.precision.engines.base import Engine
 from finetune.precision.model.layers import without_adapters
 from finetune.precision.model.plan import GEMMS
 from finetune.precision.model.tree import named_trainable
@@ -184,7 +184,7 @@ def _kernels(conversion: Conversion | None) -> str:
 
 
 def _effective(
-    p: PrecisionConfig, engines: Iterable[Backend], loss_scaling: dict[str, Any]
+    p: PrecisionConfig, engines: Iterable[Engine], loss_scaling: dict[str, Any]
 ) -> dict[str, Any]:
     """Settings in effect: of each backend, in its own terms; without one, in torch's."""
     found: dict[str, Any] = {}
@@ -221,7 +221,7 @@ def environment(d: Device) -> dict[str, Any]:
     }
 
 
-def _format(precision: PrecisionConfig, engines: list[Backend]) -> str:
+def _format(precision: PrecisionConfig, engines: list[Engine]) -> str:
     if [engine.name for engine in engines] == ["frozen"]:
         return E4M3.name
     return "e2m1" if precision.low == "fp4" else precision.fp8_format

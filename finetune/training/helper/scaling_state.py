@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.hardware.unpromised import stands
 from finetune.precision.convert import conversion_of
-from finetune.precision.engines.base import Backend
+from finetune.precision.engines.base import Engine
 from finetune.runs.checkpoints import scaling_file
 
 if TYPE_CHECKING:
@@ -35,22 +35,22 @@ WITHOUT_EFFECT = {"compile", "emulation", "eval", "health_every", "on_unsupporte
 """Settings of the precision that scaling states do not depend on."""
 
 
-def save_scaling(backend: Backend | None, folder: Path, process: int = 0) -> None:
+def save_scaling(engine: Engine | None, folder: Path, process: int = 0) -> None:
     """Store the current scaling state of a process, if there is any."""
-    if backend is not None and (state := backend.state_tensors()):
+    if engine is not None and (state := engine.state_tensors()):
         # Cloned: safetensors refuses tensors that share storage.
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / scaling_file(process), {PRECISION: _name(backend)})
+        save_file(tensors, folder / scaling_file(process), {PRECISION: _name(engine)})
 
 
-def load_scaling(backend: Backend | None, folder: Path, process: int = 0) -> str:
+def load_scaling(engine: Engine | None, folder: Path, process: int = 0) -> str:
     """Take up the state of `save_scaling`.
 
     Returns:
         Why there is none to take up; empty if it was, or the scaling has no state.
     """
-    if backend is None or not backend.has_state:
+    if engine is None or not engine.has_state:
         return ""
     own, first = (folder / scaling_file(i) for i in (process, 0))
     file = own if own.is_file() else first  # resumed by more processes than saved it
@@ -60,18 +60,18 @@ def load_scaling(backend: Backend | None, folder: Path, process: int = 0) -> str
         saved = (opened.metadata() or {}).get(PRECISION)
     # None: a file that names no precision is taken as it is.
     # An amax history says what the numbers of a scale are, under one rule and format alone.
-    if saved not in (None, _name(backend)):
+    if saved not in (None, _name(engine)):
         return f"the FP8 scaling state in {folder} is of another precision"
-    backend.load_state_tensors(load_file(file))
+    engine.load_state_tensors(load_file(file))
     return ""
 
 
-def _name(backend: Backend) -> str:
-    return backend.precision.model_dump_json(exclude=WITHOUT_EFFECT)
+def _name(engine: Engine) -> str:
+    return engine.precision.model_dump_json(exclude=WITHOUT_EFFECT)
 
 
-def _resume(backend: Backend | None, folder: Path, process: int) -> None:
-    if why := load_scaling(backend, folder, process):
+def _resume(engine: Engine | None, folder: Path, process: int) -> None:
+    if why := load_scaling(engine, folder, process):
         warnings.warn(f"! {why}: amax histories begin again", stacklevel=4)
 
 
@@ -82,9 +82,9 @@ def keep_in_trainers(patches: Patches) -> None:
     """Let every `Trainer` keep scaling state where it keeps that of FP16's loss scaling."""
     from transformers import Trainer
 
-    def backend_of(trainer: Any) -> Backend | None:
+    def backend_of(trainer: Any) -> Engine | None:
         conversion = conversion_of(trainer.accelerator.unwrap_model(trainer.model))
-        return conversion.backend if conversion is not None else None
+        return conversion.engine if conversion is not None else None
 
     def make_save(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(trainer: Any, output_dir: str) -> None:
@@ -125,20 +125,20 @@ def keep_in_states(accelerator: Any) -> None:
     reference = weakref.proxy(accelerator)
 
     def save(models: Any, weights: Any, output_dir: str) -> None:
-        for backend, folder in _states(reference, Path(output_dir)):
-            save_scaling(backend, folder, reference.process_index)
+        for engine, folder in _states(reference, Path(output_dir)):
+            save_scaling(engine, folder, reference.process_index)
 
     def load(models: Any, input_dir: str) -> None:
-        for backend, folder in _states(reference, Path(input_dir)):
-            _resume(backend, folder, reference.process_index)
+        for engine, folder in _states(reference, Path(input_dir)):
+            _resume(engine, folder, reference.process_index)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
 
 
-def _states(accelerator: Any, folder: Path) -> list[tuple[Backend, Path]]:
+def _states(accelerator: Any, folder: Path) -> list[tuple[Engine, Path]]:
     """Backends of prepared models that have scaling state, and the folders of their files."""
     conversions = (conversion_of(accelerator.unwrap_model(m)) for m in accelerator._models)
-    backends = (one.backend for one in conversions if one is not None)
-    stateful = [one for one in backends if one is not None and one.has_state]
+    engines = (one.engine for one in conversions if one is not None)
+    stateful = [one for one in engines if one is not None and one.has_state]
     return [(one, folder / f"model_{i}" if i else folder) for i, one in enumerate(stateful)]

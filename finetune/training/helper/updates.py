@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from finetune.precision.convert import Conversion
 from finetune.precision.stored.masters import Masters
-from finetune.precision.stored.trained import TrainedBackend
+from finetune.precision.stored.trained import TrainedEngine
 from finetune.training.helper.optimizer import low_bit
 from finetune.training.helper.replacing import replaced
 
@@ -74,8 +74,8 @@ class Updates:
         self._undo.callback(register_optimizer_step_post_hook(self._tell).remove)
 
     def _masters(self) -> list[Masters]:
-        backends = [conversion.backend for conversion in self._conversions()]
-        return [one.masters for one in backends if isinstance(one, TrainedBackend)]
+        engines = [conversion.engine for conversion in self._conversions()]
+        return [one.masters for one in engines if isinstance(one, TrainedEngine)]
 
     def _by_weights(self, update: Any, noted: list[Any]) -> None:
         def on_done(parameter: Tensor) -> None:

@@ -252,7 +252,7 @@ class TrainingRun(PreparedRun):
             self.trainer.save_model(str(folder))
         if self.is_main and self.config.precision.eval == "fp8":
             conversion = self.session.conversion  # `generate` casts with these scales
-            save_scaling(conversion.backend if conversion else None, self.folder)
+            save_scaling(conversion.engine if conversion else None, self.folder)
 
     def report(self) -> RunReport:
         """Build the report; the main process writes `report.json`."""
