@@ -112,6 +112,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": _TEXT | {"model_type": "mistral"},
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 16},
     },
+    "smolvlm": {
+        "text_config": _TEXT | {"model_type": "llama"}, "vision_config": _VISION, "scale_factor": 2,
+    },
+    "llava_next": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
+        "image_grid_pinpoints": [[28, 28], [28, 56]],
+    },
     "qwen2_5_vl": {"text_config": _TEXT | _ROPE, "vision_config": _QWEN_VISION},
     "qwen3_vl": {"text_config": _TEXT | _ROPE, "vision_config": _QWEN_VISION},
 }  # fmt: skip

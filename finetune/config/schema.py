@@ -67,8 +67,14 @@ class ModelConfig(Section):
     freeze: tuple[str, ...] = Field(
         default=(),
         description="patterns of modules and parameters that do not train and get no adapter, as "
-        "in `precision.keep`; towers for images and sound, which text does not reach, are frozen "
-        "anyway",
+        "in `precision.keep`; towers for images and sound are frozen anyway, but for "
+        "`model.train_vision`",
+    )
+    train_vision: Literal["none", "projector", "all"] = Field(
+        default="none",
+        description="what trains of a model's way for images: nothing; `projector`, the weights "
+        "between its tower and the decoder, in full, under adapters too; `all`, the tower as well, "
+        "by the adapters of `lora.target_modules` where there is a section `lora`",
     )
     revision: str | None = Field(default=None, description="hub revision (branch, tag or commit)")
     trust_remote_code: bool = Field(default=False, description="allow hub model code to run")

@@ -10,8 +10,8 @@ inputs, whose amax must be known beforehand, comes from training rows (`input_am
 parity check's evaluation rows stay unseen; a larger input saturates.
 
 Quantized are plain `nn.Linear` layers whose sizes are multiples of 16, except the output head,
-whose rounding would hit the logits directly, and those that text does not reach (a vision tower),
-which neither calibration nor parity check runs; of layers that servers fuse, all or none. Experts
+whose rounding would hit the logits directly, and those of towers for images and their projectors,
+as in the files that vLLM's makers publish; of layers that servers fuse, all or none. Experts
 that Transformers stacks in one parameter are stored one by one, and are quantized in the files
 (`quantize_saved`, FP8 alone). All else is in BF16, also of a model in float32: NVFP4 unpacks to
 BF16 alone (0.20), and vLLM takes no float32 beside such layers.
@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from finetune.errors import ConfigError
 from finetune.export.folder import write_json
 from finetune.precision.model.layers import experts_in, without_adapters
+from finetune.precision.model.towers import modules_beside
 from finetune.precision.numbers.formats import amax
-from finetune.storage.pretrained import beside_text
 
 BLOCK = 16
 """Values under one NVFP4 scale; sizes of quantized layers are multiples of it."""
@@ -75,14 +75,14 @@ def layers_to_quantize(
             else "an expert's inputs cannot be calibrated where no row reaches it",
             fix="--to merged, and quantize that with llm-compressor",
         )
-    unreached = {id(m) for tower in beside_text(model).values() for m in tower.modules()}
+    beside = modules_beside(model)
     head = model.get_output_embeddings()
     chosen, kept = [], []
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(layer, nn.Embedding):
             is_aligned = not any(size % BLOCK for size in weight.shape)
-            can = is_aligned and layer is not head and id(layer) not in unreached
+            can = is_aligned and layer is not head and id(layer) not in beside
             (chosen if can and type(layer) is nn.Linear else kept).append(name)
     # A server multiplies fused layers in one GEMM, which has one type.
     unfit = {name for odd in kept for name in fused_with(odd)}

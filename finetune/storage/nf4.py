@@ -6,7 +6,8 @@ itself stored in 8 bits, 256 of them under one float32 (double quantization):
     bits per weight = 4 + 8 / 64 + 32 / (64 · 256) = 4.127
 
 Weights are dequantized to BF16 before each matmul and get no gradient. Transformers chooses the
-layers: all linear ones but the output head, tied weights and the last module.
+layers: all linear ones but the output head, tied weights and the last module. Towers for images and
+their projectors are left out as well, as in FP8 (`finetune.precision.stored.linear`).
 
 Two library behaviours are undone here. TRL casts adapters of a 4-bit base to BF16, where updates
 below 2^-8 of a weight are lost; `masters_kept` keeps them float32. On CPUs with AVX512-BF16
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import PlanError
 from finetune.hardware.device import this_device
+from finetune.precision.model.towers import beside_text
 from finetune.precision.stored.linear import stored_as
 from finetune.storage.pretrained import auto_class
 
@@ -44,13 +46,18 @@ def nf4_bytes(numel: int) -> int:
     return math.ceil(numel / 2) + blocks + 4 * math.ceil(blocks / SUPERBLOCK)
 
 
-def quantization_config() -> BitsAndBytesConfig:
-    """Configuration of QLoRA's storage in Transformers: NF4, double quantization, BF16 compute."""
+def quantization_config(outline: Any) -> BitsAndBytesConfig:
+    """Configuration of QLoRA's storage in Transformers: NF4, double quantization, BF16 compute.
+
+    Args:
+        outline: the plain model, also on the meta device.
+    """
     import torch
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
         load_in_4bit=True,
+        llm_int8_skip_modules=_left_out(outline) if beside_text(outline) else None,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
@@ -66,7 +73,6 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
     from peft import PeftModel
     from torch import nn
     from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     adapted = isinstance(model, PeftModel)
@@ -74,7 +80,7 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
     prefix = "base_model.model." if adapted else ""
     # Maps names inside PEFT's wrapping to the loaded model's.
     inside = re.compile(r"\.(base_layer|lora_|modules_to_save|original_module).*")
-    plain = [inside.sub("", key) for key in get_keys_to_not_convert(base)]
+    plain = [inside.sub("", key) for key in _left_out(base)]
     return {
         prefix + name: module
         for name, module in base.named_modules()
@@ -82,6 +88,13 @@ def stored_linears(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, (nn.Linear, Conv1D)) and "lora_" not in name
         if should_convert_module(inside.sub("", name), plain)
     }
+
+
+def _left_out(model: Any) -> list[str]:
+    """Names of the modules of a plain model that are not stored in four bits."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return [*get_keys_to_not_convert(model), *beside_text(model)]
 
 
 def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
@@ -95,7 +108,7 @@ def build_random(shape: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
     device = torch.device(this_device().kind)
     with torch.device("meta"):
         model = auto_class(shape).from_config(shape, **kwargs)
-    quantizer = AutoHfQuantizer.from_config(quantization_config(), pre_quantized=False)
+    quantizer = AutoHfQuantizer.from_config(quantization_config(model), pre_quantized=False)
     quantizer.validate_environment()
     quantizer.preprocess_model(model, device_map={"": device})
     with torch.no_grad():

@@ -1,8 +1,7 @@
 """Finds a `ModelConfig`'s files, packaged, local or on the hub; loads its shape, class, tokenizer.
 
 Most checkpoints are of a causal model. Gemma 3, Mistral 3, Qwen-VL and others are published whole,
-with towers for images or sound and the decoder as one part of them. Text alone never reaches those
-towers, so nothing in them gets a gradient.
+with towers for images or sound and the decoder as one part of them (`precision.model.towers`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from finetune.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 LONGEST = 300
@@ -517,40 +515,6 @@ def auto_class(config: PretrainedConfig) -> Any:
         fix="a decoder model, such as Llama, Qwen, Gemma or Mistral; an encoder with a decoder or "
         "a classifier trains in a script of your own, with setup_fp8_mixed_precision_training()",
     )
-
-
-def decoder_name(model: PreTrainedModel) -> str:
-    """Dotted name of the decoder in a model of several parts; empty in one that is all text."""
-    if model.config.get_text_config(decoder=True) is model.config:
-        return ""
-    decoder = model.get_decoder()
-    return next((name for name, module in model.named_modules() if module is decoder), "")
-
-
-def beside_text(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Outermost modules that text does not reach: outside of decoder and output embeddings.
-
-    Names are of the plain model. The towers of Gemma 3: `model.vision_tower`,
-    `model.multi_modal_projector`.
-    """
-    decoder = decoder_name(model)
-    if not decoder:
-        return {}
-    # Outermost ones, so that a tower is one line of the notes and not hundreds.
-    kept, found = {model.get_submodule(decoder), model.get_output_embeddings()}, {}
-
-    def walk(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            inside = set(child.modules())
-            if child in kept:
-                continue
-            if inside & kept:
-                walk(child, f"{prefix}{name}.")
-            elif next(child.parameters(), None) is not None:
-                found[prefix + name] = child
-
-    walk(model, "")
-    return found
 
 
 def fit_trl(model: PreTrainedModel) -> None:

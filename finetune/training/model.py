@@ -303,6 +303,7 @@ def teacher_of(config: RunConfig) -> ModelConfig:
 def _load_pretrained(
     model: ModelConfig, stored: Sequence[LayerPlan], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
+    import torch
     from transformers.utils.quantization_config import Mxfp4Config
 
     from finetune.precision.stored.linear import stored_weights
@@ -335,7 +336,9 @@ def _load_pretrained(
         if published or model.storage == "fp8":
             return load_in_fp8(source, "row" if model.storage == "fp8" else None, **kwargs)
         if model.storage == "nf4":
-            kwargs["quantization_config"] = nf4.quantization_config()
+            with torch.device("meta"):
+                outline = auto_class(shape).from_config(shape)
+            kwargs["quantization_config"] = nf4.quantization_config(outline)
         if four_bits:
             # Its experts become FP8, or train under adapters: Transformers (5.23) infers alone with
             # four bits.

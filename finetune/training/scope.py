@@ -2,7 +2,10 @@
 
 Left out without anybody's asking, and said:
 
-* modules that text does not reach, such as the vision tower of Gemma 3 (`storage.pretrained`);
+* modules beside the decoder, such as the vision tower of Gemma 3 (`precision.model.towers`), but
+  for what `model.train_vision` names. A projector then trains in full, under adapters as well (as
+  PEFT's `modules_to_save`): it is small, and of low rank it would be bent and not taught, which is
+  why LLaVA and its successors train it whole. Towers get adapters where the run has some;
 * linear layers with a forward of their own, on which PEFT's adapters break (Llama 4's router
   returns a tuple), and those whose weight Mamba's kernels read past the layer's forward, where an
   adapter would have no effect and no gradient.
@@ -33,26 +36,82 @@ from finetune.precision.model.layers import (
     without_adapters,
 )
 from finetune.precision.model.plan import place_in_block
+from finetune.precision.model.towers import beside_text, parameters_of
 from finetune.precision.model.tree import Tree
 from finetune.precision.stored.linear import stored_as
-from finetune.storage.pretrained import beside_text
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
 ALL = "all-linear"
-NO_TEXT = "text does not reach them"
+BESIDE = "model.train_vision"
+SOUND = ("audio", "speech")
+"""Words in names of what stands beside the decoder and is for sound."""
+
+
+def trained_for_images(model: Any, wanted: str) -> dict[str, Any]:
+    """What `model.train_vision` trains of a plain model: name -> module or parameter.
+
+    The tower is what Transformers calls the encoder of images; what else stands beside the decoder
+    is between the two: projector, connector, Q-Former, the row end of LLaVA-NeXT. Where nothing is,
+    as in Qwen-VL, the projector is inside the tower: the parts behind its blocks that give vectors
+    of the decoder's width.
+
+    Raises:
+        ConfigError: the model has no way for images.
+    """
+    if wanted == "none":
+        return {}
+    found = {
+        name: part
+        for name, part in beside_text(model).items()
+        if not any(word in name for word in SOUND)
+    }
+    encoder = model.get_encoder(modality="image")
+    tower = next((name for name, part in found.items() if part is encoder), "")
+    if not tower:
+        raise ConfigError(
+            "this model has no tower for images to train",
+            where=f"model.train_vision={wanted}: {type(model).__name__}",
+            fix="~model.train_vision, or a model that reads images",
+        )
+    if wanted == "all":
+        return found
+    between = {name: part for name, part in found.items() if name != tower}
+    return between or dict(_behind_blocks(model, encoder, f"{tower}."))
+
+
+def _behind_blocks(model: Any, tower: Any, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    width, behind = model.config.get_text_config(decoder=True).hidden_size, False
+    for name, child in tower.named_children():
+        if any(isinstance(m, GradientCheckpointingLayer) for m in child.modules()):
+            behind = True
+        elif behind and any(p.dim() > 1 and p.shape[0] == width for p in child.parameters()):
+            # One by one: PEFT copies no list of modules.
+            several = child.named_children() if isinstance(child, nn.ModuleList) else ()
+            parts = [(f"{name}.{key}", one) for key, one in several] or [(name, child)]
+            yield from ((prefix + key, one) for key, one in parts)
+
+
+def _copied_for_images(model: Any, config: RunConfig) -> list[str]:
+    """Modules beside the decoder that train in full under adapters."""
+    wanted = "none" if config.model.train_vision == "none" else "projector"
+    found = trained_for_images(model, wanted)
+    return [name for name, part in found.items() if isinstance(part, nn.Module)]
 
 
 def freeze(model: PreTrainedModel, config: RunConfig) -> None:
-    """Freeze what text does not reach, and what `model.freeze` names, where all weights train.
+    """Freeze what stands beside the text, and what `model.freeze` names, where all weights train.
 
     Raises:
         ConfigError: a pattern that names nothing, or nothing is left to train.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    frozen: list[Any] = list(beside_text(model).values())
+    trained = trained_for_images(model, config.model.train_vision)
+    frozen: list[Any] = []
     # Names of modules or of parameters: a pattern may mean either.
     for pattern in config.model.freeze:
         found: list[Any] = [
@@ -67,6 +126,10 @@ def freeze(model: PreTrainedModel, config: RunConfig) -> None:
         frozen += found
     if config.lora is not None:  # PEFT freezes all of the base, which may be codes
         return
+    for part in beside_text(model).values():
+        part.requires_grad_(False)
+    for part in trained.values():
+        part.requires_grad_(True)
     for thing in frozen:
         thing.requires_grad_(False)
     if not any(p.requires_grad for p in parameters.values()):
@@ -103,7 +166,9 @@ def kept_out(base: Any, config: RunConfig) -> dict[str, str]:
     bare = [record for record in linear_records(base) if "lora_" not in record.name]
     linears = {plain_name(record.name): record.owner for record in bare}
     # With the dot, since `vision` must not match `vision_head`.
-    towers = tuple(f"{name}." for name in beside_text(base))
+    adapts = config.model.train_vision == "all"
+    beside = _copied_for_images(base, config) if adapts else beside_text(base)
+    towers = tuple(f"{name}." for name in beside)
     past = {plain_name(record.name): record.past for record in bare if record.past}
     blocks = _other_blocks(base, lora, list(linears))
     given = [("lora.exclude_modules", pattern) for pattern in lora.exclude_modules]
@@ -115,8 +180,8 @@ def kept_out(base: Any, config: RunConfig) -> dict[str, str]:
     for name, module in linears.items():
         named = next((where for where, pattern in chosen if matches(pattern, name)), "")
         # In this order, so that the note gives the reason that no setting could change.
-        if name.startswith(towers):
-            found[name] = NO_TEXT
+        if f"{name}.".startswith(towers):
+            found[name] = BESIDE
         elif why := past.get(name, "") or ("" if stored_as(module) else own_forward(module)):
             found[name] = why
         elif named:
@@ -166,7 +231,7 @@ def lora_config(model: Any, config: RunConfig) -> LoraConfig | None:
         # else.
         exclude_modules=sorted(excluded) or None,
         target_parameters=list(lora.target_parameters) or None,
-        modules_to_save=list(lora.modules_to_save) or None,
+        modules_to_save=[*lora.modules_to_save, *_copied_for_images(model, config)] or None,
         init_lora_weights=True if lora.init_lora_weights == "default" else lora.init_lora_weights,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -276,12 +341,23 @@ def false_warnings_ignored() -> Iterator[None]:
 
 
 def notes(model: Any, config: RunConfig) -> list[str]:
-    """One line for each thing that does not train although one might think so."""
-    base = without_adapters(model)
+    """One line for each thing that does not train although one might think so, or the reverse."""
+    base, setting = without_adapters(model), config.model.train_vision
+    asked = trained_for_images(base, setting)
+    trained: dict[str, int] = {}
+    left: dict[str, int] = {}
+    for name, part in (beside_text(base) | asked).items():
+        all_of_it = parameters_of(part)
+        numbers = sum(p.numel() for p in all_of_it if p.requires_grad)
+        if name in asked and numbers:
+            trained[name] = numbers
+        else:
+            left[name] = sum(p.numel() for p in all_of_it if not p.requires_grad)
     lines = []
-    if towers := beside_text(base):
-        count = sum(p.numel() for module in towers.values() for p in module.parameters())
-        lines.append(f"frozen: {', '.join(towers)} ({count:,} parameters): {NO_TEXT}")
+    for words, counts in (("frozen", left), ("trained for images", trained)):
+        if counts:
+            of = f"{', '.join(counts)} ({sum(counts.values()):,} parameters)"
+            lines.append(f"{words}: {of}: model.train_vision={setting}")
     return lines + (_adapter_notes(base, config, config.lora) if config.lora else [])
 
 
@@ -293,7 +369,7 @@ def _adapter_notes(base: Any, config: RunConfig, lora: LoraSection) -> list[str]
         if "lora_" in name or ".base_layer" in name or record.owner is head:
             continue
         why = excluded.get(plain, "")
-        if why == NO_TEXT or why.startswith(("lora.", "model.")):  # said above, or as requested
+        if why.startswith(("lora.", "model.")):  # said above, or as requested
             continue
         if why or _is_target(plain, lora):
             left.setdefault(why or PEFT_LOSS, []).append(plain)

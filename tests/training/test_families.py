@@ -9,9 +9,10 @@ from transformers import T5Config
 
 from finetune import load_recipe
 from finetune.errors import ConfigError
-from finetune.precision.model.layers import plain_name
+from finetune.precision.model.layers import plain_name, without_adapters
+from finetune.precision.model.towers import beside_text, decoder_name
 from finetune.precision.planner import plan
-from finetune.storage.pretrained import auto_class, beside_text
+from finetune.storage.pretrained import auto_class
 from finetune.training.model import meta_model
 from finetune.training.scope import notes
 from tests.benchmarks.families import run, run_exported
@@ -21,6 +22,8 @@ from tests.families import FAMILIES, config_of, folder_of
 TOWERS = {
     "gemma3": ["model.vision_tower", "model.multi_modal_projector"],
     "mistral3": ["model.vision_tower", "model.multi_modal_projector"],
+    "smolvlm": ["model.vision_model", "model.connector"],
+    "llava_next": ["model.image_newline", "model.vision_tower", "model.multi_modal_projector"],
     "qwen2_5_vl": ["model.visual"],
     "qwen3_vl": ["model.visual"],
 }
@@ -46,7 +49,7 @@ def test_towers_that_text_does_not_reach_stay_as_they_are(family, method, tmp_pa
     config = recipe(family, method, tmp_path)
     model = meta_model(config)
     towers, names = TOWERS[family], trainable(model)
-    assert any("language_model" in name for name in names)
+    assert any(".layers.0.mlp." in name for name in names)
     assert not [name for name in names for tower in towers if tower in name]
     (note,) = notes(model, config)
     assert note.startswith(f"frozen: {', '.join(towers)} (")
@@ -54,6 +57,46 @@ def test_towers_that_text_does_not_reach_stay_as_they_are(family, method, tmp_pa
         assert any("lm_head" in n or "embed_tokens" in n for n in names)
     else:
         assert len(adapted(model)) == 14
+
+
+PROJECTORS = {
+    "gemma3": {"model.multi_modal_projector"},
+    "smolvlm": {"model.connector"},
+    "llava_next": {"model.multi_modal_projector", "model.image_newline"},
+    "qwen3_vl": {"model.visual.merger", "model.visual.deepstack_merger_list.0"},
+}
+
+
+@pytest.mark.parametrize("family", PROJECTORS)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_projector_trains_in_full_and_its_tower_stays(family, method, tmp_path) -> None:
+    config = recipe(family, method, tmp_path, "model.train_vision=projector")
+    model = meta_model(config)
+    decoder = decoder_name(without_adapters(model))
+    beside = {n for n in trainable(model) if decoder not in n and "lm_head" not in n}
+    wanted = PROJECTORS[family] - ({"model.image_newline"} if method == "lora" else set())
+    assert {next(part for part in wanted if part in name) for name in beside} == wanted
+    frozen, trained = notes(model, config)
+    assert all(part in trained for part in wanted)
+    assert frozen.startswith("frozen: model.")
+    rows = [row for row in plan(model, config.precision).layers if decoder not in row.name]
+    assert {row.compute for row in rows if row.role == "tower"} == {"bf16"}
+    assert not [row.name for row in rows if row.stored]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_tower_trains_where_asked_in_fp8_where_its_sizes_allow(method, tmp_path) -> None:
+    config = recipe("qwen3_vl", method, tmp_path, "model.train_vision=all")
+    model = meta_model(config)
+    rows = [row for row in plan(model, config.precision).layers if "visual.blocks" in row.name]
+    computes = {row.compute for row in rows if "lora_" not in row.name}
+    assert (computes, len(adapted(model))) == ({"fp8"}, 22 if method == "lora" else 0)
+
+
+def test_a_model_without_a_tower_has_none_to_train(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no tower for images to train") as caught:
+        meta_model(recipe("llama", "lora", tmp_path, "model.train_vision=projector"))
+    assert caught.value.fix.startswith("~model.train_vision")
 
 
 def test_a_model_that_is_all_text_has_nothing_beside_it(tmp_path) -> None:
@@ -80,7 +123,7 @@ def test_every_family_is_proven_in_fp8_and_its_memory_predicted(family, method, 
     assert row.memory_error is not None
     assert abs(row.memory_error) < 0.01
     if family in TOWERS:
-        assert row.receipt.notes[0].startswith("frozen: model.vis")
+        assert row.receipt.notes[0].startswith("frozen: model.")
     if family in ("qwen3_moe", "mixtral") and method == "lora":
         assert row.receipt.fp8_flop_share > 0.5
 

@@ -284,7 +284,7 @@ def as_four_bit(model: Any) -> None:
     """Replace the linear layers of a meta model by 4-bit ones, before adapters are attached."""
     from transformers.quantizers import AutoHfQuantizer
 
-    quantizer = AutoHfQuantizer.from_config(nf4.quantization_config(), pre_quantized=False)
+    quantizer = AutoHfQuantizer.from_config(nf4.quantization_config(model), pre_quantized=False)
     quantizer.preprocess_model(model, device_map={"": torch.device("meta")})
     # Trainers read a quantizer of such a model; TRL casts its adapters, which runs undo.
     model.is_quantized = model.is_loaded_in_4bit = False

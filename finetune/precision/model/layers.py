@@ -1,8 +1,9 @@
 """Linear layers, `y = x Wᵀ`, their roles in a model, and parameters that multiply.
 
 High precision by policy: the output head (its errors enter the loss directly), adapters (small, and
-trained) and routers (a flipped expert is more than rounding noise). Embeddings are lookups and
-norms are elementwise: no linear layers.
+trained), routers (a flipped expert is more than rounding noise) and frozen towers for images
+(`finetune.precision.model.towers`). Embeddings are lookups and norms are elementwise: no linear
+layers.
 
 Some modules multiply by an `nn.Parameter` of their own: `x @ self.weight`, an einsum, experts in
 one [experts, N, K] tensor. No type distinguishes such a weight from a table of positions, so it
@@ -34,10 +35,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from finetune.errors import PlanError, did_you_mean
+from finetune.precision.model.towers import FROZEN_TOWER, modules_beside
 from finetune.precision.model.tree import Tree
 from finetune.precision.settings import PrecisionConfig
 
-Role = Literal["base", "head", "adapter", "router"]
+Role = Literal["base", "head", "adapter", "router", "tower"]
 HEADS = ("lm_head", "score", "classifier", "embed_out", "classification_head")
 IN_HEAD = "output head: errors here hit the loss directly"
 BESIDE_ADAPTERS = "trained in full next to the adapters (modules_to_save)"
@@ -140,12 +142,15 @@ def records(model: nn.Module | Tree) -> list[Record]:
     tree = Tree.of(model)
     modules = tree.named
     in_head, experts = head_modules(tree.model), _expert_count(tree.model)
+    beside = modules_beside(without_adapters(tree.model))
     linears: list[Record] = []
     parameters: list[Record] = []
     for name, module in modules.items():
         shape = linear_shape(module)
         if shape is not None:
             role, why = _role(name, module, in_head, experts)
+            if role == "base" and id(module) in beside and not _trains(name, modules):
+                role, why = "tower", FROZEN_TOWER
             past = _read_by_parent(name, modules)
             linears.append(Record(name, module, module.weight, shape, "linear", role, why, past))
         for local in declared_matmuls(module):
@@ -271,6 +276,12 @@ def _role(name: str, module: Any, in_head: set[nn.Module], experts: int | None) 
     if "router" in parts or (parts[-1] == "gate" and module.out_features == experts):
         return "router", "router: rounding would change which expert is chosen"
     return "base", ""
+
+
+def _trains(name: str, modules: dict[str, nn.Module]) -> bool:
+    """True if the weight of a linear layer trains, or an adapter over it."""
+    outer = modules[name.removesuffix(".base_layer")]
+    return any(p.requires_grad for p in outer.parameters())
 
 
 def is_low_rank(name: str) -> bool:

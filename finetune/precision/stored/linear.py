@@ -32,8 +32,10 @@ from finetune.precision.model.layers import (
     matched,
     records,
     why_own_forward,
+    without_adapters,
 )
 from finetune.precision.model.swap import Swapped, swap, unswap, weight_matrix
+from finetune.precision.model.towers import modules_beside
 from finetune.precision.model.tree import Tree
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.numbers.gemm import as_output, as_rows
@@ -295,13 +297,17 @@ def stored_weights(model: nn.Module | Tree) -> dict[str, int]:
 def storable(model: nn.Module, keep: Iterable[str] = ()) -> list[str]:
     """Names of the linear layers that are stored in FP8 by default, but those that `keep` matches.
 
+    Towers for images and their projectors are not (`finetune.precision.model.towers`).
+
     Raises:
         PlanError: a pattern that matches no linear layer, or no layer is left.
     """
+    beside = modules_beside(without_adapters(model))
     names = [
         record.name
         for record in linear_records(model)
         if record.role == "base" and not why_own_forward(record.owner) and not record.past
+        if id(record.owner) not in beside
     ]
     left = leave_out(model, names, keep)
     if not left:

@@ -57,6 +57,7 @@ RULES = {
 """Settings that may differ, by why they may."""
 FREE = tuple(pattern for patterns in RULES.values() for pattern in patterns)
 FIXED = (
+    "model.train_vision",
     "lora",
     "lora.r",
     "lora.target_modules",

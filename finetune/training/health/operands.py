@@ -79,7 +79,7 @@ EXACT_DB = 144.5
 def group_of(name: str, module: nn.Module, role: Role | None = None) -> str:
     """Group of one module; `role` is the planned role of a linear layer."""
     parts = name_parts(name)
-    if role in ("head", "adapter", "router"):
+    if role in ("head", "adapter", "router", "tower"):
         return role
     if is_low_rank(name) or "modules_to_save" in parts:
         return "adapter"
