@@ -81,7 +81,7 @@ TABLE = (
     Limit(
         lambda of: bool(of.footprint.pinned) and of.timing is not None,
         "PCIe is taken at 0.8 of its speed, and the host as stated (--pcie, --cpu-bandwidth, "
-        "--cpu-cores); the time of weights in host memory was never measured on a GPU",
+        "--cpu-cores); the update of weights there was measured beside one GPU, an H100",
     ),
     Limit(
         lambda of: of.config.train.use_liger_kernel,

@@ -142,6 +142,8 @@ class Conversion:
         self._before = compiling.left_out()
         for module in self.compilable:
             module.compile()
+            if torch.__version__ < compiling.RECOMPUTES:
+                compiling.checkpointed_around(module)
             compiling.uncompiled_with_hooks(module, partial(self._hooked.add, id(module)))
             self.compiled.append(module)
         return len(self.compiled)

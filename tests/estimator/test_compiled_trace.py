@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from finetune.estimator.speed.fusion import launches
+from finetune.estimator.trace import compiled
 from finetune.estimator.trace.compiled import compiled_trace
 from finetune.estimator.trace.fake_cuda import to_fake, without_memory
 from finetune.estimator.trace.trace import Recorder, Trace, layer_of
@@ -120,6 +121,17 @@ def test_a_compiled_layer_computes_again_what_backward_needs() -> None:
     assert seen["forward"]["aten.mm.default"] == 6
     assert seen["recompute"]["aten.mm.default"] == 4
     assert seen["recompute"]["aten.add.Tensor"] == 0
+
+
+def test_a_checkpoint_around_the_graph_computes_all_of_it_again(monkeypatch) -> None:
+    """As before torch 2.13: the layer's output, too, and nothing more lives between the two."""
+    inside, _ = compiled_trace(record(checkpointing=True))
+    monkeypatch.setattr(compiled, "torch_of_gpus", lambda: (2, 11, 0))
+    around, _ = compiled_trace(record(checkpointing=True))
+    again = Counter(op.name for op in around.ops if op.phase == "recompute")
+    assert again["aten.mm.default"] == 6
+    assert again["aten.add.Tensor"] == 2
+    assert alive(around) == alive(inside) < alive(compiled_trace(record())[0])
 
 
 def test_layers_do_not_share_kernels() -> None:

@@ -61,6 +61,55 @@ def test_compiled_layers_train_alike(make_llama, setup_backend) -> None:
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about parts of torch that it traces
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_compiled_layer_that_is_checkpointed_saves_little(
+    make_llama, setup_backend, traced, monkeypatch, inside
+) -> None:
+    """Around the graph, as before torch 2.13, with the same losses; or inside, as from then on."""
+    monkeypatch.setattr(compiling, "RECOMPUTES", (2, 0, 0) if inside else (99, 0, 0))
+    if inside and torch.__version__ < (2, 13):
+        pytest.skip("this torch recomputes nothing inside of a graph")
+
+    def train(*, checkpointing: bool) -> tuple[list[float], int]:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = get_peft_model(make_llama(), LoraConfig(r=8, target_modules="all-linear")).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        accelerator = setup_backend("torchao", scaling="tensorwise", compile="on")
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found = []
+        for seed in range(3):
+            saved: dict[int, int] = {}
+
+            def pack(x: Tensor, saved: dict[int, int] = saved) -> Tensor:
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                loss = model(**batch(seed=seed, rows=2)).loss
+            held = sum(size for place, size in saved.items() if place not in weights)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        assert all(m.gradient_checkpointing is checkpointing for m in layers[-2:])
+        assert get_receipt().status == "proven"
+        assert not counters["graph_break"]
+        return found, held
+
+    plain, most = train(checkpointing=False)
+    found, held = train(checkpointing=True)
+    assert held < 0.6 * most
+    assert found == (pytest.approx(plain, rel=1e-3) if inside else plain)
+
+
 @pytest.fixture(name="traced")
 def layers_are_traced():
     with traced():

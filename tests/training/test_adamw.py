@@ -16,8 +16,12 @@ import torch
 from torch import nn
 from torchao import optim
 
+from finetune import load_recipe
+from finetune.errors import ConfigError
+from finetune.hardware.device import this_device
 from finetune.training.helper.optimizer import adamw, adamw_host, clipping, low_bit
 from finetune.training.helper.optimizer.adamw import Draws, Update, rounded
+from finetune.training.run import preflight
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="CUDA builds of torch bring Triton"
@@ -248,6 +252,19 @@ def test_without_a_compiler_the_update_is_torchaos_with_one_warning(monkeypatch,
     assert len([x for x in caught if "host memory" in str(x.message)]) == 1
     monkeypatch.setattr(adamw_host, "LEAST", math.inf)
     assert same(found, host_run(optim.AdamW8bit, torch.float32, sizes=((64, 64),)))
+
+
+def test_many_weights_without_a_compiler_are_refused_before_a_run(monkeypatch) -> None:
+    recipe = load_recipe("tiny_full_24gb_fp8", ["precision.emulation=allow"])
+    device = this_device()
+    monkeypatch.setattr(adamw_host, "library", lambda: None)
+    preflight.preflight(recipe.config, device)
+    monkeypatch.setattr(preflight, "MANY", 1_000_000)
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler.* minutes a step") as refused:
+        preflight.preflight(recipe.config, device)
+    assert "g++" in refused.value.fix
+    monkeypatch.setattr(adamw_host, "library", lambda: "compiled")
+    preflight.preflight(recipe.config, device)
 
 
 # ---------------------------------------------------------------------------------------- rounding

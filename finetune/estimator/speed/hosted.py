@@ -28,8 +28,12 @@ OVERLAPS = False
 """True once the update of a step runs behind the forward of the next."""
 BUS = 0.8
 """Fraction of the stated speed of PCIe that pinned transfers reach: assumed, as 25 of 31.5 GB/s."""
-UPDATE_NS = 2.9
-"""Nanoseconds of a core for a number of `adamw_host`, norm left out."""
+UPDATE_NS = 7.5
+"""Nanoseconds of a virtual core for a number of `adamw_host`, norm left out, casts in.
+
+As 16 of them, an H100's host, took 4.0 to 4.4 s for norm, update and codes of 8.03e9 numbers (note
+17), the one measurement beside a GPU; two real cores alone take 2.9 (note 16).
+"""
 Way = Literal["gpu", "up", "down", "cpu"]
 
 

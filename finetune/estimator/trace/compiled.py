@@ -17,8 +17,10 @@ between a value and backward, and by two if all its readers could be fused with 
 Equal operators of forward and backward are one operator, as in torch: FP8 casts of one tensor.
 
 A checkpoint is part of the layer's graph (Transformers 5.23 checkpoints inside its forward), so
-backward computes again what it needs and no more: not the layer's last GEMM. (FSDP's own
-checkpointing wraps the layer, and computes all of it again; that is not modeled.)
+backward computes again what it needs and no more: not the layer's last GEMM. Before torch 2.13 it
+stands around the graph (`precision.model.compiling.checkpointed_around`), all of which runs again,
+split as that of a layer without a checkpoint. (FSDP's own checkpointing wraps the layer,
+too; that is not modeled.)
 
 In the resulting trace, backward repeats what it needs and storages live as long as the split says.
 What only one fused kernel makes and reads is never in memory, and what that kernel reads stays
@@ -39,6 +41,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.estimator.speed.fusion import launches
 from finetune.estimator.speed.operators import FUSABLE, base_name, kind_of
 from finetune.estimator.trace.trace import Event, Op, Operand, Trace, layer_of
+from finetune.hardware.versions import torch_of_gpus
+from finetune.precision.model.compiling import RECOMPUTES
 
 if TYPE_CHECKING:
     from finetune.estimator.trace.rehearsal import Rehearsal
@@ -143,7 +147,8 @@ class _Graph:
         merged: operators of backward that equal earlier ones.
         free: operators of backward that need no gradient.
         layers: decoder layer -> its values.
-        checkpointed: decoder layers of which the values are those of a recomputation.
+        checkpointed: decoder layers with a checkpoint inside of their graph, whose values are those
+            of a recomputation.
     """
 
     def __init__(self, trace: Trace, first: int) -> None:
@@ -155,7 +160,8 @@ class _Graph:
         self._now: dict[int, int] = {}
         self._gradients: set[int] = set()  # storages written in backward from gradients
         recomputed = {layer_of(op.module) for op in self.ops[first:] if op.phase == "recompute"}
-        self.checkpointed = recomputed - {""}
+        inside = torch_of_gpus() >= RECOMPUTES
+        self.checkpointed = recomputed - {""} if inside else set[str]()
         made: dict[object, int] = {}  # operator and operands -> first value of its results
         for index in range(first, len(self.ops)):
             op = self.ops[index]

@@ -16,7 +16,6 @@ kernels otherwise; and where the run is long enough (`pays_to_compile`). On a CP
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -34,7 +33,7 @@ from finetune.hardware.device import Device, expand_segments, starts_triton, thi
 from finetune.hardware.gpus import find_gpu
 from finetune.hardware.requirements import Resolution, pays_to_compile, resolve
 from finetune.hardware.unpromised import stands
-from finetune.hardware.versions import installed_torch, table, version
+from finetune.hardware.versions import table, version
 from finetune.precision import convert
 from finetune.precision.convert import Conversion
 from finetune.precision.model.compiling import recomputed, refuse_compiled
@@ -54,10 +53,6 @@ from finetune.training.helper.references import References
 from finetune.training.helper.replacing import Patches
 from finetune.training.helper.scaling_state import keep_in_trainers
 from finetune.training.helper.updates import Updates
-
-RECOMPUTES = (2, 13, 0)
-"""torch from which on a compiled layer that is checkpointed computes its autograd functions again;
-2.11 saves what they save (counted under both, and measured on an H100)."""
 
 
 class Session:
@@ -256,16 +251,6 @@ class Session:
             left = conversion.plan.fp8_parameters
             left_out = "; forwards that multiply by parameters are left out" if left else ""
             count = conversion.compile_layers()
-            if installed_torch() < RECOMPUTES and any(
-                getattr(layer, "gradient_checkpointing", False) for layer in conversion.compilable
-            ):
-                warnings.warn(
-                    f"! torch {version('torch')} recomputes nothing of compiled FP8 layers: "
-                    "with gradient checkpointing they take the memory of layers without (of an 8B "
-                    "32.9 GiB were measured where 14.1 were meant). pip install 'torch>=2.13', or "
-                    "precision.compile=off",
-                    stacklevel=2,
-                )
             self.compiled = f"on: {count} decoder layers, after the witnessed step{left_out}"
 
     def _why_uncompiled(self, conversion: Conversion) -> str:

@@ -12,11 +12,12 @@ and plan are made here once; session, model and receipt use these.
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.methods import method_of
-from finetune.config.optimizers import check_optimizer
+from finetune.config.optimizers import check_optimizer, chosen
 from finetune.config.schema import RunConfig, Storage
 from finetune.config.sft import fsdp_settings
 from finetune.config.train_section import (
@@ -31,6 +32,7 @@ from finetune.precision.model.layers import plain_name
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.planner import plan, refuse_half_weights
 from finetune.precision.settings import PrecisionConfig
+from finetune.training.helper.optimizer import adamw_host
 from finetune.training.helper.patches import WHY_NOT_FSDP1, engine_refused, masters_copied
 from finetune.training.helper.references import refuse_evaluation_apart
 from finetune.training.model import Attention, meta_model, resolve_attention
@@ -126,6 +128,8 @@ def preflight(
     check_launcher(resolution.precision, device)
     if resolution.precision.fp8_params and processes() > 1 and not config.train.fsdp:
         raise masters_copied(processes())
+    if resolution.precision.fp8_params:
+        _refuse_slow_update(config, model)
     if resolution.fallback:  # settings were checked as requested; BF16 is executed
         made = plan(model, resolution.precision)
     attention = resolve_attention(config, model, device)
@@ -139,6 +143,31 @@ def preflight(
     if forecast is not None and not force:
         forecast.check(run)
     return run
+
+
+MANY = 200_000_000
+"""Numbers in host memory whose update, without the compiled one, takes more than a minute."""
+UNCOMPILED = 377e-9
+"""Seconds for each by torchao's own function on two cores (`16-updates-in-host-memory.md`)."""
+
+
+def _refuse_slow_update(config: RunConfig, model: nn.Module) -> None:
+    """Reject many weights in host memory where no compiler makes their update fast."""
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if count < MANY or not chosen(config.train).by_torchao:
+        return
+    with warnings.catch_warnings():  # of few weights it is a warning
+        warnings.simplefilter("ignore")
+        if adamw_host.library() is not None:
+            return
+    raise ConfigError(
+        f"no C++ compiler here, and an update of {count / 1e9:.1f} billion weights in host memory "
+        f"would take about {count * UNCOMPILED / 60:.0f} minutes a step",
+        where="precision.fp8_params: true",
+        why="the update is compiled for this processor when a run begins; torchao's own function "
+        "takes a hundred times as long",
+        fix="install one (apt-get install g++), or give the name of one by CXX",
+    )
 
 
 def idle_gpus(device: Device) -> list[str]:
