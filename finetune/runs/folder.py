@@ -298,7 +298,7 @@ class RunFolder:
         return {task: scores for row in found for task, scores in row.items()}
 
     @cached_property
-    def samples(self) -> list[tuple[int, list[dict[str, str]]]]:
+    def samples(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """(step, prompts with their answers), oldest first; the trained model's last."""
         asked = ((int(row["step"]), _samples_in(row)) for row in self.rows)
         found = [(step, samples) for step, samples in asked if samples]
@@ -411,11 +411,18 @@ def _fits(value: Any, form: Any) -> bool:
     return isinstance(value, form)
 
 
-def _samples_in(row: dict[str, Any]) -> list[dict[str, str]]:
+def _samples_in(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Prompts with answers in a row of metrics or in the report."""
     given = row.get("samples")
     texts = (one for one in given if isinstance(one, dict)) if isinstance(given, list) else ()
     return [s for s in texts if all(isinstance(s.get(key), str) for key in ("prompt", "answer"))]
+
+
+def images_in(sample: dict[str, Any]) -> list[str]:
+    """Names of the copies of images in `samples/` that a prompt was asked with."""
+    given = sample.get("images")
+    names = given if isinstance(given, list) else ()
+    return [name for name in names if isinstance(name, str)]
 
 
 def scores_in(row: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -345,10 +345,25 @@ def energy_line(energy: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and the trained model's greedy answer."""
+    """A prompt and the trained model's greedy answer.
+
+    Attributes:
+        images: small copies of those that it was asked with: files in the run folder.
+        expected: what the row says, of a question with images.
+        tokens: of the question in its template, images included; likewise.
+    """
 
     prompt: str
     answer: str
+    images: tuple[str, ...] = ()
+    expected: str = ""
+    tokens: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        """As `metrics.jsonl` and `report.json` have it: without what a text does not have."""
+        found = {"prompt": self.prompt, "answer": self.answer}
+        shown = {"images": [*self.images], "expected": self.expected, "tokens": self.tokens}
+        return found | (shown if self.images else {})
 
 
 @dataclass(frozen=True)
@@ -454,6 +469,7 @@ class RunReport(JupyterMixin):
     def to_json(self) -> str:
         """The report without the receipt, which has a file of its own."""
         values = asdict(self) | {"folder": str(self.folder)}
+        values["samples"] = [sample.facts() for sample in self.samples]
         del values["receipt"]
         values |= {"status": self.receipt.status, "proven": self.receipt.is_proven}
         return json.dumps(values, indent=1)

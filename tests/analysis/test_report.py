@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
 import re
@@ -129,6 +130,35 @@ def test_the_top_names_model_method_data_device_and_date(reports):
     assert answers.index(">step 20</a>") < answers.index(">after training</a>")
     page = reports["comparison"].html.read_text("utf-8")
     assert "<h1>FP8 against BF16: " in page
+
+
+def test_each_image_stands_beside_what_was_asked_of_it_and_nothing_else_is_embedded(tmp_path):
+    """One question of two images is two; a name in the metrics reads no file outside the run's."""
+    from PIL import Image
+
+    shown = {"prompt": "Which ship?", "answer": "A cutter.", "expected": TRAP, "tokens": 61}
+    outside = tmp_path / "secret.jpg"
+    names = (
+        "samples/1-1.jpg",
+        "samples/2-1.jpg",
+        "../secret.jpg",
+        str(outside),
+        "samples/huge.jpg",
+    )
+    samples: list[dict] = [shown | {"images": [name]} for name in names]
+    run = make_run(tmp_path / "r", steps=8, groups=(), samples=samples)
+    (run / "samples").mkdir()
+    for i in (1, 2):
+        Image.new("RGB", (8 * i, 8)).save(run / "samples" / f"{i}-1.jpg")
+    Image.new("RGB", (9, 9)).save(outside)
+    (run / "samples" / "huge.jpg").write_bytes(bytes(300_000))
+    page = finetune.report(run).html.read_text("utf-8")
+    found = [one.partition('"')[0] for one in page.split('src="data:image/jpeg;base64,')[1:]]
+    files = [(run / "samples" / f"{i}-1.jpg").read_bytes() for i in (1, 2)]
+    assert [base64.b64decode(one) for one in found] == files
+    assert page.count("the question has 61 tokens, images included") == 3  # two, and one without
+    assert TRAP not in page
+    assert (run / "samples" / "1-1.jpg").is_file()
 
 
 def test_no_path_of_the_machine_leaves_with_a_page(tmp_path):

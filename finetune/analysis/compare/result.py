@@ -26,7 +26,7 @@ from finetune.analysis.compare.margins import TASKS
 from finetune.config.measures import LOSSES, MEASURES
 from finetune.errors import ConfigError
 from finetune.logging import plain_table
-from finetune.runs.folder import COMPARISON, RunFolder, write_whole
+from finetune.runs.folder import COMPARISON, RunFolder, images_in, write_whole
 from finetune.units import percent, plural, shortened
 
 AGAIN = "compare again: python -m finetune compare RECIPE"
@@ -367,9 +367,9 @@ class Comparison(JupyterMixin, _Part):
         a, b = (_answers(RunFolder(self.folder / run)) for run in (first.a, first.b))
         width = max(len(self.a.label), len(self.b.label))
         lines: list[RenderableType] = [Text(f"samples, seed {first.seed}", style="bold")]
-        for prompt in (prompt for prompt in a if prompt in b):
-            lines.append(Text("> ", style="dim") + Text(prompt, style="italic"))
-            for label, answer in ((self.a.label, a[prompt]), (self.b.label, b[prompt])):
+        for asked in (one for one in a if one in b):
+            lines.append(Text("> ", style="dim") + Text(" ".join(asked), style="italic"))
+            for label, answer in ((self.a.label, a[asked]), (self.b.label, b[asked])):
                 lines.append(Text(f"  {label:{width}s}  ", style="dim") + Text(answer))
         return lines if len(lines) > 1 else []
 
@@ -408,6 +408,7 @@ def _verdict(gap: Gap) -> Text:
     return Text(gap.verdict or "-", style=STYLES.get(gap.verdict or "", ""))
 
 
-def _answers(run: RunFolder) -> dict[str, str]:
+def _answers(run: RunFolder) -> dict[tuple[str, ...], str]:
+    """Answers by prompt and the copies of its images: one question may be asked of several."""
     _, samples = run.samples[-1] if run.samples else (0, [])
-    return {s["prompt"]: s["answer"][:SHOWN_CHARACTERS] for s in samples}
+    return {(s["prompt"], *images_in(s)): s["answer"][:SHOWN_CHARACTERS] for s in samples}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from pathlib import PurePosixPath
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ from finetune.analysis.report.elements import (
     fixed,
 )
 from finetune.runs.card import device_name, method_name, short_name, without_paths
-from finetune.runs.folder import finite, scores_in
+from finetune.runs.folder import finite, images_in, scores_in
 from finetune.runs.progress import figures, named
 from finetune.runs.receipt import Receipt, group_layers, metrics_of
 from finetune.units import count, elapsed, percent, perplexity, size_of_gib
@@ -43,6 +45,19 @@ PEAKS = (
 EMPTY = "(empty answer)"
 SHOWN_ANSWERS = 6
 """Answers to a prompt that are shown: the first, the last, and some between that differ."""
+
+
+LARGEST = 256 << 10
+"""Bytes of an image that is embedded; the copies of a run have some 15 kB."""
+
+
+class Asked(NamedTuple):
+    """A prompt, its images as data URLs, what its row says, and the tokens of the question."""
+
+    prompt: str
+    images: tuple[str, ...] = ()
+    expected: str = ""
+    tokens: int | None = None
 
 
 class Course(NamedTuple):
@@ -240,9 +255,9 @@ class RunSource(PageSource):
     # ------------------------------------------------------------------------------------- answers
 
     @property
-    def answers(self) -> dict[str, list[tuple[Num, str]]]:
+    def answers(self) -> dict[Asked, list[tuple[Num, str]]]:
         """Answers to each prompt in the course of training, (when, answer), where they change."""
-        prompts: dict[str, list[tuple[Num, str]]] = {}
+        prompts: dict[Asked, list[tuple[Num, str]]] = {}
         samples = self.run.samples
         for number, (step, pairs) in enumerate(samples, 1):
             when = f"step {step:,}" if step else "before training"
@@ -251,7 +266,7 @@ class RunSource(PageSource):
                 when, file, key = "after training", REPORT, "samples"
             for pair in pairs:
                 said = self.num(when, file, key), str(pair.get("answer", "")) or EMPTY
-                prompts.setdefault(str(pair.get("prompt", "")), []).append(said)
+                prompts.setdefault(self._asked(pair), []).append(said)
         shown = {}
         for prompt, said in prompts.items():
             between = range(1, len(said) - 1)
@@ -259,6 +274,22 @@ class RunSource(PageSource):
             at = np.linspace(0, len(kept) - 1, min(len(kept), SHOWN_ANSWERS)).round().astype(int)
             shown[prompt] = [said[i] for i in dict.fromkeys(kept[i] for i in at)]
         return shown
+
+    def _asked(self, pair: dict[str, Any]) -> Asked:
+        images = filter(None, map(self._embedded, images_in(pair)))
+        tokens = pair.get("tokens")
+        return Asked(
+            str(pair.get("prompt", "")), tuple(images), str(pair.get("expected", "")),
+            tokens if isinstance(tokens, int) else None,
+        )  # fmt: skip
+
+    def _embedded(self, name: str) -> str:
+        """The copy of an image as a data URL; empty if it is gone."""
+        # By its last part alone: a name from somebody's metrics leads nowhere else.
+        file = self.folder / "samples" / PurePosixPath(name).name
+        if file.suffix != ".jpg" or not file.is_file() or file.stat().st_size > LARGEST:
+            return ""
+        return f"data:image/jpeg;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
     # -------------------------------------------------------------------------------------- tables
 
