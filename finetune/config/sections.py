@@ -57,7 +57,9 @@ class DataConfig(Section):
         "the order",
     )
     eval_path: str | None = Field(default=None, description="file, folder or glob of eval rows")
-    eval_split: str | None = Field(default=None, description="hub split of eval rows")
+    eval_split: str | None = Field(
+        default=None, description="hub split of eval rows; `held_out` of `builtin:pictures`"
+    )
     eval_fraction: float = Field(
         default=0.05,
         ge=0.0,

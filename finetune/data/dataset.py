@@ -19,7 +19,7 @@ from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
 from finetune.data.mixture import Part, concatenated, in_one_format, joined
 from finetune.data.rows import Form, SkippedLate, formatted, formatted_stream, unused_columns
-from finetune.data.sources import Source, files_of, reading, sources_of
+from finetune.data.sources import HELD_OUT, Source, files_of, reading, sources_of
 from finetune.data.undivided import undivided
 from finetune.errors import DataError, some
 from finetune.storage.pretrained import vocabulary_of
@@ -273,10 +273,11 @@ def refuse_no_eval_rows(rows: Rows, args: Any) -> None:
 
 
 def _refuse_hub_settings(data: DataConfig) -> None:
-    """Reject splits and subsets of a file: only the hub has them."""
+    """Reject splits and subsets of a file: only the hub has them, and packaged pictures one."""
     if data.hub is not None:
         return
-    for key in ("eval_split", "subset", "split"):
+    held_out = data.name is not None and data.eval_split == HELD_OUT
+    for key in ("eval_split", "subset", "split")[held_out:]:
         if getattr(data, key) != DataConfig.model_fields[key].default:
             raise DataError(
                 f"data.{key} is about a hub data set, and these rows are a file",

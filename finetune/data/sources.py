@@ -43,6 +43,8 @@ LOADERS = {
     ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
 ADD_ROWS = 'add rows, such as {"prompt": "Where?", "completion": "Here."}'
+HELD_OUT = "held_out"
+"""Split of packaged rows to evaluate on, a file of its own: `pictures`, `pictures_held_out`."""
 CHECKED = 10_000
 """Rows of a streamed file of text by which its columns are known."""
 
@@ -173,13 +175,14 @@ def sources_of(data: DataConfig) -> list[tuple[Source, float | None]]:
             for subset, weight in data.sources.items()
         ]
     packaged = {BUILTIN + file.stem: file for file in (ASSETS / "data").glob("*.jsonl")}
-    if data.name not in packaged:
+    name = data.name if data.split == "train" else f"{data.name}_{data.split}"
+    if name not in packaged:
         raise DataNotFoundError(
-            f"there is no packaged data set {data.name!r}{did_you_mean(data.name, packaged)}",
-            where="data.name",
+            f"there is no packaged data set {name!r}{did_you_mean(name, packaged)}",
+            where="data.name" if name == data.name else "data.eval_split",
             fix=f"packaged data sets: {', '.join(packaged)}",
         )
-    return [(files_of(str(packaged[data.name]), "data.name"), None)]
+    return [(files_of(str(packaged[name]), "data.name"), None)]
 
 
 def _refuse_twice(sources: list[Source]) -> None:

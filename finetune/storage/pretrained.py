@@ -362,8 +362,9 @@ def load_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase, str]:
     """Load the model's tokenizer, and a sentence if a substitute was used.
 
-    The packaged models share one, byte-level. If the hub is out of reach, it also substitutes for
-    the tokenizer of a model with random weights, which is enough to measure speed and memory.
+    The packaged models of text share one, byte-level. If the hub is out of reach, it also
+    substitutes for the tokenizer of a model with random weights, which is enough to measure speed
+    and memory.
 
     Args:
         template: `train.chat_template_path`: a file, or another model, whose chat template it gets.
@@ -412,14 +413,22 @@ def load_tokenizer(
 
 
 def _plain_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """A model's tokenizer as it is; packaged models have one together."""
+    """A model's tokenizer as it is."""
     from transformers import AutoTokenizer
 
-    source = str(TINY_LLAMA) if model.name.startswith(BUILTIN) else locate(model)
+    source = packaged_tokenizer(model.name) or locate(model)
     with loading(source):
         return AutoTokenizer.from_pretrained(
             source, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+
+
+def packaged_tokenizer(name: str) -> str | None:
+    """Folder of a packaged model's tokenizer, its own or the tiny Llama's; None of others."""
+    if not name.startswith(BUILTIN):
+        return None
+    own = ASSETS / name.removeprefix(BUILTIN)
+    return str(own if (own / "tokenizer.json").is_file() else TINY_LLAMA)
 
 
 def template_of(path: str) -> str:
@@ -442,7 +451,7 @@ def template_of(path: str) -> str:
                 why=first_line(error),
                 fix="give a .jinja file, or a model folder or hub name whose template to take",
             ) from error
-    source = str(TINY_LLAMA) if path.startswith(BUILTIN) else path
+    source = packaged_tokenizer(path) or path
     with loading(source):
         found = AutoTokenizer.from_pretrained(source).chat_template
     if not isinstance(found, str):
