@@ -1,0 +1,174 @@
+"""Processors of models that read images: a tokenizer, and what makes numbers of a picture.
+
+    "<image>What ship?" + a picture  ──>  input_ids (a token for each part of the picture), pixels
+
+They are Transformers' own. Most also name a processor of videos, which needs torchvision and is of
+no use here: without torchvision a processor is made without one, and keeps that one's settings for
+the files that it saves. Images then go by Pillow, as Transformers itself falls back. The tokenizer
+is the one that runs of text have (`pretrained.load_tokenizer`), with its template and its tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import ConfigError, first_line
+from finetune.storage.pretrained import load_shape, loading, locate
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+    from finetune.config.schema import ModelConfig
+
+IMAGES, VIDEO = "image_processor", "video_processor"
+PARTS = {
+    IMAGES: "AutoImageProcessor",
+    VIDEO: "AutoVideoProcessor",
+    "feature_extractor": "AutoFeatureExtractor",
+}
+"""Part of a processor beside its tokenizer -> Transformers' class that loads it."""
+FOR_VIDEOS = "num2words"
+"""Package that SmolVLM's processor asks for, to say how many frames a video has."""
+PIXELS = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}
+"""Setting of `train` -> what it is called in the `size` of processors that count pixels."""
+
+
+def processor_class(shape: PretrainedConfig) -> Any:
+    """Transformers' class for an architecture that reads images beside text; None of others."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind: Any = PROCESSOR_MAPPING.get(type(shape), None)
+    return kind if kind is not None and IMAGES in kind.get_attributes() else None
+
+
+def takes_images(shape: PretrainedConfig) -> bool:
+    """True of a model whose processor reads images beside text."""
+    return processor_class(shape) is not None
+
+
+def tokenizer_of(reader: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer itself."""
+    return getattr(reader, "tokenizer", reader)
+
+
+def load_processor(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, **pixels: int | None
+) -> ProcessorMixin:
+    """The processor of a model that reads images, around a tokenizer of `load_tokenizer`.
+
+    Args:
+        pixels: `max_pixels` and `min_pixels` of an image, by which it is made smaller or larger;
+            None: as the model's own files have it.
+
+    Raises:
+        ConfigError: the model reads no images; Pillow is missing, or torchvision broken; its images
+            have one size, and the number of their pixels no choice.
+        ModelNotFoundError: its files are missing or broken.
+    """
+    import transformers
+
+    kind, source = processor_class(load_shape(model)), locate(model)
+    if kind is None:
+        raise ConfigError(
+            f"the model {model.name!r} reads text alone",
+            where="model.name",
+            why="Transformers knows no image processor for it, and there are images to read",
+            fix="a vision-language model, such as model.name=Qwen/Qwen3-VL-4B-Instruct",
+        )
+    videos = _libraries(model.name)
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    with loading(source):
+        settings, _ = kind.get_processor_dict(source, revision=model.revision)
+        stored, template = settings.pop(VIDEO, None), settings.pop("chat_template", None)
+        tokenizer.chat_template = tokenizer.chat_template or template
+        parts: dict[str, Any] = {"tokenizer": tokenizer, VIDEO: stored}
+        for name, loads in PARTS.items():
+            if name in kind.get_attributes() and (videos or name != VIDEO):
+                parts[name] = getattr(transformers, loads).from_pretrained(source, **options)
+        parts[IMAGES] = _sized(parts[IMAGES], pixels, model.name)
+        given = [parts[name] for name in kind.get_attributes()]
+        do_without(FOR_VIDEOS, kind)
+        made = (kind if videos else without_videos(kind)).from_args_and_dict(given, settings)
+    made.chat_template = tokenizer.chat_template
+    if stored is not None and not videos:
+        made.video_processor = stored  # a mapping, which is saved as it is
+    return made
+
+
+def _libraries(name: str) -> bool:
+    """True where torchvision is here, which videos need; without Pillow there are no images.
+
+    Raises:
+        ConfigError: Pillow is missing, or torchvision cannot be imported.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError(
+            "images need Pillow, and it is not installed",
+            where=f"model.name: {name}",
+            fix="pip install 'fp8-finetune[images]'",
+        )
+    if importlib.util.find_spec("torchvision") is None:
+        return False
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # an operator that is not there, a library that is not found
+        raise ConfigError(
+            "torchvision is installed, and cannot be imported",
+            where=f"model.name: {name}",
+            why=f"{first_line(error)}: it was built for another torch, and Transformers would fail "
+            "in the middle of a row",
+            fix="pip uninstall torchvision, and Pillow reads the images; or install the build of "
+            "your torch (https://pytorch.org)",
+        ) from error
+    return True
+
+
+def without_videos(kind: Any) -> Any:
+    """A processor's class without its part for videos, which no class of Transformers is without.
+
+    Processors pair what they are given with `get_attributes`, and check the class of each.
+    """
+    names = [name for name in kind.get_attributes() if name != VIDEO]
+    own = {"get_attributes": classmethod(lambda _: names), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
+
+
+def do_without(package: str, kind: Any) -> None:
+    """Let a processor's module pass its own check for a package that reads no images."""
+    module = sys.modules[kind.__module__]
+    if vars(module).get(package, kind) is None:
+        setattr(module, package, str)
+
+
+def _sized(images: Any, pixels: dict[str, int | None], name: str) -> Any:
+    """An image processor with a least and a largest number of pixels of an image.
+
+    Raises:
+        ConfigError: it has other sizes, or the least is above the largest.
+    """
+    given = {key: value for key, value in pixels.items() if value is not None}
+    if not given:
+        return images
+    where = ", ".join(f"train.{key}={value}" for key, value in given.items())
+    sizes = dict(images.size or {})
+    if not {*PIXELS} <= {*images.valid_kwargs.__annotations__}:
+        raise ConfigError(
+            f"images of {name!r} are not sized by a number of pixels",
+            where=where,
+            why=f"its processor makes each of the size {sizes}",
+            fix="~" + " ~".join(f"train.{key}" for key in given),
+        )
+    sizes |= {PIXELS[key]: value for key, value in given.items()}
+    patch = getattr(images, "patch_size", 1) * getattr(images, "merge_size", 1)
+    if not patch**2 <= sizes["longest_edge"] >= sizes["shortest_edge"]:
+        raise ConfigError(
+            "an image cannot have at least more pixels than at most, or less than a token's",
+            where=where,
+            why=f"{sizes['shortest_edge']:,} at least, {sizes['longest_edge']:,} at most, and a "
+            f"token stands for {patch**2:,}",
+            fix=f"train.max_pixels={max(sizes['shortest_edge'], 256 * patch**2)}",
+        )
+    return type(images).from_dict(images.to_dict() | {"size": sizes})
