@@ -140,9 +140,10 @@ class Conversion:
         """`torch.compile` each decoder layer that can be, in place; returns their number."""
         compiling.prepare()
         self._before = compiling.left_out()
+        inside = torch.__version__ >= ".".join(map(str, compiling.RECOMPUTES))
         for module in self.compilable:
             module.compile()
-            if torch.__version__ < compiling.RECOMPUTES:
+            if not inside:
                 compiling.checkpointed_around(module)
             compiling.uncompiled_with_hooks(module, partial(self._hooked.add, id(module)))
             self.compiled.append(module)

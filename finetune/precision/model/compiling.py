@@ -223,11 +223,11 @@ def checkpointed_around(layer: nn.Module) -> None:
     def plain(*args: Any, **kwargs: Any) -> Any:
         # Dynamo looks at this attribute: without it the graph is that of a layer without a
         # checkpoint.
-        layer.gradient_checkpointing = False
+        vars(layer)["gradient_checkpointing"] = False
         try:
             return run(*args, **kwargs)
         finally:
-            layer.gradient_checkpointing = True
+            vars(layer)["gradient_checkpointing"] = True
 
     def call(*args: Any, **kwargs: Any) -> Any:
         asked = getattr(layer, "gradient_checkpointing", False)
