@@ -174,6 +174,28 @@ def import_package() -> None:
 
 def unlisted(package: Path = ROOT / "finetune", listed: Mapping[str, Any] = LISTED) -> list[str]:
     """Private names that the package uses, does not define and does not list: name, where."""
+    used, own = private(package)
+    known = OF_PYTHON | {part for each in _texts(listed) for part in each.split(".")}
+    return [f"{name}: {where}" for name, where in used.items() if name not in own | known]
+
+
+def unused(package: Path = ROOT / "finetune", listed: Mapping[str, Any] = LISTED) -> list[str]:
+    """Names with a private part that are listed, and that the package does not use."""
+    used, own = private(package)
+    there = used.keys() | own  # a class of ours may define what a library looks for
+    names = [
+        name
+        for section in listed.values()
+        for module, each in section.items()
+        for name in (each if module != "ours" else ())  # ends of names
+    ]
+    parts = {name: [*filter(PRIVATE.fullmatch, name.split("."))] for name in names}
+    return [name for name, last in parts.items() if last and last[-1] not in there]
+
+
+@cache
+def private(package: Path) -> tuple[dict[str, str], set[str]]:
+    """Private names that files of the package use, with where, and those that they define."""
     used, own = dict[str, str](), set[str]()
     for path in sorted(package.rglob("*.py")):
         file = str(path.relative_to(package.parent))
@@ -184,8 +206,7 @@ def unlisted(package: Path = ROOT / "finetune", listed: Mapping[str, Any] = LIST
             own |= set(_defined(node))
             for name in filter(PRIVATE.fullmatch, () if id(node) in parts else _used(node)):
                 used.setdefault(name, f"{file}:{getattr(node, 'lineno', 1)}")
-    known = OF_PYTHON | {part for each in _texts(listed) for part in each.split(".")}
-    return [f"{name}: {where}" for name, where in used.items() if name not in own | known]
+    return used, own
 
 
 def _defined(node: ast.AST) -> Iterator[str]:
@@ -220,6 +241,7 @@ def _texts(listed: Any) -> Iterator[str]:
 def main(say: Callable[[str], None] = print) -> int:
     import_package()
     found = [*gone(), *(f"not in foreign_names.toml: {line}" for line in unlisted())]
+    found += [f"in foreign_names.toml, and not used: {name}" for name in unused()]
     for line in found or ["every name is there"]:
         say(line)
     return bool(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.canary import gone, import_package, missing, unlisted
+from tests.canary import gone, import_package, missing, unlisted, unused
 
 NOTHING = {
     kind: {} for kind in ("names", "attributes", "arguments", "classes", "signatures", "overrides")
@@ -13,6 +13,12 @@ NOTHING = {
 
 def test_private_names_of_libraries_are_listed() -> None:
     assert unlisted() == []
+
+
+def test_a_listed_private_name_is_used(tmp_path) -> None:
+    assert unused() == []
+    (tmp_path / "module.py").write_text("x = y._ours", encoding="utf-8")
+    assert unused(tmp_path, {"names": {"y": ["y._ours", "y._others"]}}) == ["y._others"]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from datasets.iterable_dataset import ExamplesIterable
 def undivided(rows: IterableDataset) -> IterableDataset:
     """A stream as one source: nothing inside is dealt out, shuffled or given another seed."""
     one = ExamplesIterable(_each, {"rows": rows._ex_iterable})
-    return IterableDataset(ex_iterable=one, info=rows._info.copy())
+    return IterableDataset(ex_iterable=one, info=rows.info.copy())
 
 
 def _each(rows: Any) -> Iterator[Any]:

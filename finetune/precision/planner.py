@@ -37,7 +37,7 @@ from finetune.precision.model.layers import (
     linear_shape,
     past_forward_here,
     records,
-    why_made_anew,
+    why_made_again,
     why_multiplied_past,
     why_not_aligned,
     why_own_forward,
@@ -97,8 +97,8 @@ def plan(
         # Experts that are stored are multiplied by our own forward, whatever the engine.
         if not storing.serves(each.owner, frozen=not each.weight.requires_grad):
             served = are_served_experts(each.owner)
-            made_anew = "" if served else why_made_anew(modules, each.name, each.owner)
-            past = made_anew or why_multiplied_past(each.owner)
+            made_again = "" if served else why_made_again(modules, each.name, each.owner)
+            past = made_again or why_multiplied_past(each.owner)
             cannot = past or (OF_ENGINE if precision.engine.owns_weights else cannot)
         row = _plan_layer(each, cannot, choices)
         _check_override(

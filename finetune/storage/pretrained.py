@@ -177,12 +177,12 @@ def load_shape(model: ModelConfig) -> PretrainedConfig:
 
 def with_head(shape: PretrainedConfig, head: str | None) -> PretrainedConfig:
     """An architecture with one output (`score`) in place of words, or as it is."""
-    from transformers import AutoModelForSequenceClassification as Scoring
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as SCORING
 
     if head is not None:
         shape.num_labels = 1
-        known = type(shape) in Scoring._model_mapping
-        shape.architectures = [Scoring._model_mapping[type(shape)].__name__ if known else SCORER]
+        known = type(shape) in SCORING
+        shape.architectures = [SCORING[type(shape)].__name__ if known else SCORER]
     return shape
 
 
@@ -493,10 +493,15 @@ def _try_out(tokenizer: Any, source: str) -> None:
 
 # ------------------------------------------------------------------------------------ architecture
 
-CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
-"""Auto classes of models that generate text, in order of preference."""
+CLASSES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+}
+"""Auto classes of models that generate text, in order of preference, and what they look up."""
 SCORER = "ForSequenceClassification"
 """End of the name of classes that score a text."""
+SCORERS = {f"AutoModel{SCORER}": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"}
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -510,11 +515,11 @@ def auto_class(config: PretrainedConfig) -> Any:
     import finetune.storage.bdh  # noqa: F401  makes our own model types known
 
     remote = getattr(config, "auto_map", None) or {}
-    classes = (f"AutoModel{SCORER}",) if scores(config) else CLASSES
-    for name in classes:
+    classes = SCORERS if scores(config) else CLASSES
+    for name, table in classes.items():
         cls = getattr(transformers, name, None)
         # By the table, without importing the model's code.
-        if cls is not None and (name in remote or type(config) in cls._model_mapping):
+        if cls is not None and (name in remote or type(config) in getattr(transformers, table)):
             return cls
     raise ConfigError(
         f"Transformers has no {'scoring' if scores(config) else 'text-generating'} model of type "

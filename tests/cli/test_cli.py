@@ -211,7 +211,7 @@ def test_stored_predictions_of_ls_are_what_the_estimator_says():
     assert speed == pytest.approx(make_recipes.speeds(name, ("H100",)), rel=0.02), fix
 
 
-def test_ls_makes_a_row_anew_where_the_recipe_has_changed(tmp_path, monkeypatch):
+def test_ls_makes_a_row_again_where_the_recipe_has_changed(tmp_path, monkeypatch):
     stored = json.loads(listing.ROWS.read_text())
     for name in ("tiny_full_fp8", "tiny_full_bf16"):
         stored[name]["row"] = {"method": "stale"}

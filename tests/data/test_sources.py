@@ -186,7 +186,7 @@ def test_only_text_files_have_a_way_to_be_cut_into_rows(load) -> None:
 # ---------------------------------------------------------------------------------------- streams
 
 
-def test_a_stream_begins_anew_and_trains_on_no_row_that_is_held_out(load) -> None:
+def test_a_stream_begins_again_and_trains_on_no_row_that_is_held_out(load) -> None:
     Path("a.jsonl").write_text(rows_of("a", 30))
     found = load("a.jsonl", streaming=True, eval_fraction=0.2, shuffle_buffer=8)
     first, again = asked(found.train, 24), asked(found.train, 48)

@@ -49,7 +49,7 @@ def arithmetic(tile, granularity: str, **update) -> Arithmetic:
 
 
 @torch.inference_mode()
-def test_an_overwritten_activation_is_cast_anew():
+def test_an_overwritten_activation_is_cast_again():
     """One without a version counter, too: it looks unchanged."""
     shared, how = SharedCast(), Arithmetic((1, K))
     x = torch.randn(M, K)

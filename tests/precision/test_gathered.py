@@ -89,7 +89,7 @@ def test_a_gathered_weight_takes_a_byte_a_number(scaling) -> None:
         assert layer.fp8_master.inverse.shape == ((shape[0], 1) if scaling == "rowwise" else (1, 1))
 
 
-def test_a_layer_changed_between_calls_of_the_whole_is_cast_anew() -> None:
+def test_a_layer_changed_between_calls_of_the_whole_is_cast_again() -> None:
     """A part of a model may be called alone; FSDP2 knows its root by then."""
     model = sharded(codes=True)
     model(torch.randn(8, 32))

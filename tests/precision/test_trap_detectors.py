@@ -69,7 +69,7 @@ def stop_at_an_odd_sibling(conversion: Conversion) -> None:
         unswap(layer)
 
 
-def make_weights_anew(conversion: Conversion) -> None:
+def make_weights_again(conversion: Conversion) -> None:
     for layer in converted(conversion):
         layer.weight = nn.Parameter(layer.weight.detach().clone())
 
@@ -101,7 +101,7 @@ TRAPS: dict[str, tuple[Damage, dict[str, Any], str]] = {
         *(convert_nothing, {}, "FP8 was requested and did not run"),
     ),
     "2: weights leave the optimizer": (
-        *(make_weights_anew, {}, "trainable parameters are not in the optimizer"),
+        *(make_weights_again, {}, "trainable parameters are not in the optimizer"),
     ),
     "3: a frozen base becomes trainable": (
         *(train_the_base, {"rank": 8}, "not in the optimizer|choice of which parameters train"),

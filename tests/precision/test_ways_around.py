@@ -255,7 +255,7 @@ def test_setup_again_and_going_on_with_the_old_model(make_llama, setup_backend) 
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_layers_of_an_unloaded_adapter_are_prepared_anew(
+def test_layers_of_an_unloaded_adapter_are_prepared_again(
     make_llama, setup_backend, frozen, kept
 ) -> None:
     """Stage after stage in a script; what the first one trained may be alive (`kept`) or gone."""

@@ -109,10 +109,11 @@ def to_fake(model: nn.Module) -> None:
         return made[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fake(tensor)
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                module._parameters[name] = fake(tensor)
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, fake(buffer))
 
 
 # ---------------------------------------------------------------------------------------- attention

@@ -449,7 +449,7 @@ def _declared(prefix: str, module: nn.Module, local: str) -> Any:
     return value
 
 
-def why_made_anew(modules: dict[str, nn.Module], name: str, owner: nn.Module) -> str:
+def why_made_again(modules: dict[str, nn.Module], name: str, owner: nn.Module) -> str:
     """The reason why the operand is not the parameter but computed from it, or an empty string.
 
     Parametrizations (weight norm, and PEFT's `target_parameters`, which adds B·A to a weight)

@@ -379,7 +379,7 @@ class _Dispatch(TorchDispatchMode):
 
     def _count(self, packet: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Count the matmuls of an operator that has run."""
-        witness, name = self.witness, packet._qualified_op_name
+        witness, name = self.witness, str(packet).replace(".", "::", 1)
         if packet in _FIRST_OPERAND:
             first = _FIRST_OPERAND[packet]
             a, b = args[first : first + 2]
@@ -425,7 +425,7 @@ def _direction(backward: bool) -> Gemm:
 
 def estimated_flops(packet: Any, args: tuple[Any, ...], result: Any) -> int:
     """Estimated FLOPs of an operator that cannot be looked into, 0 of one that can."""
-    namespace, _, name = packet._qualified_op_name.partition("::")
+    namespace, _, name = str(packet).partition(".")
     if namespace in _SEEN_THROUGH and not (namespace == "aten" and name in _CONTRACTING):
         return 0
     operands = [x for x in tensors_of(args) if x.is_floating_point() and x.dim() > 1]

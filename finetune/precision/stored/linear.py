@@ -250,10 +250,10 @@ def before_sharding(model: nn.Module) -> None:
     """
     for module, scales in iter_scales(model):
         module.__dict__["stored_raw"] = True
-        module._non_persistent_buffers_set.update(scales)  # state dicts leave these out
         for name, scale in scales.items():
-            if scale.is_meta:  # another process has the weights
-                setattr(module, name, torch.empty_like(scale, device="cpu"))
+            # On meta: another process has the weights. State dicts leave it out from now on.
+            there = torch.empty_like(scale, device="cpu") if scale.is_meta else scale
+            module.register_buffer(name, there, persistent=False)
 
 
 def share_scales(model: nn.Module) -> None:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerState
 
 from finetune.precision.model.layers import without_adapters
@@ -266,14 +265,22 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.thorough:
-            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            given = [*_tensors(args), *_tensors(kwargs)]
             for tensor in given:  # an unknown operand was alive at the peak so far, too
                 before = self.peak
                 self.peak = before + self.count(tensor)
             if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
                 return NotImplemented
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.count(leaf)
+        for tensor in _tensors(result):
+            self.count(tensor)
         return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)

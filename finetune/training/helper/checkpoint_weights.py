@@ -195,7 +195,7 @@ def saves_adapters(model: nn.Module) -> bool:
     """True if the checkpoints of a model hold its adapters alone."""
     from peft import PeftModel
 
-    return isinstance(model, PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False))
+    return isinstance(model, PeftModel) or bool(getattr(model, "peft_config", None))
 
 
 def _saved_types(checkpoint: str) -> dict[str, str]:

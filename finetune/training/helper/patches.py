@@ -74,7 +74,7 @@ def patch_accelerator(session: Any) -> None:
             del given["self"]
             # Accelerate keeps its first configuration process-wide: another precision would be
             # rejected, and a trainer's FSDP or compile settings silently ignored.
-            AcceleratorState._reset_state()
+            AcceleratorState._shared_state.clear()
             original(accelerator, **given)
             if plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true":
                 _refuse_copies(accelerator)
