@@ -175,7 +175,7 @@ def sources_of(data: DataConfig) -> list[tuple[Source, float | None]]:
             for subset, weight in data.sources.items()
         ]
     packaged = {BUILTIN + file.stem: file for file in (ASSETS / "data").glob("*.jsonl")}
-    name = data.name if data.split == "train" else f"{data.name}_{data.split}"
+    name = f"{data.name}_{HELD_OUT}" if data.split == HELD_OUT else data.name
     if name not in packaged:
         raise DataNotFoundError(
             f"there is no packaged data set {name!r}{did_you_mean(name, packaged)}",

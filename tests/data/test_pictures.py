@@ -71,5 +71,5 @@ def test_packaged_rows_may_have_a_split_to_evaluate_on() -> None:
     data = DataConfig(name="builtin:pictures", split=HELD_OUT)
     [(source, _)] = sources_of(data)
     assert [file.name for file in source.files] == ["pictures_held_out.jsonl"]
-    with pytest.raises(DataNotFoundError, match=r"builtin:pictures_held_up.*did you mean"):
-        sources_of(data.model_copy(update={"split": "held_up"}))
+    with pytest.raises(DataNotFoundError, match=r"no packaged data set 'builtin:sums_held_out'"):
+        sources_of(data.model_copy(update={"name": "builtin:sums"}))
