@@ -332,6 +332,9 @@ def _without_triton() -> None:
     for name in (*names, "observe_logits", "grade_logits"):
         setattr(stub, name, getattr(kernels, f"_{name}"))
     sys.modules[stub.__name__] = stub
+    update: Any = types.ModuleType("finetune.training.helper.optimizer.adamw_kernels")
+    update.adamw, update.squares = _updated, _squares
+    sys.modules[update.__name__] = update
     testing: Any = types.ModuleType("triton.testing")
     testing.do_bench = _milliseconds
     sys.modules[testing.__name__] = testing
@@ -346,6 +349,30 @@ def _without_triton() -> None:
         compile(self, *args, backend="aot_eager")
 
     nn.Module.compile = only_traced
+
+
+def _updated(table: Any, *facts: Any) -> None:
+    """The update of `adamw_kernels` by that of host memory, which the device's memory is."""
+    from finetune.training.helper.optimizer import adamw_host
+
+    for columns, count in zip(table._columns, table.sizes, strict=True):
+        adamw_host.adamw(columns, count, *facts)
+
+
+def _squares(table: Any, dtype: Any, even: bool) -> Any:
+    import ctypes
+
+    import torch
+
+    from finetune.training.helper.optimizer import adamw_host
+
+    found = adamw_host.library()
+    assert found is not None, "a C++ compiler made this device, too"
+    sums = [
+        found.squares(ctypes.c_int64(row[1]), adamw_host.TYPES[dtype], ctypes.c_int64(count), 1)
+        for row, count in zip(table._columns, table.sizes, strict=True)
+    ]
+    return torch.tensor(sums, dtype=torch.float32).to(table.rows.device)
 
 
 def _milliseconds(call: Callable[[], Any], **_: Any) -> float:
