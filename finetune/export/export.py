@@ -4,7 +4,8 @@
     merged    the adapter merged into the original weights, in their stored type
     fp8       merged, then FP8 (compressed-tensors `float-quantized`)
     nvfp4     merged, then four bits (compressed-tensors `nvfp4-pack-quantized`)
-    gguf      merged, then one file in BF16 for llama.cpp and Ollama; `gguf-q8` in 8 bits (Q8_0)
+    gguf      merged, then a file in BF16 for llama.cpp and Ollama, and one for images where the
+              model has a tower; `gguf-q8` in 8 bits (Q8_0)
 
 Merging uses the original weights: a run may store its frozen base in FP8 or NF4, and merging into
 such codes would round the adapter away. A full run's weights are in its `model/`; an interrupted
@@ -51,6 +52,7 @@ from finetune.hardware.device import this_device
 from finetune.hardware.requirements import require
 from finetune.hardware.versions import version
 from finetune.logging import output
+from finetune.precision.model.towers import beside_text
 from finetune.runs.card import model_card
 from finetune.runs.checkpoints import resume_command
 from finetune.runs.lookup import read_run, refuse_foreign_code
@@ -199,6 +201,10 @@ def export_run(
                 experts = compressed_tensors.quantize_saved(weights)
         if to in gguf.TYPES:
             gguf.convert(folder / gguf.MERGED, folder / gguf.FILE, to)
+            if beside_text(outline) and (
+                left := gguf.convert_tower(folder / gguf.MERGED, folder, to)
+            ):
+                say(f"! {gguf.TOWER}, for images, is not written: {left}", style="yellow")
         if quantized:
             left = f"; kept in high precision: {', '.join(kept)}" if kept else ""
             more = f" and {experts} weights of experts" if experts else ""

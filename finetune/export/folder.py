@@ -164,7 +164,7 @@ def _refuse_taken(
 
 
 def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
-    """Copy the files beside the original weights, and the run's tokenizer."""
+    """Copy the files beside the original weights, and the run's tokenizer and processor."""
     for pattern in WEIGHTS_AND_MORE:
         for file in source.glob(pattern):
             if file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
@@ -173,7 +173,8 @@ def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
 
 
 def _copy_tokenizer(source: Path, out: Path) -> None:
-    for pattern in (*TOKENIZER, "generation_config.json"):  # where answers end
+    # Sizes of images; and where answers end.
+    for pattern in (*TOKENIZER, "*processor_config.json", "generation_config.json"):
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)

@@ -6,6 +6,10 @@ llama.cpp expects; it is a script of that repository and on no index. It is look
 `gguf` dequantizes, and Transformers names the tensors and undoes what the format permutes. With
 these weights the merged model is compared with the run's (`finetune.export.parity`). Not compared
 are tokenizer, chat template and the model's settings, which the converter writes.
+
+A model that reads images becomes two files: llama.cpp holds its tower and projector in one of their
+own, which the converter writes when asked again (`--mmproj`), for the families that it knows. No
+other code reads that file, so its numbers are the converter's word: BF16, as the model's own are.
 """
 
 from __future__ import annotations
@@ -15,18 +19,23 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from finetune.errors import ConfigError, install_hint
 from finetune.hardware.requirements import require
+from finetune.precision.model.towers import decoder_name
 
 TYPES = {"gguf": "bf16", "gguf-q8": "q8_0"}
 """Target -> type of the matrices, as the converter names it."""
 FILE, MERGED = "model.gguf", "merged"
 """File of the export, and folder beside it of the model that is converted; removed at the end."""
+TOWER = "mmproj-model.gguf"
+"""File of tower and projector: the converter puts this word before the name that it is given."""
 SCRIPT = "convert_hf_to_gguf.py"
 LIKE_LLAMA = ("smollm3", "granite", "arcee")
 """Architectures with q and k permuted as Llama's are, which Transformers (5.23) does not read."""
@@ -59,22 +68,45 @@ def convert(model: Path, out: Path, target: str) -> None:
     Raises:
         ConfigError: the converter does not know it, with its last line.
     """
-    script = converter(target)
     _complete(model / "config.json")
-    command = [sys.executable, str(script), str(model), "--outfile", str(out)]
-    command += ["--outtype", TYPES[target]]
+    said = _run(target, model, "--outfile", str(out), "--outtype", TYPES[target])
+    if said or not out.is_file():
+        raise ConfigError(
+            "llama.cpp's converter failed",
+            where=str(converter(target)),
+            why=said or "it wrote no file",
+            fix="a newer llama.cpp (git pull), if it knows this family; else --to merged",
+        )
+
+
+def convert_tower(model: Path, out: Path, target: str) -> str:
+    """Convert tower and projector of a merged model to the file `TOWER` in a folder.
+
+    Returns:
+        Empty, or why there is no such file.
+    """
+    name = TOWER.removeprefix("mmproj-")
+    with tempfile.TemporaryDirectory(dir=out) as aside:  # a converter without the prefix
+        file = Path(aside) / name
+        said = _run(target, model, "--outfile", str(file), "--outtype", "bf16", "--mmproj")
+        made = next(Path(aside).glob(f"*{name}"), None)
+        if said or made is None:
+            return said or "the converter wrote no file"
+        made.rename(out / TOWER)
+    return ""
+
+
+def _run(target: str, model: Path, *options: str) -> str:
+    """Run the converter over a folder; empty, or its last line if it failed."""
+    command = [sys.executable, str(converter(target)), str(model), *options]
     offline = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         command, env=os.environ | offline, capture_output=True, text=True, errors="replace"
     )
-    if done.returncode or not out.is_file():
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise ConfigError(
-            "llama.cpp's converter failed",
-            where=str(script),
-            why=said.splitlines()[-1],
-            fix="a newer llama.cpp (git pull), if it knows this family; else --to merged",
-        )
+    if not done.returncode:
+        return ""
+    said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+    return said.splitlines()[-1]
 
 
 def _complete(config: Path) -> None:
@@ -85,7 +117,7 @@ def _complete(config: Path) -> None:
 
 
 def read_into(model: Any, file: Path) -> None:
-    """Replace the weights of a model by a GGUF file's, dequantized.
+    """Replace the weights of a model's decoder and head by a GGUF file's, dequantized.
 
     Raises:
         ConfigError: Transformers cannot tell where the file holds a weight.
@@ -97,9 +129,13 @@ def read_into(model: Any, file: Path) -> None:
     architecture = reader.fields["general.architecture"].contents()
     kind = "llama" if architecture in LIKE_LLAMA else architecture
     processor = stock.TENSOR_PROCESSORS.get(kind, stock.TensorProcessor)(config=text.to_dict())
+    parts = _text_parts(model)
     names = stock.get_gguf_hf_weights_map(
-        model, processor, model_type=architecture, num_layers=text.num_hidden_layers
+        _as_text(parts) if parts else model, processor, architecture, text.num_hidden_layers
     )
+    for theirs, name in names.items() if parts else ():
+        first, _, rest = name.partition(".")
+        names[theirs] = f"{parts[first][0]}.{rest}"
     read: dict[str, Any] = {}
     for tensor in reader.tensors:
         weights, name, _ = processor.process(
@@ -110,7 +146,8 @@ def read_into(model: Any, file: Path) -> None:
         )
         if name in names:
             read[names[name]] = torch.from_numpy(weights.copy())
-    parameters = dict(model.named_parameters())
+    inside = tuple(f"{name}." for name, _ in parts.values()) or ("",)
+    parameters = {n: p for n, p in model.named_parameters() if n.startswith(inside)}
     unread = [n for n, p in parameters.items() if n not in read or read[n].shape[1:] != p.shape[1:]]
     if unread:
         raise ConfigError(
@@ -122,3 +159,21 @@ def read_into(model: Any, file: Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter[: len(read[name])] = read[name]  # rows beyond the vocabulary are left out
+
+
+def _text_parts(model: Any) -> dict[str, tuple[str, Any]]:
+    """Decoder and head of a model with a tower, and their names in it, by those in a Llama."""
+    decoder = decoder_name(model)
+    if not decoder:
+        return {}
+    head = model.get_output_embeddings()
+    there = next(name for name, module in model.named_modules() if module is head)
+    return {"model": (decoder, model.get_submodule(decoder)), "lm_head": (there, head)}
+
+
+def _as_text(parts: dict[str, tuple[str, Any]]) -> nn.Module:
+    """These as one model: the blocks of a tower may be called like those of the text."""
+    text = nn.Module()
+    for name, (_, module) in parts.items():
+        text.add_module(name, module)
+    return text

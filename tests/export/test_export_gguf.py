@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from finetune.config.paths import TINY_LLAMA
 from finetune.errors import ConfigError
 from finetune.export import gguf, parity
 from tests.benchmarks.gguf_engine import TOKENS, tiny_file
-from tests.families import folder_of
+from tests.families import config_of, folder_of
 
 STAND_IN = Path(__file__).parent / "llama_cpp"
 IDS = torch.arange(3, 67).view(2, -1)
@@ -71,6 +71,31 @@ def test_what_the_converter_does_not_know_is_said(stand_in, tmp_path):
     with pytest.raises(ConfigError, match=r"Model gpt2 is not supported(.|\n)*git pull"):
         gguf.convert(home, tmp_path / "out.gguf", "gguf")
     assert json.loads((home / "config.json").read_text())["n_ctx"] == 512
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_images_becomes_two_files(stand_in, tmp_path):
+    """Its text is read back and says the same; the projector's numbers are in the other file."""
+    from gguf import GGUFReader
+
+    torch.manual_seed(0)
+    shape = config_of("smolvlm")
+    model = AutoModelForImageTextToText.from_config(shape).eval()
+    for parameter in model.parameters():  # as a run stores them, with room for its file's type
+        parameter.data = parameter.data.bfloat16().float()
+    model.save_pretrained(tmp_path / "model")
+    gguf.convert(tmp_path / "model", tmp_path / "out.gguf", "gguf")
+    back = AutoModelForImageTextToText.from_config(shape).eval()
+    gguf.read_into(back, tmp_path / "out.gguf")
+    with torch.inference_mode():
+        found = [one(IDS).logits for one in (back, model)]
+    torch.testing.assert_close(*found)
+    assert gguf.convert_tower(tmp_path / "model", tmp_path, "gguf") == ""
+    written = {t.name: t.data for t in GGUFReader(tmp_path / gguf.TOWER).tensors}
+    ours = model.model.connector.modality_projection.proj.weight.detach()
+    theirs = written["model.connector.modality_projection.proj.weight"]
+    torch.testing.assert_close(torch.from_numpy(theirs.copy()), ours)
+    assert "supported" in gguf.convert_tower(folder_of("gpt2", tmp_path), tmp_path, "gguf")
 
 
 REAL = os.environ.get("LLAMA_CPP")
