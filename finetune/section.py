@@ -30,7 +30,7 @@ class Section(BaseModel):
         return value
 
     def _changed(self, *names: str) -> list[str]:
-        """Those of `names` whose value is not the default."""
+        """The names among `names` whose value is not the default."""
         fields = type(self).model_fields
         return [name for name in names if getattr(self, name) != fields[name].default]
 

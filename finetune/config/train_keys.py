@@ -3,7 +3,7 @@
     a recipe's `train` section, a mapping               TrainSection(...).max_length
     a trainer's arguments, such as a `trl.SFTConfig`    TrainerArguments(trainer.args).max_length
 
-An argument has one name in recipes, texts and files of ours: that of the table. A library's release
+An argument has one name in recipes, texts and files of ours: the table's. A library's release
 that calls it otherwise is a change in this file alone, `also=("max_tokens",)`, and both releases
 work. A release whose name is not known is refused, where its configuration is taken up and where
 the argument is read: `getattr(args, "max_length", None)` would be None without a word. Defaults and
@@ -40,7 +40,7 @@ class Key(Generic[T]):
     """An argument, as an attribute of both views.
 
     Args:
-        default: that of the library, or what is meant where the section says nothing.
+        default: the library's, or what is meant where the section says nothing.
         nullable: True if null is a value of its own; else it is the default, too.
         of: configurations that have it; of `OURS` none.
         also: its names in other releases of the library.

@@ -48,7 +48,7 @@ def decided(recipe: Recipe, tokenizer: Any = None) -> Recipe:
     """The recipe with a row length in place of `train.max_length: auto`, said in a line.
 
     Args:
-        tokenizer: that of a script; None: the model's.
+        tokenizer: a script's; None: the model's.
     """
     config = recipe.config
     if config.train.max_length != "auto":

@@ -22,7 +22,7 @@ def shared_rows(train: Any, held_out: Any) -> int:
 
     Rows are the same if they agree in the columns that both tables have.
     """
-    # Sorted, since the hash of a row is that of its columns in order.
+    # Sorted, since the hash of a row depends on the order of its columns.
     columns = sorted({*train.column_names} & {*held_out.column_names})
 
     def hashes(rows: Any) -> Iterator[int]:

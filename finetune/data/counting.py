@@ -79,7 +79,7 @@ def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
 
 
 def ledgers_of(trainer: Any, rows: Rows, tokenizer: Any, method: Method) -> dict[str, Ledger]:
-    """Ledgers of a trainer's rows; that of the training rows is of all that will be read."""
+    """Ledgers of a trainer's rows; the one of training counts all rows that will be read."""
     found: dict[str, Ledger] = dict(trainer.ledgers)
     if rows.sample is None:
         found["train"] = whole_ledger(found["train"], rows, trainer.args, method)
@@ -99,7 +99,7 @@ def whole_ledger(found: Ledger, rows: Rows, args: Any, method: Method) -> Ledger
         sampled = len(rows.sample) + rows.refused
     if method.writes:
         batch = args.generation_batch_size
-        if batch is None:  # of distillation, that of a step
+        if batch is None:  # of distillation: a step's batch
             batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         left_out = (found.rows - found.dropped) % (batch // (args.num_generations or 1))
     facts = {"refused": rows.refused, "in_eval": rows.shared}

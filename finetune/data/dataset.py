@@ -241,7 +241,7 @@ def _skipped(refused: dict[Any, str], what: str) -> list[str]:
 
 
 def _named_eval(form: Form) -> tuple[Dataset | None, dict[Any, str]]:
-    """Rows to evaluate on that are named, and those of them that are skipped."""
+    """Named rows to evaluate on, and which of them are skipped."""
     data = form.data
     if not (data.eval_path or data.eval_split):
         return None, {}
@@ -260,7 +260,7 @@ def refuse_no_eval_rows(rows: Rows, args: Any) -> None:
     """Raise `DataError` where a trainer is to evaluate and there are no rows for it.
 
     Args:
-        args: those of the trainer.
+        args: the trainer's.
     """
     strategy = TrainerArguments(args).eval_strategy
     if rows.eval is None and strategy != "no":

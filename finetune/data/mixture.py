@@ -93,7 +93,7 @@ def in_one_format(parts: list[Part], named: Dataset | None) -> tuple[list[Part],
     convert = _as_messages if "turns" in forms else _as_pair
 
     def whole(rows: Any) -> Any:
-        known = rows.column_names  # those of a stream, too: its first rows were looked at
+        known = rows.column_names  # a stream has them, too: its first rows were looked at
         # With features given: types that are inferred from the first rows of each source may
         # differ, which `concatenate_datasets` refuses.
         return rows.map(convert, remove_columns=known, features=_features(convert, known))

@@ -44,7 +44,7 @@ class Accounted(Trainer):
 
     Attributes:
         vocabulary: tokens of the model; without one, more than there can be.
-        method: that of `train.method`.
+        method: by `train.method`.
         given: training rows as they were given, before the trainer's own preparation.
         only_answers: of messages, only the assistant's turns are trained on.
     """

@@ -138,7 +138,7 @@ def refuse_no_batch(loader: Any, args: Any) -> None:
     """Reject rows that fill no batch of all processes, where such a batch is left out.
 
     Args:
-        args: those of the trainer.
+        args: the trainer's.
 
     Raises:
         DataError: no step would be trained; Transformers logs that, and saves the model.

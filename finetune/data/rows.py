@@ -204,7 +204,7 @@ def _renamed(rows: Any, names: dict[str, str], source: str) -> Any:
         )
     in_the_way = [name for name in names if name in rows.column_names and name not in given]
     changed = {old: new for new, old in names.items() if old != new}
-    # In two steps: those of a stream cannot change places (datasets 5.0).
+    # In two steps: columns of a stream cannot change places (datasets 5.0).
     aside = {old: f"{old}, as given" for old in changed}
     rows = rows.remove_columns(in_the_way).rename_columns(aside)
     return rows.rename_columns({aside[old]: new for old, new in changed.items()})

@@ -130,7 +130,7 @@ class Source:
                 return self._read_text(streaming)
             # `datasets` takes names as patterns: `rows[1].parquet` would be another file.
             names = [glob.escape(str(file)) for file in self.files]
-            # Its copy is found by path and time: other rows may have those of before (archives).
+            # Its copy is found by path and time: other rows may have the same ones (archives).
             name = None if streaming else f"rows-{self.fingerprint()[:16]}"
             return load_dataset(
                 self.loader, name, data_files=names, split="train", streaming=streaming

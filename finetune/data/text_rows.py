@@ -175,7 +175,7 @@ def _text(line: bytes, file: Path, number: int) -> str:
 
 
 def _not_utf8(file: Path, number: int, likely: str = "WINDOWS-1252") -> DataError:
-    """The error for another encoding, if unknown that of older programs; with a command."""
+    """The error for another encoding, which it most likely is, with a command."""
     target = shlex.quote(str(file.with_name(f"utf8-{file.name}")))
     return DataError(
         f"{file.name} is not UTF-8 text",

@@ -111,7 +111,7 @@ def days_of(
 
     Args:
         machines: also with their own number of GPUs.
-        price: of one GPU and hour; default: that of the table of GPUs, if set there.
+        price: of one GPU and hour; default: the table's of GPUs, if set there.
     """
     numbers = [replace(at, count=gpus) for at in machines for gpus in sorted({*COUNTS, at.count})]
     spent = (_spent(config, at, compute, tokens, price) for at in numbers for compute in CHANGES)
@@ -131,7 +131,7 @@ def _spent(
     if found is None or found.timing is None or gpu is None:
         return alone
     hours = tokens / found.timing.tokens_per_s / 3600  # of all GPUs together
-    # Hours are those of all GPUs, so that kWh and cost need no factor for their number.
+    # Hours of all GPUs, so that kWh and cost need no factor for their number.
     kwh, price = gpu.watts and hours * gpu.watts / 1e3, price or gpu.price_usd_per_hour
     spent = {"days": hours / machine.count / 24, "kwh": kwh, "cost": price and hours * price}
     return replace(alone, **spent, fit=found.fit, scatter=found.timing.scatter)

@@ -354,7 +354,7 @@ def estimate(
             where the model writes answers; default: twice `train.max_completion_length`.
         tokens: Tokens of the whole run, for its time and cost; default: `data.max_tokens`, or
             from `train.max_steps`.
-        price: Price per GPU and hour; default: that of the table, if set there.
+        price: Price per GPU and hour; default: the table's, if set there.
         changes: Predict every change of the table (other formats, engines, adapters, more GPUs);
             default: those that make it fit if it does not, else those that train the same. False:
             none, and no comparison of FP8 with BF16.

@@ -140,7 +140,7 @@ class MemoryForecast:
     def how_to_shrink(self, run: Planned) -> str:
         """Changes for a run that memory was too small for: first those that train the same."""
         same = (c for c in freeing(run.config, run.device) if c.rank == "same")
-        # Reversed, so that of one kind the first stays, which costs least.
+        # Reversed: of several changes of one kind the first stays, which costs least.
         first = {change.kind: as_typed(change.typed) for change in reversed([*same])}
         nvidia = run.device.kind == "cuda" and not run.device.is_rocm
         # Fragments first: `expandable_segments` costs nothing. ROCm has none (`hardware.device`).

@@ -257,7 +257,7 @@ def changes_of(
     )
     if fits and not every:
         same = [one for one in offered if one.rank == "same"] if asked.timing else []
-        # Reversed, so that of a kind the first one stays, the mildest.
+        # Reversed: of several changes of one kind the first stays, the mildest.
         offered = tuple({one.kind: one for one in reversed(same)}.values())
     elif not every:
         offered = tuple(one for one in offered if one.memory)

@@ -455,7 +455,7 @@ def compare(
 def likelihood_of(train: TrainSection, eval_loss: float | None) -> float | None:
     """A run's eval loss where it is a mean of -ln p of the labels, as `observe` computes it.
 
-    That of `loss_type=dft` is weighted by p, that under label smoothing has all other tokens in it.
+    With `loss_type=dft` the loss is weighted by p; under label smoothing it has all other tokens.
     """
     is_other = train.loss_type == "dft" or float(train.label_smoothing_factor)
     return None if is_other else eval_loss

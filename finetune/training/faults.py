@@ -34,7 +34,7 @@ def explained(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
     """Raise faults of disk, memory and other processes with a fix; others pass as they are.
 
     Args:
-        folder: the run's, or that of all runs before it has one.
+        folder: the run's; before it has one, the folder of all runs.
         advice: what to change so that a run needs less memory.
 
     Raises:

@@ -281,8 +281,8 @@ def _moved(event: Any) -> int:
 def _launchers(kernels: Sequence[Any], host: Sequence[Any]) -> list[Any]:
     """The operator that launched each kernel, None where it is not known.
 
-    Events of torch 2.10 and 2.11 do not have its number; there a kernel has that of the CUDA call
-    which launched it, inside the operator.
+    Events of torch 2.10 and 2.11 do not have its number; there a kernel has the number of the CUDA
+    call which launched it, inside the operator.
     """
     if all(hasattr(event, "linked_correlation_id") for event in (*kernels, *host)):
         operators = {event.id: event for event in host if not event.linked_correlation_id}

@@ -72,7 +72,7 @@ def library_workspaces(
 ) -> list[int]:
     """Bytes of each allocation that cuBLAS and cuBLASLt keep in a training process.
 
-    One for the thread of forward and one for that of backward. Before torch 2.11, cuBLASLt (FP8
+    One for the thread of forward, one for the thread of backward. Before torch 2.11, cuBLASLt (FP8
     GEMMs, and linear layers with a bias) has 1 MiB of its own for each.
     """
     version = torch_version or torch_of_gpus()

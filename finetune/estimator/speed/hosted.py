@@ -109,7 +109,7 @@ class Hosted(NamedTuple):
         return max((self.down + up) / self.bus - self.backward, last / self.bus)
 
     def extrapolated(self, more: Hosted, times: float) -> Hosted:
-        """That of a model with `times` the layers that `more` has beyond this one's."""
+        """Extrapolate to a model with `times` the layers that `more` has beyond this one's."""
         return Hosted._make(a + times * (b - a) for a, b in zip(self, more, strict=True))
 
 

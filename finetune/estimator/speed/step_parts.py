@@ -130,7 +130,7 @@ def _class(
     if name.startswith("embedding"):
         return StepPart.EMBEDDING
     operands = (*op.outputs, *op.inputs)
-    # By its size: no other dimension of a model is likely to be that of its vocabulary.
+    # By its size: no other dimension of a model is likely to be as large as its vocabulary.
     if name in _LOSS or (vocabulary and any(vocabulary in x.shape for x in operands)):
         return StepPart.HEAD
     if kind == "gemm":

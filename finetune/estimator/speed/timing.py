@@ -20,8 +20,8 @@ gradients of the last micro-batch are all-reduced (DDP).
 
 *Communication.* In a ring of N GPUs each sends (N-1)/N of a buffer for an all-gather or a
 reduce-scatter and twice that for an all-reduce; time = bytes / speed of the slowest link + latency
-(`Ring`). Gathers of forward hide behind its computation, those of backward and reductions behind
-that of backward; what takes longer than these is waited for. Collectives reach a fraction of the
+(`Ring`). Gathers of forward hide behind its computation, gathers of backward and reductions
+behind backward's; what takes longer than these is waited for. Collectives reach a fraction of the
 link's nominal speed, a small one over PCIe without peer access (data passes through host memory).
 Overlapped communication is not free either: NCCL kernels occupy multiprocessors, copies use
 bandwidth. How much shows is not measured yet: half of it is assumed, between nothing of what
@@ -332,7 +332,7 @@ class Traffic(NamedTuple):
         return max(waits, shown * (self.forward + backward))
 
     def extrapolated(self, more: Traffic, times: float) -> Traffic:
-        """That of a model with `times` the layers that `more` has beyond this one's."""
+        """Extrapolate to a model with `times` the layers that `more` has beyond this one's."""
         return Traffic._make(a + times * (b - a) for a, b in zip(self, more, strict=True))
 
 

@@ -343,7 +343,7 @@ class _Rewriter:
             self._dropped |= left_out - runs
         self._ops: list[Op] = []
         self._written: dict[int, list[int]] = {}  # operator -> results in backward, read by a GEMM
-        self._copies = ChainMap(self._written)  # the same, and those of one operator alone
+        self._copies = ChainMap(self._written)  # the same, and what one operator alone has copied
         numbers = {x.storage for op in trace.ops for x in (*op.inputs, *op.outputs)}
         # Copies get numbers that no storage has.
         self._fresh = max(numbers | trace.storages.keys()) + 1

@@ -30,8 +30,8 @@ parameters in place and clips their gradients, whose norm is one pass (`clipping
 parameter by parameter, for the bytes that they move and the host's time with each.
 
 *Masters in host memory* (`precision.fp8_params`) are where a GPU's run has them, apart from the
-device, and streams beside that of computation are names: what is allocated on them, when it goes
-over and when it is freed is decided by `precision.stored.masters` itself.
+device, and streams other than the one that computes are names: what is allocated on them, when it
+goes over and when it is freed is decided by `precision.stored.masters` itself.
 
 *bitsandbytes' paged optimizers* store large states in managed memory, which the driver moves to the
 host when the GPU is full, outside PyTorch's allocator.

@@ -87,7 +87,7 @@ class Storage:
     """Phase, module (as of an `Op`) and operator that created a storage, dtype of its first tensor.
 
     `saved` is True if it was alive when a backward began, `passing` if an eager step makes and
-    reads it in one kernel. `stream` names a stream beside that of computation, if one made it:
+    reads it in one kernel. `stream` names a stream other than the one that computes, if it made it:
     the allocator keeps memory of each apart.
     """
 
@@ -325,7 +325,7 @@ class Recorder(TorchDispatchMode):
         self.sort_gradients()
         self._alive.clear()  # what dies from now on is no event
         storages = self.trace.storages
-        for op in self.trace.ops:  # no module runs in backward: that of the operator's operands
+        for op in self.trace.ops:  # no module runs in backward: by its operands
             for made in (storages[x.storage] for x in op.outputs if op.phase == "backward"):
                 if made.phase == "backward" and not made.module:
                     made.module = op.module

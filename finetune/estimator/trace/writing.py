@@ -1,7 +1,7 @@
 """Rehearsal of answers that a model writes in training, before the micro-batches that learn them.
 
 TRL's trainers call `generate` once for the rows of several micro-batches. Two of its forwards are
-rehearsed, by Transformers' own code: that of all prompts, and that of the last token, which reads
+rehearsed, by Transformers' own code: one of all prompts, and one of the last token, which reads
 the longest cache. Between them the cache is lengthened. The ids that come out have no values, so
 answers of full length stand for them, and TRL's bookkeeping goes on with these: it pads, and
 computes the log-probabilities of the old policy and of the reference where its settings ask for

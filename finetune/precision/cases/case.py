@@ -35,7 +35,7 @@ class Site:
     """A model that is being converted.
 
     Attributes:
-        modules: those of the model, by name, as they were before.
+        modules: the model's, by name, as they were before.
         engine: engine of layers that keep their weights.
         frozen: engine of layers with weights stored in FP8.
         head: the output head, as TRL's fused loss multiplies by it; its case puts it here.

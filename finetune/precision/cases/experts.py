@@ -261,7 +261,7 @@ class BatchedExpertsMixin(Swapped):
     keeps_name = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Tokens [E·T, H], those of each expert in turn -> [E·T, H]."""
+        """Tokens [E·T, H], grouped by expert -> [E·T, H]."""
         this: Any = self
         x = hidden_states.view(this.num_experts, -1, this.hidden_size)  # [E, T, H]
         gate, up = fp8_matmul(x, this.gate_up_proj).chunk(2, dim=-1)

@@ -4,7 +4,7 @@
 
 As PEFT runs it, that is two small linear layers, two casts of float32 masters, a product by s and a
 sum, each with a kernel, a result and a node of its own. Here the adapter is added by `addmm` into
-the result of the base, and its input gradient into that of the base; with t = s · x Aᵀ and
+the result of the base, and its input gradient into the base's; with t = s · x Aᵀ and
 u = s · g B, both [M, r]:
 
     y  = x Wᵀ + t Bᵀ          dB = gᵀ t

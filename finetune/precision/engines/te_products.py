@@ -266,7 +266,7 @@ class TeLinear(torch.autograd.Function):
 
 
 def _part(buffers: list[Tensor], places: tuple[int, ...], both: bool) -> list[Tensor]:
-    """Those of one direction, of a cast of both; of a cast of rows all."""
+    """The buffers of one direction out of a cast of both; a cast of rows has no others."""
     return [buffers[place] for place in places] if both else list(buffers)
 
 

@@ -169,7 +169,7 @@ def multiplies(module: nn.Module | Tree) -> bool:
 
 
 def linear_records(model: nn.Module | Tree) -> list[Record]:
-    """Those of `records` that are linear layers."""
+    """The linear layers among `records`."""
     return [record for record in records(model) if record.kind == "linear"]
 
 

@@ -115,7 +115,7 @@ class PrecisionPlan:
         return {item.name: item.compute for item in (*named, *self.casts)}
 
     def __rich__(self) -> RenderableType:
-        """Layers as a table: those of a place in all blocks, and all adapters, in one row."""
+        """Layers as a table: a row for each place in a block, and one for all adapters."""
         rows = Counter((*_place(x), *_shown(x)) for x in self.layers)
         rows.update((place_in_block(x.name), "", x.compute, x.reason) for x in self.casts)
         titles = ("", "layer", "N x K", "", "reason")

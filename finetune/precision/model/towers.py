@@ -33,7 +33,7 @@ def decoder_name(model: Any) -> str:
 def beside_text(model: Any) -> dict[str, nn.Module | nn.Parameter]:
     """Outermost modules and parameters that text does not reach: outside of decoder and head.
 
-    Names are of the plain model. Those of LLaVA-NeXT: `model.vision_tower`,
+    Names are of the plain model. LLaVA-NeXT has `model.vision_tower`,
     `model.multi_modal_projector`, and the parameter `model.image_newline`.
     """
     decoder = decoder_name(model)

@@ -119,7 +119,7 @@ def observe_logits(
         statistics: [STATISTICS, M], float32.
         outputs: what is wanted of `entropy`, `log_sum_sq_probs`, `mean_logits`, `is_top1`; rows for
             others stay.
-        weigh: let each logit become e^(z - m), times 1 - tanh² under a cap, and that of a label 0.
+        weigh: let each logit become e^(z - m), times 1 - tanh² under a cap, and a label's 0.
         fold, pow2: with a `pow2`, True or False, such weights are not stored, but cast as by
             `cast_rows`.
 
@@ -331,7 +331,7 @@ def _silu(gate: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up under that of `swiglu`, rounded as autograd and Inductor do."""
+    """Gradients of gate and up from `swiglu`'s, rounded as autograd and Inductor do."""
     wide = gate.float()
     half = 1.0 / ((-wide).exp() + 1.0)
     of_gate = (dy * up).float() * half * (wide * (1.0 - half) + 1.0)
@@ -367,7 +367,7 @@ def swiglu_backward_cast(
 
     Args:
         scale: of the product in forward (`swiglu_cast`).
-        guesses: those of the layers of gate and up.
+        guesses: last scales of the layers of gate and up.
         act, fmt: formats of the product and of gradients.
 
     Returns:

@@ -61,7 +61,7 @@ class Proof:
         is_released: True once the model is no longer converted to this plan.
         layers: rows of the receipt, after the first micro-step.
         trainable: counts for the receipt.
-        flops: those of the witnessed micro-step, by layer and precision.
+        flops: of the witnessed micro-step, by layer and precision.
         sentinel: holds the model to its plan.
         movement: judges the first steps, and counts changed numbers until the last.
     """

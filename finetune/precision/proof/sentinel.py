@@ -50,7 +50,7 @@ class Watched:
 
     Attributes:
         calls: its own, counted from its conversion on.
-        first: its rows until the watch began: those of the witnessed micro-step.
+        first: its rows until the watch began, in the witnessed micro-step.
     """
 
     layer: LayerPlan

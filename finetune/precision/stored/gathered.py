@@ -171,7 +171,7 @@ class Shards:
         largest = torch.cat([one.largest() for one in every])[:, None]
         if dist.is_initialized():  # one process alone may be no group
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        # Rounding keeps order: that of the largest is the largest of the rounded.
+        # Rounding keeps order: the largest number, rounded, is the largest of the rounded ones.
         largest = largest.to(self.dtype).float()
         scales = scale_from_amax(largest, E4M3, pow2=self.pow2)
         for one, scale in zip(every, scales.split([one.count for one in every]), strict=True):

@@ -295,7 +295,7 @@ class Masters:
 
     @torch.no_grad()
     def send(self, master: Master, g: Tensor) -> None:
-        """Add a gradient [N, K] of a backward that is running to that of the master."""
+        """Add a gradient [N, K] of a backward that is running to the master's."""
         p, begins = master.parameter, master.parameter.grad is None
         total = master.gradient_buffer() if begins else p.grad
         assert total is not None

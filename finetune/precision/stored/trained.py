@@ -41,7 +41,7 @@ from finetune.precision.stored.masters import Master, Masters
 
 
 class TrainedLinear(torch.autograd.Function):
-    """`y = x Wᵀ` by codes of W, whose gradient is that of a stand-in for W."""
+    """`y = x Wᵀ` by codes of W, whose gradient goes to a stand-in for W."""
 
     @staticmethod
     def forward(

@@ -125,7 +125,7 @@ class Session:
 
     @staticmethod
     def tree_of(model: nn.Module) -> Tree:
-        """The tree of a model, that of its conversion if it has one."""
+        """The tree of a model: its conversion's, if it has one."""
         known = convert.conversion_of(model)
         return known.tree if known is not None and known.model is model else Tree(model)
 

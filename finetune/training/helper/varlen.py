@@ -134,7 +134,7 @@ def _probabilities(
     query, key = q[rows].to(wide).unflatten(1, (k.shape[1], -1)), k[seen].to(wide)
     ahead = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     ahead = ahead - torch.arange(seen.start, seen.stop, device=q.device)
-    # ahead [queries, keys]: position of the query minus that of the key.
+    # ahead [queries, keys]: position of the query minus position of the key.
     hidden = ahead < 0 if window == UNLIMITED else (ahead < 0) | (ahead > window)
     scores = torch.einsum("nhgd,mhd->hgnm", query, key) * scale
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)

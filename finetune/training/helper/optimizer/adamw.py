@@ -344,7 +344,7 @@ class Kind(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A tensor of a launch; `columns` are those of its table."""
+    """A tensor of a launch; `columns` are its table's."""
 
     kind: Kind
     columns: list[int]
