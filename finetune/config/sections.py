@@ -87,6 +87,16 @@ class DataConfig(Section):
         description="names of columns, as a format has them -> as the rows have them, for instance "
         "`{prompt: ask, completion: reply}`",
     )
+    image_folder: str | None = Field(
+        default=None,
+        description="folder in which paths of images in rows begin; left out: that of the rows' "
+        "file",
+    )
+    image_urls: bool = Field(
+        default=False,
+        description="fetch images that rows give by URL, up to 64 MiB each; such rows are bad ones "
+        "otherwise",
+    )
     sample_by: Literal["line", "paragraph", "document"] = Field(
         default="line",
         description="text files: a row is a line, a paragraph (up to a blank line) or a whole file",

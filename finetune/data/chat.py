@@ -27,6 +27,8 @@ FLAGS = ("weight", "train", "loss")
 TEXTS = ("name", "thinking", "reasoning_content", "reasoning")
 """Keys of a turn that are text where they are there."""
 TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of parts of a content that are pictures."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Takes:
 
 class BadRowError(ValueError):
     """Row that cannot be converted; `finetune.data.rows` adds its position."""
+
+
+class ImageRowError(BadRowError):
+    """Row with an image, for a model or a method that is trained on text alone."""
 
 
 def turn_of(turn: Any, *, exact: bool = False) -> dict[str, Any]:
@@ -94,13 +100,30 @@ def _holds(rest: dict[str, Any]) -> bool:
 
 
 def _joined(parts: list[Any]) -> str:
-    """Text of a content in parts of text: pictures and sound are not trained on here."""
+    """Text of a content in parts of text: images are marks in it by now, where they are read."""
     for part in parts:
+        if is_image(part):
+            raise ImageRowError("it has an image, and is read as text alone")
         text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind not in TEXT_PARTS or not isinstance(text, str):
             raise BadRowError(f"a part of the content is no text: {str(part)[:200]}")
     return "".join(part["text"] if isinstance(part, dict) else part for part in parts)
+
+
+def is_image(part: Any) -> bool:
+    """True of a part of a content that is a picture."""
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    return kind in IMAGE_PARTS or (kind is None and any(map(part.get, IMAGE_PARTS)))
+
+
+def said(content: Any) -> str:
+    """The text of a turn's content, which may be in parts."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content)
+    return content or ""
 
 
 def _list(value: Any, name: str) -> list[Any]:
@@ -253,17 +276,19 @@ def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     return row.get("messages") or [*row["prompt"], *answer]
 
 
-def probe(tokenizer: Any) -> Takes:
+def probe(tokenizer: Any, *, in_parts: bool = False) -> Takes:
     """How a template takes calls, turns without content and a system turn, by rendering some.
+
+    With `in_parts` contents are lists of parts, as rows with images have them.
 
     Some print None, some add it to a text, some test for it: null, no key and an empty text are
     tried in this order, with arguments as a mapping first. A system turn that is refused, or left
     out, is not taken.
     """
-    ask = {"role": "user", "content": "?"}
-    system = [{"role": "system", "content": "probed system"}, ask]
+    ask = {"role": "user", "content": as_content("?", in_parts)}
+    system = [{"role": "system", "content": as_content("probed system", in_parts)}, ask]
     taken = "probed system" in rendered(system, [], tokenizer)
-    forms: tuple[dict[str, Any], ...] = ({"content": None}, {}, {"content": ""})
+    forms: tuple[dict[str, Any], ...] = ({"content": None}, {}, {"content": [] if in_parts else ""})
     plainly: dict[str, Any] = {}
     for arguments in (PROBED, json.dumps(PROBED)):
         call = {"type": "function", "function": {"name": "probed_call", "arguments": arguments}}
@@ -278,6 +303,11 @@ def probe(tokenizer: Any) -> Takes:
                 return Takes(form, isinstance(arguments, str), taken)
             plainly = plainly or form  # of a template that knows no calls, which is said later
     return Takes(plainly or forms[0], system=taken)
+
+
+def as_content(text: str, in_parts: bool) -> Any:
+    """A text as the content of a turn."""
+    return [{"type": "text", "text": text}] if in_parts else text
 
 
 def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:

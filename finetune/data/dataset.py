@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune.config.methods import METHODS, Method, method_of
+from finetune.config.paths import user_path
 from finetune.config.schema import DataConfig, ModelConfig, RunConfig
 from finetune.config.train_keys import TrainerArguments
 from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
+from finetune.data.image_forms import COLUMNS, IN_METADATA, Rules, caches, shows_images
 from finetune.data.mixture import Part, concatenated, in_one_format, joined
 from finetune.data.rows import Form, SkippedLate, formatted, formatted_stream, unused_columns
 from finetune.data.sources import HELD_OUT, Source, files_of, reading, sources_of
@@ -32,7 +34,7 @@ HEAD = 10_000
 """Rows of a stream that `eval_fraction` is a share of."""
 LEAST_EVAL, LEAST_OF_FEW = 32, 16
 """Rows to evaluate on, where they are a tenth or less, or a fifth: a loss of three says little."""
-SAMPLE = 1000
+SAMPLE, IMAGE_SAMPLE = 1000, 200
 """Rows that stand for a stream, or for large files, where all are not worth the time."""
 LARGE = 32 << 20
 """Bytes of files from which on a sample is counted before training."""
@@ -92,7 +94,7 @@ def rows_for(
 
 def load_data(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, *, sample: bool = False,
-    vocabulary: int = UNKNOWN, method: Method = METHODS["sft"],
+    vocabulary: int = UNKNOWN, method: Method = METHODS["sft"], images: bool = False,
 ) -> Rows:  # fmt: skip
     """Load rows, recognize their format, and split off evaluation rows.
 
@@ -102,6 +104,8 @@ def load_data(
         sample: read only the first rows of large files and of the hub.
         vocabulary: tokens of the model, which rows that were tokenized before are checked by.
         method: training method, whose form the rows get.
+        images: the model and the method take images. If any row of any source has some, all rows
+            have contents in parts and a column `images` (`finetune.data.image_forms`).
 
     Raises:
         DataNotFoundError: no such file or hub data set.
@@ -109,18 +113,25 @@ def load_data(
     """
     sources = sources_of(data)
     _refuse_hub_settings(data)
-    form = Form(tokenizer, data, vocabulary, method)
+    shown = images and any(_shows_images(one, data, sample) for one, _ in sources)
+    form = Form(tokenizer, data, vocabulary, method, images=shown)
     parts = [_part(one, weight, form, seed, sample) for one, weight in sources]
     notes = list[str]()
     settings: dict[str, Any] = {}
     for part in parts:
-        notes += part.source.unread()
+        notes += part.source.unread(images=shown)
         unused = [name for name in part.unused if name != "rejected"]
         if len(unused) < len(part.unused):
             notes.append(
                 f"{part.source.label} has preference pairs: the preferred answers are trained on, "
                 "the rejected ones are not used (train.method=dpo learns from both)"
             )
+        if pictures := [name for name in unused if name in COLUMNS]:
+            notes.append(
+                f"the images of {part.source.label}, column {pictures[0]!r}, are not read: this "
+                "run trains on text alone"
+            )
+            unused = [name for name in unused if name not in pictures]
         if unused:
             names = some([repr(name) for name in unused])
             notes.append(f"columns of {part.source.label} that are not used: {names}")
@@ -160,6 +171,27 @@ def load_data(
     )  # fmt: skip
 
 
+def rules_of(source: Source, data: DataConfig) -> Rules:
+    """Where the pictures of a source are, and which may be read."""
+    named = (user_path(data.image_folder).absolute(),) if data.image_folder else ()
+    beside = tuple(dict.fromkeys(file.absolute().parent for file in source.files))
+    metadata = all(file.name.startswith("metadata.") for file in source.files)
+    columns = (*COLUMNS, *(IN_METADATA if source.files and metadata else ()))
+    # Rows that others wrote may name none of the user's own files.
+    inside = () if source.files else (*named, *caches())
+    return Rules(named or beside, inside, data.image_urls, columns)
+
+
+def _shows_images(source: Source, data: DataConfig, sample: bool) -> bool:
+    """True if a row has an image; of a stream, and of large files before a run, a first one."""
+    large = source.size is None or source.size >= LARGE
+    first = data.streaming or (sample and large)
+    rows: Any = source.read(streaming=first)
+    names = [data.columns.get(name, name) for name in rules_of(source, data).columns]
+    with reading(source):
+        return shows_images(itertools.islice(rows, SAMPLE if first else None), names)
+
+
 def _part(source: Source, weight: float | None, form: Form, seed: int, sample: bool) -> Part:
     """Rows of a source, its evaluation rows set aside."""
     data = form.data
@@ -170,16 +202,17 @@ def _part(source: Source, weight: float | None, form: Form, seed: int, sample: b
     cut = None
     if (sample and not small) or data.streaming:
         # One more than the sample, which tells whether there are others.
-        rows = _first_rows(source.read(streaming=True), SAMPLE + 1, source)
-        cut = SAMPLE if len(rows) > SAMPLE else None
-        rows = rows.select(range(min(SAMPLE, len(rows))))
+        most = _sample_of(form)
+        rows = _first_rows(source.read(streaming=True), most + 1, source)
+        cut = most if len(rows) > most else None
+        rows = rows.select(range(min(most, len(rows))))
     else:
         rows = cast("Dataset", source.read(streaming=False))
     if data.max_rows is not None:
         cut = cut if data.max_rows > len(rows) else None
         rows = rows.select(range(min(data.max_rows, len(rows))))
     columns = rows.column_names
-    kind, rows, refused = formatted(rows, form, source.label)
+    kind, rows, refused = formatted(rows, form, source.label, rules_of(source, data))
     unused = unused_columns(columns, rows.column_names, kind, data.columns)
     held_out = None
     if splits and len(rows) > 1:
@@ -209,12 +242,13 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
         # A stream has no length; its beginning decides how many are held out.
         count = sum(1 for _ in itertools.islice(stream, HEAD)) if splits else 0
     first = _share_held_out(count, data) if count > 1 else 0
+    most, rules = _sample_of(form), rules_of(source, data)
     kind, beginning, refused = formatted(
-        _first_rows(stream, first + SAMPLE, source), form, source.label
+        _first_rows(stream, first + most, source), form, source.label, rules
     )
-    late = SkippedLate(SAMPLE)
+    late = SkippedLate(most)
     # Behind the rows that are held out: a stream cannot take single ones out.
-    rest = formatted_stream(stream.skip(first), beginning, form, source.label, first, late)
+    rest = formatted_stream(stream.skip(first), beginning, form, source.label, first, late, rules)
     # Refused rows are gone from `beginning`, so those held out are fewer by them.
     good = first - sum(index < first for index in refused)
     held_out = beginning.select(range(good)) if good else None
@@ -222,6 +256,11 @@ def _streamed(source: Source, weight: float | None, form: Form, splits: bool) ->
     given = stream.column_names or []
     unused = unused_columns(given, beginning.column_names, kind, data.columns)
     return Part(source, weight, kind, sample, held_out, rest, refused, None, unused, late)
+
+
+def _sample_of(form: Form) -> int:
+    """Rows that stand for a stream: with images fewer, since their bytes may be in memory."""
+    return IMAGE_SAMPLE if form.images else SAMPLE
 
 
 def _first_rows(rows: Any, count: int, source: Source | None = None) -> Dataset:
@@ -251,7 +290,10 @@ def _named_eval(form: Form) -> tuple[Dataset | None, dict[Any, str]]:
         named = data.model_copy(update={"split": data.eval_split})
         sources = [source for source, _ in sources_of(named)]
     rows = [cast("Dataset", source.read(streaming=False)) for source in sources]
-    done = [formatted(one, form, source.label) for one, source in zip(rows, sources, strict=True)]
+    done = [
+        formatted(one, form, source.label, rules_of(source, data))
+        for one, source in zip(rows, sources, strict=True)
+    ]
     bad = {(n, i): why for n, part in enumerate(done) for i, why in part[2].items()}
     return concatenated([part[1] for part in done]), bad
 

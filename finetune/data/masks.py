@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.chat import BadRowError, turns_of
+from finetune.data.chat import BadRowError, as_content, said, turns_of
 from finetune.data.checks import MASKED
 from finetune.data.doubled_tokens import once
 from finetune.errors import ConfigError, DataError
@@ -69,7 +69,7 @@ def answers(
             text = whole
             found.append((place + 1, []))
         begin = _begin(turns, place, whole, render)
-        _refuse_part(turns[place].get("content") or "", whole, begin)
+        _refuse_part(said(turns[place].get("content")), whole, begin)
         found[-1][1].append((begin, len(whole)))
     return found[::-1]
 
@@ -91,7 +91,8 @@ def _begin(turns: list[Any], place: int, whole: str, render: Render) -> int:
     if place and whole.startswith(asked):
         return len(asked)
     # What both answers have in common is what the template prints before any answer.
-    other = render([*turns[:place], {"role": "assistant", "content": "."}])
+    content = as_content(".", isinstance(turns[place].get("content"), list))
+    other = render([*turns[:place], {"role": "assistant", "content": content}])
     if not place:  # nothing asks for it
         return shared(whole, other)
     begin = shared(asked, whole, other)

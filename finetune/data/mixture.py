@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.sections import DataConfig
+from finetune.data.images import references
 from finetune.data.masks import TRAINED_TURNS, WHOLE
 from finetune.data.rows import SkippedLate
 from finetune.data.sources import Source
@@ -23,7 +24,7 @@ from finetune.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-BESIDE = {"tools", "chat_template_kwargs", TRAINED_TURNS}
+BESIDE = {"tools", "chat_template_kwargs", TRAINED_TURNS, "images"}
 """Columns that rows of one format may have or not."""
 
 
@@ -153,7 +154,7 @@ def _features(convert: Any, names: list[str]) -> Any:
 
     if convert is _as_pair:
         return Features(prompt=Value("string"), completion=Value("string"))
-    beside = {"tools": List(Json()), "chat_template_kwargs": Json()}
+    beside = {"tools": List(Json()), "chat_template_kwargs": Json(), "images": references()}
     found = {name: kind for name, kind in beside.items() if name in names}
     return Features({"messages": List(Json()), TRAINED_TURNS: List(Value("bool")), **found})
 

@@ -23,7 +23,7 @@ import contextlib
 import hashlib
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.methods import FORMS, METHODS, Method
 from finetune.config.schema import DataConfig
 from finetune.data import checks, converters
-from finetune.data.chat import TRIED, BadRowError, Takes, probe, refusal
+from finetune.data.chat import TRIED, BadRowError, ImageRowError, Takes, probe, refusal
 from finetune.data.converters import (
     ASKED,
     CONTEXT,
@@ -43,6 +43,16 @@ from finetune.data.converters import (
     TURNS,
     Converter,
 )
+from finetune.data.image_forms import (
+    COLUMN,
+    COLUMNS,
+    IN_METADATA,
+    Rules,
+    files_state,
+    marked,
+    with_images,
+)
+from finetune.data.images import references
 from finetune.data.masks import TRAINED_TURNS, answers
 from finetune.data.preferences import recognize
 from finetune.errors import DataError, did_you_mean
@@ -64,15 +74,23 @@ class Form:
     """What the rows are for."""
     notes: list[str] = field(default_factory=list)
     """What is worth a warning."""
+    images: bool = False
+    """Contents are in parts, and rows have a column of images (`finetune.data.image_forms`)."""
 
 
-def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dict[int, str]]:
+def formatted(
+    rows: Dataset, form: Form, source: str, rules: Rules
+) -> tuple[str, Dataset, dict[int, str]]:
     """Recognized format, the rows in TRL's, and skipped rows with their reasons."""
     rows = _renamed(rows, form.data.columns, source)
     kind, convert = _recognize(rows, form, source)
+    _note_folded(_as_text(rows, kind, form, rules), convert, form, source)
+    if form.images:
+        read = _text_columns(kind, rows.column_names)
+        rules = replace(rules, state=files_state(rows, read, rules))
+        convert = _showing(kind, convert, read, rules, source)
     skips, tokenized = form.data.on_bad_row == "skip", kind == "tokenized"
     refused: dict[int, str] = {}
-    _note_folded(rows, convert, form, source)
     if skips or tokenized:
         template = form.tokenizer.chat_template  # another one refuses other rows
         name = made_by(rows, "reasons", *_arguments(convert), template)
@@ -80,7 +98,11 @@ def formatted(rows: Dataset, form: Form, source: str) -> tuple[str, Dataset, dic
         if refused and not skips:
             raise _refused(source, *next(iter(refused.items())))
         rows = _without(rows, refused, source)
-    done = rows if tokenized else mapped(rows, partial(_numbered, convert, source, 0))
+    done = (
+        rows
+        if tokenized
+        else mapped(rows, partial(_numbered, convert, source, 0), images=form.images)
+    )
     return kind, done, _named(refused)
 
 
@@ -116,7 +138,13 @@ class SkippedLate:
 
 
 def formatted_stream(
-    rows: IterableDataset, like: Dataset, form: Form, source: str, first: int, late: SkippedLate
+    rows: IterableDataset,
+    like: Dataset,
+    form: Form,
+    source: str,
+    first: int,
+    late: SkippedLate,
+    rules: Rules,
 ) -> IterableDataset:
     """A stream in the format that its first rows, `like`, have been brought into.
 
@@ -128,6 +156,9 @@ def formatted_stream(
 
     rows = _renamed(rows, form.data.columns, source)
     kind, convert = _recognize(rows, form, source)
+    if form.images:
+        read = _text_columns(kind, rows.column_names)
+        convert = _showing(kind, convert, read, rules, source)
     features = Features(like.features)
     if kind == "messages":
         features[TRAINED_TURNS] = List(Value("bool"))
@@ -164,7 +195,20 @@ def _numbered(
     try:
         return convert(row)
     except BadRowError as error:
+        if isinstance(error, ImageRowError):
+            raise _text_alone(source, first + index) from error
         raise _refused(source, first + index, str(error)) from error
+
+
+def _text_alone(source: str, index: int) -> DataError:
+    return DataError(
+        f"row {index + 1} of {source} has an image, and this run trains on text alone",
+        where=f"{source}: row {index + 1}",
+        why="the model reads no images, or its training method takes none; without its image an "
+        "answer about it would be a guess",
+        fix="a model that reads images, or rows of text; to skip and count such rows: "
+        "data.on_bad_row=skip",
+    )
 
 
 def _refused(source: str, index: int, why: str) -> DataError:
@@ -247,7 +291,9 @@ def _without(rows: Dataset, refused: dict[int, str], source: str) -> Dataset:
 
 def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     columns = set(rows.column_names)
-    takes = probe(form.tokenizer) if form.tokenizer.chat_template else None
+    takes = None
+    if form.tokenizer.chat_template:
+        takes = probe(form.tokenizer, in_parts=form.images)
     if "answers" not in form.method.rows:
         return recognize(columns, form.method, takes, source)
     for column in TURNS:
@@ -280,6 +326,27 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     )
 
 
+def _showing(
+    kind: str, convert: Converter, read: tuple[str, ...], rules: Rules, source: str
+) -> Converter:
+    """A converter of text that serves rows with images."""
+    if kind == "tokenized":
+        raise DataError(
+            f"rows of {source} were tokenized before, and others have images",
+            where=source,
+            why="the model's processor makes tokens of an image and its text together",
+            fix="give the rows as they were before, or train on them in a run of their own",
+        )
+    return partial(with_images, convert, read, rules)
+
+
+def _text_columns(kind: str, given: Any) -> tuple[str, ...]:
+    """Columns that turns are made of, by the recognized format."""
+    if kind == "prompts":
+        return (*SYSTEM, *(TURNS if {*TURNS} & {*given} else (*ASKED, *CONTEXT, "history")))
+    return tuple(_known(kind, given))
+
+
 def _likely_columns(rows: Any) -> str:
     """The setting that names prompt and answer: the two longest texts, in their order."""
     first = list(itertools.islice(rows, 100))
@@ -293,7 +360,15 @@ def _likely_columns(rows: Any) -> str:
     return f"'data.columns={{prompt: {ask}, completion: {answer}}}'"
 
 
-def _note_folded(rows: Any, convert: Converter, form: Form, source: str) -> None:
+def _as_text(rows: Any, kind: str, form: Form, rules: Rules) -> Iterator[dict[str, Any]]:
+    """The first rows as the converters of text take them."""
+    read = _text_columns(kind, rows.column_names) if form.images else ()
+    for row in itertools.islice(rows, TRIED):
+        with contextlib.suppress(BadRowError):
+            yield marked(read, rules, row)[0] if form.images else dict(row)
+
+
+def _note_folded(rows: Iterable[Any], convert: Converter, form: Form, source: str) -> None:
     """Say it where the text of a system's turn is moved before the first question."""
     if not isinstance(convert, partial):
         return
@@ -301,7 +376,7 @@ def _note_folded(rows: Any, convert: Converter, form: Form, source: str) -> None
     if not isinstance(takes, Takes) or takes.system:
         return
     whole = partial(convert.func, *convert.args[:-1], replace(takes, system=True))
-    for row in itertools.islice(rows, TRIED):
+    for row in rows:
         with contextlib.suppress(BadRowError):
             if whole(dict(row)) != convert(dict(row)):
                 form.notes.append(
@@ -321,7 +396,15 @@ def unused_columns(
         kind: recognized format.
         names: `data.columns`.
     """
-    known = (
+    beside = {"tools", "chat_template_kwargs"} & {*made}
+    images = {*COLUMNS, *IN_METADATA} if COLUMN in made else set()
+    read = {names.get(name, name) for name in (*_known(kind, given), *beside, *images)}
+    return [name for name in given if name not in read]
+
+
+def _known(kind: str, given: list[str]) -> list[str]:
+    """Columns that rows of a format are made of."""
+    return (
         {
             "tokenized": given,  # a data collator may take any of them
             "messages": ["messages" if "messages" in given else "conversations", *SYSTEM],
@@ -333,9 +416,6 @@ def unused_columns(
         }.get(kind)
         or [*PAIRS[kind], *CONTEXT[: 2 * (PAIRS[kind][0] == "instruction")], *SYSTEM, "history"]
     )
-    beside = {"tools", "chat_template_kwargs"} & {*made}
-    read = {names.get(name, name) for name in (*known, *beside)}
-    return [name for name in given if name not in read]
 
 
 def _is_exact(rows: Any, column: str) -> bool:
@@ -363,13 +443,14 @@ def workers(count: int) -> int | None:
 def made_by(rows: Dataset, *what: Any) -> str:
     """Name of converted rows in the cache of `datasets`: of the rows, and of the code for them."""
     names = ("rows.py", "converters.py", "preferences.py", "chat.py", "checks.py", "masks.py")
+    names += ("images.py", "image_forms.py")
     files = [Path(__file__).with_name(name) for name in names]
     # `datasets` would hash the functions by their pickles, which do not see what they call.
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return hashlib.sha256(repr((rows._fingerprint, code, *what)).encode()).hexdigest()[:16]
 
 
-def mapped(rows: Dataset, convert: Any) -> Dataset:
+def mapped(rows: Dataset, convert: Any, *, images: bool = False) -> Dataset:
     """Rows converted; turns keep exactly the keys that each has, whatever others have."""
     import pyarrow.compute as pc
 
@@ -379,7 +460,9 @@ def mapped(rows: Dataset, convert: Any) -> Dataset:
         with_indices=True,
         remove_columns=rows.column_names,
         num_proc=workers(len(rows)),
-        features=_features(first, rows.features),
+        features=_features(first, rows.features, images),
+        # A batch is in memory, with the bytes of its pictures.
+        writer_batch_size=100 if images else 1000,
         new_fingerprint=made_by(rows, *_arguments(convert)),
         desc="converting",
     )
@@ -399,7 +482,7 @@ def _arguments(convert: Any) -> Iterator[Any]:
         yield getattr(convert, "__name__", convert)
 
 
-def _features(first: dict[str, Any], given: Any) -> Any:
+def _features(first: dict[str, Any], given: Any, images: bool) -> Any:
     """Columns of converted rows, by the first of them; others stay of the type that they have."""
     from datasets import Features, Json, List, Value
 
@@ -417,4 +500,6 @@ def _features(first: dict[str, Any], given: Any) -> Any:
         found[TRAINED_TURNS] = List(Value("bool"))
     if "label" in first:
         found["label"] = Value("bool")
+    if images:
+        found[COLUMN] = references()
     return Features(found)

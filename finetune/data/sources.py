@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.paths import ASSETS, user_path
 from finetune.config.sections import BUILTIN, DataConfig
 from finetune.data import text_rows
+from finetune.data.images import PICTURES, undecoded
 from finetune.data.text_rows import COMPRESSED, cells, columns_of, features_of, kind_of
 from finetune.errors import (
     DataError,
@@ -72,8 +73,11 @@ class Source:
         """Bytes of all files; None for the hub."""
         return sum(file.stat().st_size for file in self.files) if self.files else None
 
-    def unread(self) -> list[str]:
-        """A line on what lies in a folder and is not read: files of other types, linked folders."""
+    def unread(self, *, images: bool = False) -> list[str]:
+        """A line on what lies in a folder and is not read: files of other types, linked folders.
+
+        With `images` those are read that rows name, by rows.
+        """
         folder = user_path(self.label)
         if self.loader in ("hub", "saved") or not os.path.isdir(folder):
             return []
@@ -81,6 +85,7 @@ class Source:
         others = sorted({str(p.relative_to(folder)) for p in others if p not in self.files})
         # Hidden files are nobody's rows.
         others = [name for name in others if not re.search(r"(^|/)\.", name)]
+        others = [name for name in others if not (images and name.lower().endswith(PICTURES))]
         return [f"not read in {self.label}: {some(others)}"] if others else []
 
     def fingerprint(self) -> str:
@@ -95,6 +100,8 @@ class Source:
             DataNotFoundError: the hub has no such data set.
         """
         rows: Any = self._read(streaming)
+        # Pictures stay what their files are: they are opened where they are used, once.
+        undecoded(rows.features)
         if not streaming:
             if not len(rows):
                 raise self.empty()
@@ -103,7 +110,9 @@ class Source:
             if next(iter(rows), None) is None:
                 raise self.empty()
             # A stream without types is read in its first rows, which decide them.
-            return rows if rows.features else rows._resolve_features()
+            rows = rows if rows.features else rows._resolve_features()
+            undecoded(rows.features)
+            return rows
 
     def empty(self) -> DataError:
         """The error for a source without rows."""
@@ -264,7 +273,10 @@ def _not_found(path: Path, where: str) -> DataNotFoundError:
             f"the folder {str(path)!r} has no data files",
             where=where,
             why=f"types found: {some(found)}",
-            fix=f"files of one of {', '.join(LOADERS)}",
+            fix="a metadata.jsonl beside the images that names them, a row each: "
+            '{"file_name": "a.jpg", "prompt": "Which ship?", "completion": "A tug."}'
+            if {*PICTURES} & {*found}
+            else f"files of one of {', '.join(LOADERS)}",
         )
     if os.path.exists(path):
         return DataNotFoundError(

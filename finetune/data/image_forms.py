@@ -1,0 +1,498 @@
+"""Rows with images, in the forms that people have, brought into one.
+
+    form                                                     a picture is
+    part {"type": "image", "image" | "path" | "url" | "base64": ...}    the part's
+    part {"type": "image_url", "image_url": "..." | {"url": "..."}}     the part's (OpenAI)
+    part {"type": "input_image", "image_url": "..."}                    the part's (Responses)
+    part {"type": "image", "source": {"data" | "url": ...}}             the part's (Anthropic)
+    part {"type": "image"}, or `<image>` in a text                      the next of the column
+    no such place at all                                     all of the column, before the first
+                                                             question's text, as TRL and LLaVA do
+
+The column is `images`, `image`, or `file_name` as in the metadata of an image folder. A picture in
+it, or in a part, is a path, a data URL, a URL (`data.image_urls`), bytes, `{"bytes", "path"}` or a
+`PIL.Image`. What comes out are the converted rows of text, with contents in parts:
+
+    {"messages": [{"role": "user", "content": "<image>\\nWhich ship?"}, ...], "image": "tug.jpg"}
+    {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", ...}]}, ...],
+     "images": [{"bytes": None, "path": "/data/tug.jpg"}]}
+
+Between the two a picture is a mark in the text, so that every converter of text serves rows with
+images, too. A line break between `<image>` and the text belongs to that form, and is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import hashlib
+import io
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path, PureWindowsPath
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
+
+from finetune.data.chat import BadRowError, is_image, parsed
+from finetune.data.converters import ASKED, CONTEXT, PAIRS, SYSTEM, TURNS, Converter
+from finetune.data.images import Reference, opened
+
+COLUMN = "images"
+"""Column of references in converted rows."""
+COLUMNS, IN_METADATA = (COLUMN, "image"), ("file_name", "file_names")
+"""Columns of pictures beside the text of a row; the others in the metadata of an image folder."""
+OTHERS = ("videos", "video", "audios", "audio")
+"""Columns beside text that nothing is trained on."""
+HOLDS = ("image", "image_url", "url", "path", "base64", "source")
+"""Keys of such a part under which the picture may be."""
+PLACE = "<image>"
+"""What stands for a picture in a text."""
+MARK = "\ufdd0"
+"""Stands for a picture while its row is converted; Unicode has it for programs' own use."""
+_PAIRED = tuple(dict.fromkeys(itertools.chain(*PAIRS.values())))
+ORDER = (*SYSTEM, "history", *ASKED, *CONTEXT, *TURNS, "text", *_PAIRED, "chosen")
+"""Columns that may have places for pictures, in the order of what they become."""
+TURN_LISTS = ("messages", "prompt", "completion", "chosen", "rejected")
+_BEHIND = re.compile(f"{MARK}(\r?\n)?")
+_LAST = re.compile(f"\r?\n({MARK})$")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Where the pictures of a source are, and which may be read.
+
+    Attributes:
+        folders: folders that relative paths begin in; of several, the one that has the file.
+        inside: folders that files have to lie in; none: anywhere, as a user's own rows may say.
+        urls: pictures are fetched from the network (`data.image_urls`).
+        columns: columns of pictures, of which a row has one.
+        state: what tells these files from others under the same names (`files_state`).
+    """
+
+    folders: tuple[Path, ...] = ()
+    inside: tuple[Path, ...] = ()
+    urls: bool = False
+    columns: tuple[str, ...] = COLUMNS
+    state: str = ""
+
+
+# ----------------------------------------------------------------------------------- whole rows
+
+
+def with_images(
+    convert: Converter, read: tuple[str, ...], rules: Rules, row: dict[str, Any]
+) -> dict[str, Any]:
+    """A row converted, its contents in parts, and its pictures' references in `images`.
+
+    Args:
+        convert: brings the row, as one of text, into a form of TRL's.
+        read: columns that it makes turns of.
+
+    Raises:
+        BadRowError: places and pictures differ in number, or a picture cannot be opened.
+    """
+    text, found = marked(read, rules, row)
+    done = _in_parts(convert(text), len(found))
+    for reference in found:
+        opened(reference)
+    return {**done, COLUMN: found}
+
+
+def marked(
+    read: tuple[str, ...], rules: Rules, row: dict[str, Any]
+) -> tuple[dict[str, Any], list[Reference]]:
+    """A row with a mark for each picture, and references of these in order.
+
+    Pictures that no place is for are the last ones, without a mark.
+    """
+    _refuse_others(row)
+    text = {key: value for key, value in row.items() if key not in rules.columns}
+    walk = _Walk(rules, _column(rules, row))
+    names = [key for key in dict.fromkeys(ORDER) if key in read and key in row]
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("chosen"), list):
+        names = [key for key in names if key not in ASKED]  # the turns hold the prompt
+    for key in names:
+        text[key] = walk.value(key, row[key])
+    found = walk.finished()
+    if "rejected" in read and "rejected" in row:
+        # Of the two answers each may repeat its question, with the same pictures.
+        other = _Walk(rules, walk.given)
+        for key in [*(key for key in names if key != "chosen"), "rejected"]:
+            text[key] = other.value(key, row[key])
+        if other.finished() != found:
+            raise BadRowError("'chosen' and 'rejected' have different images")
+    return text, found
+
+
+def _refuse_others(row: dict[str, Any]) -> None:
+    for name in OTHERS:
+        if row.get(name):
+            raise BadRowError(f"it has {name!r}, and text and images are trained on alone")
+
+
+def _column(rules: Rules, row: dict[str, Any]) -> list[Reference]:
+    """References of the pictures beside the text of a row."""
+    given = [(key, row[key]) for key in rules.columns if row.get(key) not in (None, "", [])]
+    if len(given) > 1:
+        names = " and in ".join(repr(key) for key, _ in given)
+        raise BadRowError(f"it has images in {names}: give them in one")
+    for key, value in given:
+        if isinstance(value, str) and value.lstrip()[:1] == "[":  # a list in a cell of a CSV
+            value = parsed(value, key)
+        value = value if isinstance(value, list | tuple) else [value]
+        return [reference(one, rules) for one in value]
+    return []
+
+
+class _Walk:
+    """Goes through the texts of a row, and gives each place its picture."""
+
+    def __init__(self, rules: Rules, given: list[Reference]) -> None:
+        self.rules, self.given = rules, given
+        self.found: list[Reference] = []
+        self.used = set[int]()
+        self.next = 0
+
+    def value(self, key: str, value: Any) -> Any:
+        """A column's value, with marks."""
+        if isinstance(value, str) and key in (*TURNS, "history"):
+            value = parsed(value, key) if value.lstrip()[:1] in ("[", "{") else value
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list | tuple):
+            return [self.turn(one) for one in value]
+        return self.turn(value)
+
+    def turn(self, turn: Any) -> Any:
+        if isinstance(turn, list | tuple):  # a question and an answer of `history`
+            return [self.text(one) if isinstance(one, str) else one for one in turn]
+        if not isinstance(turn, dict):
+            return turn
+        return {
+            key: self.content(value) if key in ("content", "value") else value
+            for key, value in turn.items()
+        }
+
+    def content(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return self.text(content)
+        return [self.part(one) for one in content] if isinstance(content, list) else content
+
+    def part(self, part: Any) -> Any:
+        """A part of text; a mark in the place of a picture."""
+        if isinstance(part, str):
+            return self.text(part)
+        if not isinstance(part, dict):
+            return part
+        if not is_image(part):
+            return {**part, "text": self.text(part["text"])} if _is_text(part) else part
+        own = next((part[key] for key in HOLDS if part.get(key) not in (None, "")), None)
+        if own is not None:
+            self.found.append(reference(own, self.rules))
+        elif part.get("file_id"):
+            raise BadRowError("an image is a file_id, which OpenAI alone can read")
+        else:
+            self.take(part.get("index"))
+        return {"type": "text", "text": MARK}
+
+    def text(self, text: str) -> str:
+        if MARK in text:
+            raise BadRowError("its text has the character U+FDD0, which is no text")
+        for _ in range(text.count(PLACE)):
+            self.take()
+        text = text.replace(PLACE, MARK)
+        return _LAST.sub(MARK, _BEHIND.sub(MARK, text)) if MARK in text else text
+
+    def take(self, index: Any = None) -> None:
+        """The next picture of the column, or the one that the place names by its index."""
+        place = self.next if index is None else index
+        if not isinstance(place, int) or not 0 <= place < len(self.given):
+            raise BadRowError(
+                f"its text has a place for image {_count(place)}, and there are {len(self.given)}"
+            )
+        self.used.add(place)
+        self.next = place + 1
+        self.found.append(self.given[place])
+
+    def finished(self) -> list[Reference]:
+        """All pictures; those of a row without any place stand behind one another."""
+        if not self.found:
+            return self.given
+        if left := len(self.given) - len(self.used):
+            raise BadRowError(
+                f"{left} of its {len(self.given)} images have no place in its text, and others do"
+            )
+        return self.found
+
+
+def _count(place: Any) -> Any:
+    return place + 1 if isinstance(place, int) else repr(place)
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return isinstance(part.get("text"), str)
+
+
+def _in_parts(row: dict[str, Any], images: int) -> dict[str, Any]:
+    """A converted row with its contents in parts, as processors take them."""
+    row = _as_caption(row, images) if "text" in row else dict(row)
+    lists = [key for key in TURN_LISTS if isinstance(row.get(key), list)]
+    if not lists:
+        raise BadRowError("rows with images need turns, and a model with a chat template")
+    for key in lists:
+        row[key] = [_turn_in_parts(turn) for turn in row[key]]
+        if any(turn["role"] == "assistant" and _images(turn) for turn in row[key]):
+            raise BadRowError("an answer has an image, which the model cannot write")
+    asked = row[lists[0]]
+    if images and not any(map(_images, asked)):
+        _put_first(asked, images)
+    if (places := sum(map(_images, asked))) != images:
+        raise BadRowError(f"it has {images} images, and {places} places for them in its turns")
+    return row
+
+
+def _images(turn: dict[str, Any]) -> int:
+    """Pictures in a turn whose content is in parts."""
+    return sum(part["type"] == "image" for part in turn.get("content") or ())
+
+
+def _as_caption(row: dict[str, Any], images: int) -> dict[str, Any]:
+    """Pictures with a text alone: they ask, and the text is the answer."""
+    text = row.pop("text").lstrip(MARK)
+    if MARK in text:
+        raise BadRowError("'text' with <image> inside has no answer to train on: give messages")
+    if not images:
+        raise BadRowError("it has text alone, without an image or a question")
+    if not text.strip():
+        raise BadRowError("'text' is empty but for <image>")
+    asked = {"role": "user", "content": MARK * images}
+    return {**row, "prompt": [asked], "completion": [{"role": "assistant", "content": text}]}
+
+
+def _turn_in_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    content = turn.get("content")
+    if not isinstance(content, str):
+        return turn
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**turn, "content": parts}
+
+
+def _put_first(turns: list[dict[str, Any]], images: int) -> None:
+    """Pictures that have no place: before the text of the first question."""
+    for turn in turns:
+        if turn["role"] == "user":
+            turn["content"] = [{"type": "image"}] * images + (turn["content"] or [])
+            return
+    raise BadRowError("it has images, and no turn of the user that they could stand in")
+
+
+def caches() -> tuple[Path, ...]:
+    """Folders in which data sets from the hub have their files."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    names = (constants.HF_HUB_CACHE, config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH)
+    return tuple(dict.fromkeys(Path(name).absolute() for name in names))
+
+
+def shows_images(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> bool:
+    """True if any of the rows has a picture, in one of these columns or in a part of a turn."""
+    names = tuple(columns)
+    return any(any(row.get(key) for key in names) or _shows(row) for row in rows)
+
+
+def _shows(row: dict[str, Any]) -> bool:
+    turns = (turn for key in (*ORDER, "rejected") if key in row for turn in _turns(row[key]))
+    contents = (turn.get("content") or turn.get("value") for turn in turns)
+    return any(isinstance(one, list) and any(map(is_image, one)) for one in contents)
+
+
+def _turns(value: Any) -> list[dict[str, Any]]:
+    """Turns of a column, also of those that are JSON in a cell; none of a text."""
+    if isinstance(value, str):
+        with contextlib.suppress(BadRowError):  # said where the row is converted
+            value = parsed(value, "turns") if value.lstrip().startswith("[{") else None
+    value = [value] if isinstance(value, dict) else value
+    return [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+
+
+def files_state(rows: Iterable[Any], read: tuple[str, ...], rules: Rules) -> str:
+    """A hash of sizes and times of all pictures that are files: what is kept of them may be old."""
+    found = hashlib.sha256()
+    offline = replace(rules, urls=False)
+    for row in rows:
+        with contextlib.suppress(BadRowError, OSError):
+            for one in marked(read, offline, row)[1]:
+                if one["bytes"] is None:
+                    facts = os.stat(one["path"])
+                    found.update(f"{one['path']} {facts.st_size} {facts.st_mtime_ns}".encode())
+    return found.hexdigest()[:16]
+
+
+# ----------------------------------------------------------------------------------- references
+
+
+def reference(given: Any, rules: Rules) -> Reference:
+    """The reference of one picture, in whatever form it is given.
+
+    Raises:
+        BadRowError: it is none, or lies where it may not be read from.
+    """
+    if isinstance(given, dict):
+        return _of_struct(given, rules)
+    if isinstance(given, bytes | bytearray):
+        return {"bytes": bytes(given), "path": None}
+    if isinstance(given, os.PathLike):
+        given = os.fspath(given)
+    if isinstance(given, str):
+        return _of_text(given.strip(), rules)
+    if hasattr(given, "save") and hasattr(given, "getbands"):  # a PIL.Image, of a notebook
+        file = io.BytesIO()
+        given.save(file, "PNG")
+        return {"bytes": file.getvalue(), "path": None}
+    raise BadRowError(f"an image is {type(given).__name__}: {given!r:.80}")
+
+
+def _of_struct(given: dict[str, Any], rules: Rules) -> Reference:
+    """Of Hugging Face's struct, OpenAI's `{"url": ...}` or Anthropic's source."""
+    content = given.get("bytes")
+    if isinstance(content, str):  # bytes in JSON can only be base64
+        return {"bytes": _from_base64(content), "path": None}
+    if content is not None:
+        return {"bytes": bytes(content), "path": None}
+    for key in ("url", "path", "data", "base64", "image_url"):
+        if isinstance(given.get(key), str):
+            return _of_text(given[key].strip(), rules, bare=key in ("data", "base64"))
+    raise BadRowError(f"an image has neither bytes nor a path: {sorted(given)!r}")
+
+
+def _of_text(text: str, rules: Rules, *, bare: bool = False) -> Reference:
+    """Of a path, a URL, a data URL or base64 alone (`bare`, or where it begins as a file does)."""
+    scheme = urlsplit(text[:300].lower()).scheme if "://" in text[:40] else ""
+    if not text:
+        raise BadRowError("the path of an image is empty")
+    if text[:5].lower() == "data:":
+        return {"bytes": _of_data_url(text), "path": None}
+    if bare or text.startswith(BASE64_OF):
+        return {"bytes": _from_base64(text), "path": None}
+    if scheme in ("http", "https"):
+        return {"bytes": fetched(text, rules), "path": None}
+    if scheme == "file":
+        text, scheme = url2pathname(urlsplit(text).path), ""
+    if scheme:
+        raise BadRowError(f"an image has an address that is not read: {text[:200]!r}")
+    return {"bytes": None, "path": _path(text, rules)}
+
+
+BASE64_OF = ("/9j/4", "iVBORw0KGgo", "R0lGOD", "UklGR")
+"""Begin of JPEG, PNG, GIF and WebP in base64, which many rows have without `data:`."""
+
+
+def _of_data_url(text: str) -> bytes:
+    head, comma, body = text[5:].partition(",")
+    if not comma:
+        raise BadRowError(f"a data URL has no comma: {text[:60]!r}")
+    kind = head.partition(";")[0].strip().lower()
+    if kind and not kind.startswith("image/") and kind != "application/octet-stream":
+        raise BadRowError(f"a data URL is {kind}, and no image")
+    if head.lower().rstrip().endswith("base64"):
+        return _from_base64(body)
+    return unquote_to_bytes(body)
+
+
+def _from_base64(text: str) -> bytes:
+    """Bytes of base64, with or without line breaks and padding, of either alphabet."""
+    plain = "".join(text.split()).rstrip("=").translate(str.maketrans("-_", "+/"))
+    try:
+        content = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRowError(f"the base64 of an image is damaged: {error}") from None
+    if not content:
+        raise BadRowError("the base64 of an image is empty")
+    return content
+
+
+def _path(text: str, rules: Rules) -> str:
+    """The absolute path of a picture; `BadRowError` if it may not be read, or is ambiguous."""
+    if "\0" in text:
+        raise BadRowError(f"the path of an image has a NUL: {text[:80]!r}")
+    path = Path(text).expanduser() if text.startswith("~/") and not rules.inside else Path(text)
+    if not path.is_absolute() and not rules.folders:
+        raise BadRowError(
+            f"the image {text[:200]!r} has no folder to lie in: data.image_folder=FOLDER"
+        )
+    found = _candidates(path, rules)
+    if not found and "\\" in text:  # written on Windows
+        found = _candidates(Path(PureWindowsPath(text).as_posix()), rules)
+    if len(found) > 1:
+        raise BadRowError(
+            f"the image {text[:200]!r} is in several folders, {found[0].parent} and "
+            f"{found[1].parent}: data.image_folder=FOLDER"
+        )
+    # What is not there is said with the place where it was looked for.
+    whole = found[0] if found else (rules.folders or (Path(),))[0] / path
+    if rules.inside and not _is_inside(whole, rules.inside):
+        raise BadRowError(
+            f"the image {text[:200]!r} lies outside of its data set, whose rows may name no "
+            "other files"
+        )
+    return os.path.abspath(whole)
+
+
+def _candidates(path: Path, rules: Rules) -> list[Path]:
+    """Existing files that a path may be, one for each folder that it can begin in."""
+    places = [path] if path.is_absolute() else [folder / path for folder in rules.folders]
+    return [place for place in places if os.path.lexists(place)]
+
+
+def _is_inside(path: Path, folders: Iterable[Path]) -> bool:
+    whole = path.resolve()  # links and `..` followed
+    return any(whole.is_relative_to(folder.resolve()) for folder in folders)
+
+
+# -------------------------------------------------------------------------------------- network
+
+MOST_BYTES = 64 << 20
+"""Bytes of a file that is fetched: a photograph of the most pixels has about 30 MB."""
+TRIES, WAITS, TIME_LIMIT = 3, 1.0, 20.0
+"""Times that a server is asked, seconds between, and seconds that it may be silent."""
+
+
+def fetched(url: str, rules: Rules) -> bytes:
+    """The file behind a URL; `BadRowError` where it cannot be had, or none may be."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    shown = url[:200]
+    if not rules.urls:
+        raise BadRowError(
+            f"the image {shown!r} is on the network, which is not asked unless data.image_urls=true"
+        )
+    why = ""
+    for number in range(TRIES):
+        time.sleep(WAITS * number)
+        try:
+            request = Request(url, headers={"User-Agent": "fp8-finetune"})
+            with urlopen(request, timeout=TIME_LIMIT) as answer:
+                content = answer.read(MOST_BYTES + 1)
+        except HTTPError as error:
+            why = f"HTTP {error.code} {error.reason}"
+            if error.code < 500 and error.code != 429:
+                break
+        except (OSError, HTTPException, ValueError) as error:
+            why = str(getattr(error, "reason", "") or error)
+        else:
+            if len(content) > MOST_BYTES:
+                raise BadRowError(f"the image {shown!r} has more than {MOST_BYTES >> 20} MiB")
+            return content
+    raise BadRowError(f"the image {shown!r} could not be fetched: {why}")

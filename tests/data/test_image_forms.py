@@ -1,0 +1,358 @@
+"""Rows with images: every form becomes one, and none loses or mixes up a picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from finetune.config.methods import METHODS
+from finetune.config.sections import DataConfig
+from finetune.data.dataset import load_data
+from finetune.data.image_forms import Rules, fetched
+from finetune.data.images import opened
+from finetune.errors import DataError
+
+IN_PARTS = (
+    "{% for turn in messages %}<|im_start|>{{ turn['role'] }}\n{% for part in turn['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that takes contents in parts alone, as those of vision-language models do."""
+COLOURS = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255)}
+
+
+@pytest.fixture
+def reader(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", IN_PARTS)
+    return tokenizer
+
+
+def png(colour: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 3), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
+    (here / "sub").mkdir()
+    for colour in COLOURS:
+        (here / "sub" / f"{colour}.png").write_bytes(png(colour))
+    return here
+
+
+def read(reader: Any, path: Path | str = "rows.jsonl", method: str = "sft", **more: Any) -> Any:
+    data = DataConfig.model_validate({"path": str(path), "eval_fraction": 0.0} | more)
+    return load_data(data, reader, 0, images=True, method=METHODS[method])
+
+
+def write(*rows: dict[str, Any], to: str = "rows.jsonl") -> None:
+    Path(to).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def told(row: dict[str, Any], *keys: str) -> str:
+    """A row as text, with the colour of each picture where it stands."""
+    names = {value: name for name, value in COLOURS.items()}
+    pictures = iter([names[tuple(np.asarray(opened(one))[0, 0].tolist())] for one in row["images"]])
+    text = ""
+    for key in keys or ("messages", "prompt", "completion"):
+        for turn in row.get(key) or ():
+            parts = [next(pictures) if p["type"] == "image" else p["text"] for p in turn["content"]]
+            text += f"{turn['role'][0]}:" + "|".join(parts) + " "
+    assert next(pictures, None) is None
+    return text.strip()
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+ANSWER = {"role": "assistant", "content": "A tug."}
+RED, WHAT = "sub/red.png", {"type": "text", "text": "What?"}
+URL = "data:image/png;base64," + base64.b64encode(png("red")).decode()
+BARE = base64.b64encode(png("red")).decode()
+PARTS: dict[str, dict[str, Any]] = {
+    "path in image": {"type": "image", "image": RED},
+    "path": {"type": "image", "path": RED},
+    "url": {"type": "image", "url": URL},
+    "base64": {"type": "image", "base64": BARE},
+    "data URL in image": {"type": "image", "image": URL},
+    "OpenAI": {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+    "OpenAI, a text": {"type": "image_url", "image_url": URL},
+    "OpenAI, a path": {"type": "image_url", "image_url": {"url": RED}},
+    "Responses": {"type": "input_image", "image_url": URL, "detail": "auto"},
+    "Anthropic": {"type": "image", "source": {"type": "base64", "data": BARE}},
+    "Anthropic, URL": {"type": "image", "source": {"type": "url", "url": URL}},
+    "no type": {"image": RED},
+    "struct": {"type": "image", "image": {"bytes": BARE, "path": None}},
+    "struct of a path": {"type": "image", "image": {"bytes": None, "path": RED}},
+    "keys of other parts": {"type": "image", "image": RED, "text": None, "image_url": None},
+}
+
+
+@pytest.mark.parametrize("form", PARTS)
+@pytest.mark.usefixtures("folder")
+def test_a_picture_in_a_part_is_the_parts_own(reader, form) -> None:
+    write({"messages": [user([WHAT, PARTS[form], {"type": "text", "text": "!"}]), ANSWER]})
+    assert told(next(iter(read(reader).train))) == "u:What?|red|! a:A tug."
+
+
+BLUE = "sub/blue.png"
+BESIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "LLaVA": (
+        {"image": RED, "conversations": [
+            {"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A tug."}]},
+        "u:red|What? a:A tug.",
+    ),
+    "LLaVA, behind": ({"image": RED, "messages": [user("What?\n<image>"), ANSWER]},
+                      "u:What?|red a:A tug."),
+    "LLaVA, no place": ({"image": RED, "messages": [user("What?"), ANSWER]},
+                        "u:red|What? a:A tug."),
+    "LLaMA-Factory": ({"images": [RED, BLUE], "messages": [user("<image>or <image>?"), ANSWER]},
+                      "u:red|or |blue|? a:A tug."),
+    "two turns": (
+        {"images": [RED, BLUE],
+         "messages": [user("<image>What?"), ANSWER, user("And <image>?"), ANSWER]},
+        "u:red|What? a:A tug. u:And |blue|? a:A tug.",
+    ),
+    "no place, after a system's text": (
+        {"images": [RED, BLUE], "system": "Be brief.", "messages": [user("What?"), ANSWER]},
+        "s:Be brief. u:red|blue|What? a:A tug.",
+    ),
+    "TRL": ({"images": [RED], "messages": [user([{"type": "image"}, WHAT]), ANSWER]},
+            "u:red|What? a:A tug."),
+    "by index": (
+        {"images": [RED, BLUE], "messages": [
+            user([{"type": "image", "index": 1}, WHAT, {"type": "image", "index": 0}]), ANSWER]},
+        "u:blue|What?|red a:A tug.",
+    ),
+    "Alpaca": ({"instruction": "What?", "input": "<image>", "output": "A tug.", "images": [RED]},
+               "u:What?\n\n|red a:A tug."),
+    "question, answer": ({"question": "What?", "answer": "A tug.", "image": RED},
+                         "u:red|What? a:A tug."),
+    "prompt, completion in turns": (
+        {"prompt": [user("What?")], "completion": [ANSWER], "image": RED}, "u:red|What? a:A tug."),
+    "caption": ({"image": RED, "text": "A tug."}, "u:red a:A tug."),
+    "caption with its place": ({"image": RED, "text": "<image>\nA tug."}, "u:red a:A tug."),
+    "struct": ({"image": {"bytes": BARE, "path": "x.png"}, "question": "What?", "answer": "A tug."},
+               "u:red|What? a:A tug."),
+    "turns in a cell": (
+        {"image": RED, "messages": json.dumps([user("<image>What?"), ANSWER])},
+        "u:red|What? a:A tug."),
+    "text alone": ({"images": [], "messages": [user("What?"), ANSWER]}, "u:What? a:A tug."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", BESIDE)
+@pytest.mark.usefixtures("folder")
+def test_a_picture_beside_the_text_stands_where_the_text_says(reader, form) -> None:
+    row, want = BESIDE[form]
+    shown = {"image": RED, **{key: "" for key in row if key not in ("image", "images")}}
+    write(row, *([] if form != "text alone" else [shown]))
+    if form == "text alone":  # beside a row with an image
+        write(row, {"images": [RED], "messages": [user("<image>?"), ANSWER]})
+    assert told(next(iter(read(reader).train))) == want
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_line_break_goes_with_its_place_and_no_other_text_does(reader) -> None:
+    write({"images": [RED, BLUE], "messages": [user("<image>\n\n a\n<image>"), ANSWER]})
+    assert told(next(iter(read(reader).train))) == "u:red|\n a|blue a:A tug."
+
+
+@pytest.mark.usefixtures("folder")
+def test_preferences_have_the_pictures_of_their_question(reader) -> None:
+    answers = {"chosen": [ANSWER], "rejected": [{**ANSWER, "content": "A buoy."}]}
+    asked = [user([{"type": "image"}, WHAT])]
+    rows: list[dict[str, Any]] = [
+        {"images": [RED], "prompt": asked, **answers},
+        {"images": [RED], **{key: asked + value for key, value in answers.items()}},
+    ]
+    for row in rows:
+        write(row)
+        found = next(iter(read(reader, method="dpo").train))
+        assert told(found, "prompt", "chosen") == "u:red|What? a:A tug."
+        assert found["rejected"][0]["content"] == [{"type": "text", "text": "A buoy."}]
+
+
+@pytest.mark.usefixtures("folder")
+def test_prompts_keep_the_columns_that_a_reward_reads(reader) -> None:
+    write({"image": RED, "prompt": "What?", "solution": "tug"})
+    found = next(iter(read(reader, method="grpo").train))
+    assert told(found) == "u:red|What?"
+    assert found["solution"] == "tug"
+    assert "image" not in found
+
+
+# ---------------------------------------------------------------------------------- where they lie
+
+
+def test_paths_begin_in_the_folder_of_their_file_or_in_one_that_is_named(reader, folder) -> None:
+    (folder / "other").mkdir()
+    row = {"image": RED, "question": "What?", "answer": "A tug."}
+    write(row, to="other/rows.jsonl")
+    with pytest.raises(DataError, match="row 1"):
+        read(reader, "other/rows.jsonl")
+    assert told(next(iter(read(reader, "other/rows.jsonl", image_folder=".").train)))
+    for path in ("../sub/red.png", str(folder / RED), (folder / RED).as_uri(), "..\\sub\\red.png"):
+        write({**row, "image": path}, to="other/rows.jsonl")
+        assert told(next(iter(read(reader, "other/rows.jsonl").train))) == "u:red|What? a:A tug."
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_folder_of_pictures_is_read_by_its_metadata(reader, folder, kind) -> None:
+    rows = [{"file_name": f"{c}.png", "text": c} for c in COLOURS]
+    table = Dataset.from_list(rows)
+    write = {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[kind]
+    write(str(folder / "sub" / f"metadata.{kind}"))
+    found = read(reader, "sub")
+    assert sorted(map(told, found.train)) == sorted(f"u:{c} a:{c}" for c in COLOURS)
+    assert not found.notes
+
+
+def test_a_name_in_two_folders_is_no_guess(reader, folder) -> None:
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        row = {"image": "x.png", "question": "What?", "answer": name}
+        write(row, to=f"{name}/rows.jsonl")
+        (folder / name / "x.png").write_bytes(png("red"))
+    with pytest.raises(DataError) as raised:
+        read(reader, "*/rows.jsonl")
+    assert "in several folders" in raised.value.why
+    (folder / "two" / "x.png").unlink()
+    assert len(list(read(reader, "*/rows.jsonl").train)) == 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["Image", "List(Image)", "struct", "bytes"])
+def test_parquet_and_saved_sets_hand_out_references(reader, folder, kind, streaming) -> None:
+    struct = {"bytes": png("red"), "path": "nowhere.png"}
+    feature: Any = {
+        "Image": ImageFeature(), "List(Image)": List(ImageFeature()), "bytes": Value("binary"),
+        "struct": {"bytes": Value("binary"), "path": Value("string")},
+    }[kind]  # fmt: skip
+    value = {"List(Image)": [struct], "bytes": png("red")}.get(kind, struct)
+    rows = {"image": [value] * 3, "question": ["What?"] * 3, "answer": ["A tug."] * 3}
+    made = Dataset.from_dict(
+        rows,
+        Features({"image": feature, "question": Value("string"), "answer": Value("string")}),
+    )
+    made.to_parquet("rows.parquet")
+    made.save_to_disk("saved")
+    for path in ("rows.parquet", "saved"):
+        found = read(reader, path, streaming=streaming)
+        row = next(iter(found.train))
+        assert told(row) == "u:red|What? a:A tug."
+        assert row["images"][0]["bytes"] == png("red")
+
+
+def test_rows_of_others_name_no_file_of_the_user(tmp_path) -> None:
+    from finetune.data.chat import BadRowError
+    from finetune.data.image_forms import reference
+
+    inside = tmp_path / "set"
+    inside.mkdir()
+    (tmp_path / "private.png").write_bytes(png("red"))
+    (inside / "a.png").write_bytes(png("red"))
+    (inside / "link.png").symlink_to("../private.png")
+    rules = Rules((inside,), (inside,))
+    assert reference("a.png", rules)["path"] == str(inside / "a.png")
+    for path in (
+        "../private.png",
+        str(tmp_path / "private.png"),
+        "link.png",
+        "/etc/hosts",
+    ):
+        with pytest.raises(BadRowError, match="outside of its data set"):
+            reference(path, rules)
+
+
+# ------------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_run_on_text_refuses_parts_and_names_columns_of_images(tokenizer) -> None:
+    write({"messages": [user([PARTS["OpenAI"], WHAT]), ANSWER]})
+    with pytest.raises(DataError, match=r"row 1 of rows.jsonl has an image"):
+        load_data(DataConfig.model_validate({"path": "rows.jsonl"}), tokenizer, 0)
+    write({"messages": [user("What?"), ANSWER], "images": [RED]})
+    found = load_data(DataConfig.model_validate({"path": "rows.jsonl"}), tokenizer, 0)
+    assert any("column 'images', are not read" in note for note in found.notes)
+
+
+@pytest.mark.usefixtures("folder")
+def test_rows_without_any_image_are_read_as_text(reader, tokenizer) -> None:
+    write({"messages": [user("What?"), ANSWER], "images": []})
+    assert "images" not in read(reader).train.column_names
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_picture_that_was_mended_is_read_again(reader) -> None:
+    write(
+        {"image": RED, "question": "?", "answer": "A."},
+        {"image": BLUE, "question": "?", "answer": "A."},
+    )
+    whole = Path(RED).read_bytes()
+    Path(RED).write_bytes(whole[:40])
+    assert read(reader, on_bad_row="skip").refused == 1
+    Path(RED).write_bytes(whole)
+    assert read(reader, on_bad_row="skip").refused == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_mixture_with_images_has_one_form(reader) -> None:
+    write({"image": RED, "question": "What?", "answer": "A tug."}, to="a.jsonl")
+    write({"messages": [user("Tide?"), ANSWER]}, to="b.jsonl")
+    data = DataConfig.model_validate({"path": ["a.jsonl", "b.jsonl"], "eval_fraction": 0.0})
+    rows: Any = load_data(data, reader, 0, images=True)
+    assert sorted(map(told, rows.train)) == ["u:Tide? a:A tug.", "u:red|What? a:A tug."]
+
+
+def test_urls_are_fetched_where_they_are_wished_for(monkeypatch) -> None:
+    from finetune.data import image_forms
+    from finetune.data.chat import BadRowError
+
+    asked: list[str] = []
+
+    def answer(request: Any, timeout: float) -> io.BytesIO:
+        asked.append(request.full_url)
+        if "broken" in request.full_url:
+            raise OSError("no route")
+        return io.BytesIO(png("red") if "red" in request.full_url else bytes((64 << 20) + 1))
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.setattr(image_forms, "WAITS", 0.0)
+    with pytest.raises(BadRowError, match=r"data\.image_urls=true"):
+        fetched("https://x.org/red.png", Rules())
+    assert not asked
+    wished = Rules(urls=True)
+    assert fetched("https://x.org/red.png", wished) == png("red")
+    for name, why in (("large", "more than 64 MiB"), ("broken", "no route")):
+        with pytest.raises(BadRowError, match=why):
+            fetched(f"https://x.org/{name}.png", wished)
+    assert len(asked) == 2 + image_forms.TRIES
+
+
+def test_places_and_pictures_agree_or_the_row_is_refused(reader, folder) -> None:
+    """Any number of places and pictures: as many of each, no place at all, or a bad row."""
+    dice = random.Random(0)
+    write({"images": [RED], "messages": [user("<image>"), ANSWER]})
+    for _ in range(12):
+        places, pictures = dice.randrange(4), dice.randrange(4)
+        row = {"images": [RED] * pictures, "messages": [user("<image>" * places + "?"), ANSWER]}
+        write({"images": [RED], "messages": [user("<image>?"), ANSWER]}, row)
+        if places in (0, pictures):
+            assert len(list(read(reader).train)[1]["images"]) == pictures
+        else:
+            with pytest.raises(DataError, match="row 2"):
+                read(reader)
