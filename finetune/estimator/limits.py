@@ -119,6 +119,11 @@ TABLE = (
         "one to two decoder layers more than predicted here",
     ),
     Limit(
+        lambda of: _shards(of) and of.resolution.precision.fp8_params,
+        "weights that are gathered as FP8 codes (fp8_params) are predicted as gathered in BF16: "
+        "layers of a group take half of that, and half of the gathered bytes travel",
+    ),
+    Limit(
         lambda of: _shards(of) and fsdp_settings(of.config.train).offload,
         "cpu_offload is not modelled: GPUs hold less than predicted, and steps take longer",
     ),

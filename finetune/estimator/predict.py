@@ -178,6 +178,11 @@ def _rehearsed(
     Compiled and uncompiled layers are rehearsed alike, but for casts to FP8.
     """
     device, sharded = machine.device, shares_model(config, machine)
+    if sharded and resolution.precision.fp8_params:  # a limit says so
+        off = {"fp8_params": False}
+        config = config.model_copy(update={"precision": config.precision.model_copy(update=off)})
+        resolution = replace(resolution, precision=resolution.precision.model_copy(update=off))
+        plan = None
     # Runs that differ in these alone share a rehearsal, such as the seeds of a comparison.
     train = {key: value for key, value in config.train.items() if key not in _SAME_STEP}
     given = config.model_copy(update={"train": train})

@@ -15,10 +15,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finetune import load_recipe
+from finetune.estimator.limits import limits
 from finetune.estimator.memory.sharding import Fsdp2, Moment, Peak
+from finetune.estimator.predict import predict
 from finetune.estimator.speed.timing import Ring, copied_traffic, ring_of, sharded_traffic
 from finetune.estimator.trace.fsdp_groups import Group, model_groups
-from finetune.hardware.gpus import named_gpu
+from finetune.hardware.gpus import machine_of, named_gpu
 
 ROOT = Path(__file__).parents[2]
 CASES = ("full-4", "full-8", "full-sum-4", "tied-4", "lora-8", "lora-ckpt-4")
@@ -171,3 +174,16 @@ def test_half_of_what_is_hidden_shows() -> None:
     assert sent._replace(computed_backward=10.0).added == pytest.approx(sent.added / 2)
     assert sent.nbytes == 2**30
     assert copied_traffic(0, Ring(2, 1), (1.0, 1.0)).added == 0
+
+
+def test_sharded_masters_take_no_host_memory() -> None:
+    """Under FSDP2 GPUs have them, and what is gathered is predicted as BF16, which is said."""
+    tiny = ("tiny_full_24gb_fp8", ["train.fsdp=full_shard", "train.gradient_checkpointing=false"])
+    with_codes, without = (
+        predict(load_recipe(tiny[0], [*tiny[1], *more]).config, machine_of("H100", gpus=2))
+        for more in ((), ("precision.fp8_params=false",))
+    )
+    assert with_codes.footprint.pinned == 0
+    assert with_codes.footprint.allocated == without.footprint.allocated
+    assert any("gathered in BF16" in line for line in limits(with_codes))
+    assert not any("gathered in BF16" in line for line in limits(without))

@@ -173,6 +173,7 @@ def _python_of_cuda(device: Any, name: str, capability: tuple[int, int], gib: fl
     cuda: Any = torch.cuda
     torch.version.cuda = "13.0"
     cuda._lazy_init = lambda: None
+    cuda._exchange_device = cuda._maybe_exchange_device = lambda _: 0
     cuda._is_compiled = lambda: True
     cuda.is_available, cuda.is_initialized = (lambda: True), (lambda: True)
     cuda.memory.is_initialized = cuda.is_initialized
@@ -208,6 +209,16 @@ def _python_of_cuda(device: Any, name: str, capability: tuple[int, int], gib: fl
     def on_host(storage: Any) -> Any:
         return storage if storage.device.type == "cpu" else whole(storage).cpu().untyped_storage()
 
+    moved = torch.UntypedStorage.to
+
+    def to_device(storage: Any, *, device: torch.device, non_blocking: bool = False) -> Any:
+        if device.type == "cpu":
+            return moved(storage, device=device, non_blocking=non_blocking)
+        found = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cuda")
+        here = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+        return found.copy_(here).untyped_storage()
+
+    torch.UntypedStorage.to = to_device
     torch.UntypedStorage.clone, torch.UntypedStorage.cpu = cloned, on_host
     from torch._dynamo import device_interface
 
