@@ -138,7 +138,7 @@ def _images(family: str) -> tuple[Any, dict[str, Any]]:
         longest = {"longest_edge": EDGE}
         images = SmolVLMImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size=longest)
         return images, {"image_seq_len": 1}
-    grid = [[EDGE, 2 * EDGE], [2 * EDGE, EDGE], [2 * EDGE, 2 * EDGE]]
+    grid = config_of(family).image_grid_pinpoints
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": EDGE}, crop_size=square, image_grid_pinpoints=grid
     )
