@@ -118,7 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llava_next": {
         "text_config": _TEXT | {"model_type": "llama"},
         "vision_config": _VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
-        "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        "image_grid_pinpoints": [[28, 28], [28, 56]],
     },
     "qwen2_5_vl": {"text_config": _TEXT | _ROPE, "vision_config": _QWEN_VISION},
     "qwen3_vl": {"text_config": _TEXT | _ROPE, "vision_config": _QWEN_VISION},

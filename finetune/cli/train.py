@@ -149,6 +149,10 @@ def generate(
             "conversation, typed or piped.",
         ),
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="An image before each prompt; several: once for each."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="Text of the system turn.")] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -177,10 +181,14 @@ def generate(
     words = generation(max_new_tokens, temperature, top_p, top_k, seed)
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
     from finetune.training.asking.chat import converse, lines, sides_of
-    from finetune.training.asking.reload import loaded, open_trained, untrained
+    from finetune.training.asking.questions import image_in
+    from finetune.training.asking.reload import loaded, open_trained, refuse_images_of, untrained
 
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     config, keeps, notes = trained.config, not prompts, output(stderr=True)
+    if image:  # before weights are loaded
+        refuse_images_of(trained)
+    images = [image_in(name) for name in image or ()]
     if notes.is_terminal:
         notes.print(whole(f"loading {trained.weights}", "dim"), crop=False)
     if not keeps:
@@ -189,10 +197,11 @@ def generate(
     if prompts == [STDIN] or len(prompts or ()) > 1:
         asked = _above_its_answer(asked, output(quiet=as_json))
     settings: Any = {"system": system, "seed": seed, "compute": config.precision.compute}
-    with loaded(trained) as (model, tokenizer):
+    with loaded(trained, images=bool(image) or (None if keeps else False)) as (model, reader):
         base = untrained(trained, model) if compare_base else None
-        sides = sides_of(model, tokenizer, words, base, **settings)
-        answers = list(converse(sides, asked, keeps=keeps, shows=not as_json))
+        sides = sides_of(model, reader, words, base, **settings)
+        said = converse(sides, asked, images=images, keeps=keeps, shows=not as_json)
+        answers = list(said)
     if as_json:
         print(json.dumps({"run": str(folder), "answers": answers}, indent=1, ensure_ascii=False))
 

@@ -196,8 +196,11 @@ def without_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Turns with the system's text before the first question, as Gemma's own template has it."""
     if len(turns) < 2 or (turns[0]["role"], turns[1]["role"]) != ("system", "user"):
         return turns
-    text = "\n\n".join(turn["content"] or "" for turn in turns[:2])
-    return [{**turns[1], "content": text}, *turns[2:]]
+    system, asked = (turn["content"] or "" for turn in turns[:2])
+    if isinstance(asked, list):  # with images
+        before = system if isinstance(system, list) else as_content(system, in_parts=True)
+        return [{**turns[1], "content": [*before, *as_content("\n\n", True), *asked]}, *turns[2:]]
+    return [{**turns[1], "content": f"{system}\n\n{asked}"}, *turns[2:]]
 
 
 def is_trained(turn: dict[str, Any]) -> bool:

@@ -252,18 +252,22 @@ def test_prompts_are_questions_that_leave_room_to_answer() -> None:
     config = load_recipe("tiny_full_bf16", ["data.prompts=[]"], check_train=False).config
     tokenizer, _ = load_tokenizer(config.model)
     system = {"role": "system", "content": "Be brief."}
-    asked = ["word " * 3000, "First?", "First?", "Second?", "Third?"]
-    turns = [[system, {"role": "user", "content": text}] for text in asked]
+    questions = ["word " * 3000, "First?", "First?", "Second?", "Third?"]
+    turns = [[system, {"role": "user", "content": text}] for text in questions]
     rows = Rows(Dataset.from_list([{"messages": one} for one in turns]), None, "", {})
-    assert prompts_of(config, rows, tokenizer) == ["First?", "Second?"]
+
+    def asked(rows: Rows) -> list[str]:
+        return [one.text for one in prompts_of(config, rows, tokenizer)]
+
+    assert asked(rows) == ["First?", "Second?"]
     unread: Any = None  # training rows, maybe a stream of the hub's
     held_out = Rows(unread, cast(Dataset, rows.train), "", {})
-    assert prompts_of(config, held_out, tokenizer) == ["First?", "Second?"]
+    assert asked(held_out) == ["First?", "Second?"]
     pairs = Rows(Dataset.from_list([{"prompt": one} for one in turns]), None, "", {})
-    assert prompts_of(config, pairs, tokenizer) == ["First?", "Second?"]
+    assert asked(pairs) == ["First?", "Second?"]
     tokenizer.chat_template = None
     text = Rows(Dataset.from_list([{"text": "A tide table. " * 20}]), None, "", {})
-    assert prompts_of(config, text, tokenizer) == [("A tide table. " * 20)[:64]]
+    assert asked(text) == [("A tide table. " * 20)[:64]]
     for prompts, said in ((("",), "is empty"), (("word " * 3000,), "no room for an answer")):
         data = config.data.model_copy(update={"prompts": prompts})
         with pytest.raises(ConfigError, match=said):

@@ -17,7 +17,7 @@ import contextlib
 import io
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,17 +33,25 @@ from finetune.logging import output, plain_table
 from finetune.precision.settings import Compute
 from finetune.section import is_text
 from finetune.storage.pretrained import positions
-from finetune.training.asking.samples import check_room_for, encode
+from finetune.storage.processors import tokenizer_of
+from finetune.training.asking.questions import (
+    Question,
+    encode,
+    image_in,
+    reads_images,
+    refuse_images,
+)
+from finetune.training.asking.samples import check_room_for
 from finetune.training.helper.undisturbed import autocast, undisturbed
 
-COMMANDS = ("/reset", "/exit")
+COMMANDS = ("/image FILE", "/reset", "/exit")
 LONGEST = 256
 """Tokens of an answer where nobody says how many, as in `transformers chat`."""
 
 
 def chat(
     model: Any,
-    tokenizer: Any,
+    reader: Any,
     *,
     system: str | None = None,
     base: Any = None,
@@ -53,14 +61,16 @@ def chat(
     top_k: int | None = None,
     seed: int | None = None,
     compute: Compute = "bf16",
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Talk with a model, in a terminal or a notebook; lines of a pipe are a turn each.
 
-    `/reset` forgets the conversation, `/exit` or the end of the input (Ctrl-D) leaves. Generators,
-    training modes and scales of the model are afterwards as they were.
+    `/image FILE` puts an image before the next question, `/reset` forgets the conversation, `/exit`
+    or the end of the input (Ctrl-D) leaves. Generators, training modes and scales of the model are
+    afterwards as they were.
 
     Args:
         model: plain or with adapters, converted or not; not sharded.
+        reader: its tokenizer, or the processor of one that takes images.
         system: text of the system turn.
         base: a model that answers beside; True: this one with its PEFT adapters off.
         max_new_tokens, temperature, top_p, top_k: as in Transformers; temperature 0 is greedy,
@@ -72,10 +82,11 @@ def chat(
         The turns since the last reset: role and content.
 
     Raises:
-        ConfigError: settings that contradict each other, or a piped line that leaves no room.
+        ConfigError: settings that contradict each other, or a piped line that leaves no room, or
+            names no image.
     """
     words = generation(max_new_tokens, temperature, top_p, top_k, seed)
-    sides = sides_of(model, tokenizer, words, base, system=system, seed=seed, compute=compute)
+    sides = sides_of(model, reader, words, base, system=system, seed=seed, compute=compute)
     for _ in converse(sides, lines()):
         pass
     return sides["trained"].turns
@@ -91,10 +102,11 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, words: dict[str, Any], *, system: str | None,
+        self, model: Any, reader: Any, words: dict[str, Any], *, system: str | None,
         seed: int | None, compute: Compute, without_adapters: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.seed, self.dropped = model, tokenizer, seed, 0
+        self.model, self.reader, self.seed, self.dropped = model, reader, seed, 0
+        self.tokenizer = tokenizer = tokenizer_of(reader)
         self.answers = Answers.of(tokenizer)
         self.compute: Compute = compute
         self.as_asked = model.disable_adapter if without_adapters else contextlib.nullcontext
@@ -116,8 +128,11 @@ class Conversation:
     def reset(self) -> None:
         self.turns = list(self.system)
 
-    def ask(self, prompt: str, speech: Speech) -> str:
+    def ask(self, prompt: str, speech: Speech, images: Sequence[Any] = ()) -> str:
         """Answer a question; what was said until a Ctrl-C stays in the conversation.
+
+        Args:
+            images: opened, which stand before the question's text.
 
         Raises:
             ConfigError: the question alone leaves no room for an answer.
@@ -125,10 +140,10 @@ class Conversation:
         first, self.dropped = len(self.system), 0
         # Without a template nothing else stands between what was said and what comes next.
         glue = "" if self.tokenizer.chat_template or not self.turns else "\n"
-        turns = [*self.turns, {"role": "user", "content": glue + prompt}]
+        turns = [*self.turns, Question((*images, glue + prompt)).turn]
         while True:
             taken = turns if self.takes_system else without_system(turns)
-            inputs = encode(self.tokenizer, taken)
+            inputs = encode(self.reader, taken)
             length = inputs["input_ids"].shape[1] if prompt else 0
             # The question alone is not dropped: whether it fits is judged below, with an error.
             if self.room is None or length + self.most <= self.room or len(turns) == first + 1:
@@ -199,12 +214,12 @@ class Speech(TextStreamer):
 
 
 def sides_of(
-    model: Any, tokenizer: Any, words: dict[str, Any], base: Any = None, **settings: Any
+    model: Any, reader: Any, words: dict[str, Any], base: Any = None, **settings: Any
 ) -> dict[str, Conversation]:
     """Conversations by name: with the untrained model, if there is one, and with the trained."""
     asked: Any = {} if base is None else {"base": (model, True) if base is True else (base, False)}
     return {
-        name: Conversation(side, tokenizer, words, without_adapters=off, **settings)
+        name: Conversation(side, reader, words, without_adapters=off, **settings)
         for name, (side, off) in {**asked, "trained": (model, False)}.items()
     }
 
@@ -213,18 +228,21 @@ def converse(
     sides: dict[str, Conversation],
     prompts: Iterable[str],
     *,
+    images: Sequence[Any] = (),
     keeps: bool = True,
     shows: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Put each prompt to each side; yield prompt, answers and seconds.
 
     Args:
+        images: opened, which stand before the first prompt, or before each that begins its own.
         keeps: the prompts are turns of one conversation, otherwise each begins one.
         shows: print answers as they grow, or two of them in columns once both are there.
     """
-    notes, typed = output(stderr=True), keeps and is_typed()
+    notes, typed, shown = output(stderr=True), keeps and is_typed(), [*images]
     if typed:
-        notes.print(f"{', '.join(COMMANDS)}; Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
+        known = COMMANDS[not reads_images(sides["trained"].reader) :]
+        notes.print(f"{', '.join(known)}; Ctrl-C stops an answer, Ctrl-D leaves", style="dim")
     if not sides["trained"].tokenizer.chat_template:
         notes.print("! no chat template: the model continues your text", style="yellow")
     with contextlib.ExitStack() as stack:
@@ -239,28 +257,51 @@ def converse(
                 for side in sides.values():
                     side.reset()
             if keeps and prompt == "/reset":
+                shown.clear()
+                continue
+            if keeps and prompt.split(maxsplit=1)[:1] == ["/image"]:
+                with _lines_of_errors(notes, typed=typed):
+                    shown.append(_image(sides, prompt.strip()[len("/image") :], notes, typed=typed))
                 continue
             if typed and prompt.startswith("/") and " " not in prompt:
                 guess = did_you_mean(prompt, COMMANDS)
                 notes.print(f"! there is no command {prompt!r}{guess}", style="yellow")
                 continue
-            try:
-                yield _turn(sides, prompt, shows, notes)
-            except (KeyboardInterrupt, ConfigError) as error:
-                if not typed:
-                    raise
-                why = f"! {error.what}: {error.why}" if isinstance(error, ConfigError) else ""
-                notes.print(why or "stopped; Ctrl-C again leaves", style="yellow" if why else "dim")
+            with _lines_of_errors(notes, typed=typed):
+                # Also of a question that fails, lest a huge one stood before all that follow.
+                asked, shown = shown, [] if keeps else shown
+                yield _turn(sides, prompt, asked, shows, notes)
+
+
+@contextlib.contextmanager
+def _lines_of_errors(notes: Console, *, typed: bool) -> Iterator[None]:
+    """Let a conversation that is typed go on behind a mistake, which is a line."""
+    try:
+        yield
+    except (KeyboardInterrupt, ConfigError) as error:
+        if not typed:
+            raise
+        why = f"! {error.what}: {error.why}" if isinstance(error, ConfigError) else ""
+        notes.print(why or "stopped; Ctrl-C again leaves", style="yellow" if why else "dim")
+
+
+def _image(sides: dict[str, Conversation], typed_name: str, notes: Console, *, typed: bool) -> Any:
+    """The image that a line names, for the next question."""
+    refuse_images(sides["trained"].reader)
+    found = image_in(typed_name)
+    if typed:
+        notes.print(f"(an image, {found.width} x {found.height}: now the question)", style="dim")
+    return found
 
 
 def _turn(
-    sides: dict[str, Conversation], prompt: str, shows: bool, notes: Console
+    sides: dict[str, Conversation], prompt: str, images: Sequence[Any], shows: bool, notes: Console
 ) -> dict[str, Any]:
     """Ask each side; print the answers, what was dropped, and that one is cut."""
     started, said = time.perf_counter(), dict[str, str]()
     for name, side in sides.items():
         speech = Speech(side.answers, shows=shows and len(sides) == 1)
-        said[name] = side.ask(prompt, speech)
+        said[name] = side.ask(prompt, speech, images)
         if side.dropped:
             line = f"! the oldest {side.dropped} turns were dropped"
             notes.print(f"{line}: the model has {side.room:,} positions", style="yellow")

@@ -22,7 +22,7 @@ from typing import Any
 
 from finetune.config.recipe import read_recipe
 from finetune.config.schema import ModelConfig, RunConfig
-from finetune.errors import ConfigError, did_you_mean, some
+from finetune.errors import ConfigError, FinetuneError, did_you_mean, some
 from finetune.precision.settings import PrecisionConfig
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.runs.folder import RunFolder
@@ -93,9 +93,55 @@ def refuse_scores(config: RunConfig, folder: Path) -> None:
         )
 
 
+def refuse_images_of(run: TrainedRun) -> None:
+    """Reject images for a run whose model reads text alone, before its weights are loaded.
+
+    Raises:
+        ConfigError: it does.
+    """
+    from finetune.storage.pretrained import load_shape
+    from finetune.storage.processors import takes_images
+
+    if not takes_images(load_shape(run.config.model)):
+        raise ConfigError(
+            f"the model {run.config.model.name!r} takes no images",
+            where=str(run.folder),
+            why="it reads text alone, and would answer as if there were none",
+            fix="ask without an image, or train a vision-language model, such as "
+            "model.name=Qwen/Qwen3-VL-4B-Instruct",
+        )
+
+
+def _reader(run: TrainedRun, tokenizer: Any, images: bool | None) -> Any:
+    """The processor of a run's model around its tokenizer, or the tokenizer alone."""
+    from transformers.utils import PROCESSOR_NAME
+
+    from finetune.logging import output
+    from finetune.storage.pretrained import load_shape
+    from finetune.storage.processors import load_processor, takes_images
+
+    model, train = run.config.model, run.config.train
+    if images is False or not takes_images(load_shape(model)):
+        return tokenizer
+    if (run.weights / "config.json").is_file() and (run.weights / PROCESSOR_NAME).is_file():
+        model = model.model_copy(update={"name": str(run.weights.resolve()), "revision": None})
+    pixels = {key: getattr(train, key, None) for key in ("max_pixels", "min_pixels")}
+    try:
+        return load_processor(model, tokenizer, **pixels)
+    except FinetuneError as error:
+        if images:
+            raise
+        output(stderr=True).print(f"! no images: {error.what}; {error.fix}", style="yellow")
+        return tokenizer
+
+
 @contextlib.contextmanager
-def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
-    """Load a run's model, in evaluation mode on this machine's device, and its tokenizer.
+def loaded(run: TrainedRun, *, images: bool | None = False) -> Iterator[tuple[Any, Any]]:
+    """Load a run's model, in evaluation mode on this machine's device, and what reads for it.
+
+    Args:
+        images: True: it is asked with images, and its processor is loaded; None: it may be, and
+            why it cannot is a line; False: its tokenizer is enough.
 
     Raises:
         ModelNotFoundError: the base is missing, or a file of either is broken.
@@ -125,6 +171,7 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
         trust = run.config.model.trust_remote_code  # `open_trained` asked whether it may
         tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trust)
         align_special_tokens(model, tokenizer)  # as in the trainer: decides where an answer ends
+    reader = _reader(run, tokenizer, images)
     precision = _as_evaluated(run.config.precision)
     codes_alone = precision is not None and precision.fp8_params
     if model.device.type != device and not codes_alone:
@@ -136,7 +183,7 @@ def loaded(run: TrainedRun) -> Iterator[tuple[Any, Any]]:
                 model = model.to(device)
             if precision.eval == "fp8" and conversion.engine is not None:
                 _take_scales(run, conversion.engine)
-        yield model.eval(), tokenizer
+        yield model.eval(), reader
 
 
 def untrained(run: TrainedRun, model: Any) -> Any:

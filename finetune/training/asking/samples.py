@@ -1,6 +1,9 @@
 """Samples: greedy answers to a few prompts, also during training.
 
 The prompts are fixed and the answers greedy, so changes between evaluations come from the model.
+Questions of rows with images are asked with them; a small copy of each lies beside the metrics, in
+`samples/`, where the report finds it.
+
 Layers run in the precision of evaluation, `precision.eval`, the rest under training's autocast.
 
 Sampling leaves training unchanged, bit by bit (`undisturbed`): it restores random generators and
@@ -16,7 +19,10 @@ without.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +32,12 @@ from transformers import TrainerCallback, TrainerState
 
 from finetune.config.schema import RunConfig
 from finetune.data.answers import Answers
+from finetune.data.chat import BadRowError
 from finetune.errors import ConfigError
 from finetune.precision.settings import Compute
 from finetune.runs.receipt import Sample
+from finetune.storage.processors import tokenizer_of
+from finetune.training.asking.questions import Question, encode, length_of, question_of
 from finetune.training.health.callbacks import step_label
 from finetune.training.health.memory_meter import MemoryMeter
 from finetune.training.helper.undisturbed import autocast, undisturbed, whole
@@ -42,8 +51,11 @@ PROMPTS, SEARCHED = 2, 64
 """Prompts taken from evaluation rows, and rows searched for them."""
 
 
-def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
+def prompts_of(config: RunConfig, rows: Rows, reader: Any) -> list[Question]:
     """The recipe's prompts, or of the first evaluation rows those that leave room for an answer.
+
+    Args:
+        reader: the tokenizer, or the processor of a model that takes images.
 
     Raises:
         ConfigError: a prompt of the recipe is empty, or leaves no room.
@@ -55,31 +67,26 @@ def prompts_of(config: RunConfig, rows: Rows, tokenizer: Any) -> list[str]:
     most, room = config.eval.max_new_tokens, positions(load_shape(config.model))
     if config.data.prompts:
         for prompt in config.data.prompts:
-            check_room_for(prompt, length_of(tokenizer, prompt), most, room, "data.prompts")
-        return list(config.data.prompts)
+            check_room_for(prompt, length_of(reader, prompt), most, room, "data.prompts")
+        return [Question.of(prompt) for prompt in config.data.prompts]
     # 1024 is TRL's default.
     longest = int(config.train.max_length or 1024)  # training truncated longer rows
     few: Any = rows.eval  # a stream is not read for its first rows where there are others
     # Few rows, since each is tokenized before training begins.
     few = rows.first(SEARCHED) if few is None else few.select(range(min(SEARCHED, len(few))))
-    asked = dict.fromkeys(_question_of(row) for row in few)
     longest = longest if room is None else min(longest, room - most)
-    fits = (prompt for prompt in asked if 0 < length_of(tokenizer, prompt) <= longest)
+    fits = (one for one in _distinct(few) if 0 < length_of(reader, one) <= longest)
     return list(itertools.islice(fits, PROMPTS))
 
 
-def _question_of(row: Any) -> str:
-    """Prompt of a row: its first user turn, its prompt, or the start of its text."""
-    # 64 characters of a text are a beginning that a model can continue in its style.
-    turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:64]
-    if isinstance(turns, str):
-        return turns
-    asked = (turn["content"] for turn in turns if turn["role"] == "user")
-    return next(asked, turns[0]["content"][:64])
-
-
-def length_of(tokenizer: Any, prompt: str) -> int:
-    return encode(tokenizer, prompt)["input_ids"].shape[1] if prompt else 0
+def _distinct(rows: Iterable[Any]) -> Iterator[Question]:
+    """Questions of rows, each once, their images opened; a row whose image is broken is counted."""
+    seen = set()
+    for asked in map(question_of, rows):
+        if (key := asked.key) not in seen:
+            seen.add(key)
+            with contextlib.suppress(BadRowError):
+                yield asked.opened()
 
 
 def check_room_for(prompt: str, length: int, most: int, room: int | None, where: str) -> None:
@@ -101,25 +108,10 @@ def check_room_for(prompt: str, length: int, most: int, room: int | None, where:
         )
 
 
-def encode(tokenizer: Any, prompt: str | list[dict[str, str]]) -> dict[str, Any]:
-    """Token ids and mask, [1, T], of a prompt or of turns behind which an answer is due.
-
-    Without a chat template a prompt is text, and turns are the text that they make together.
-    """
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if tokenizer.chat_template:
-        inputs = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")
-    return {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
-
-
 def answer(
     model: Any,
-    tokenizer: Any,
-    prompts: list[str],
+    reader: Any,
+    prompts: Sequence[str | Question],
     max_new_tokens: int = 48,
     *,
     compute: Compute = "bf16",
@@ -129,17 +121,20 @@ def answer(
 
     Args:
         model: plain or with adapters, converted or not, not sharded.
+        reader: its tokenizer, or the processor of one that takes images.
         compute: the run's `precision.compute`, which decides the autocast type.
         generation: more arguments of `generate`.
     """
     samples, options = [], {"do_sample": False, "max_new_tokens": max_new_tokens, **generation}
-    answers = Answers.of(tokenizer)
+    answers = Answers.of(tokenizer_of(reader))
     with undisturbed(model), autocast(compute, model.device.type), torch.no_grad():
-        for prompt in prompts:
-            inputs = {k: v.to(model.device) for k, v in encode(tokenizer, prompt).items()}
-            tokens = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
-            turn = answers.read(tokens, inputs["input_ids"][0])
-            samples.append(Sample(prompt, turn["content"].strip()))
+        for asked in map(Question.of, prompts):
+            inputs = {k: v.to(model.device) for k, v in encode(reader, asked).items()}
+            prompt = inputs["input_ids"][0]
+            tokens = model.generate(**inputs, **options)[0, len(prompt) :]
+            turn = answers.read(tokens, prompt)
+            said = turn["content"].strip()
+            samples.append(Sample(asked.text, said, (), asked.expected, len(prompt)))
     return samples
 
 
@@ -155,15 +150,16 @@ class SampleWriter(TrainerCallback):
     def __init__(
         self,
         config: RunConfig,
-        prompts: list[str],
-        tokenizer: Any,
+        prompts: list[Question],
+        reader: Any,
         metrics: MetricsWriter,
         console: Console,
         meter: MemoryMeter,
     ) -> None:
-        self.config, self.prompts, self.tokenizer = config, prompts, tokenizer
+        self.config, self.prompts, self.reader = config, prompts, reader
         self.metrics, self.console, self.meter = metrics, console, meter
         self.samples: list[Sample] = []
+        self.copies: list[tuple[str, ...]] = []
         self._asked_at = -1
         self._why_not = ""
         if not config.eval.samples or not prompts:
@@ -203,7 +199,7 @@ class SampleWriter(TrainerCallback):
         most, compute = self.config.eval.max_new_tokens, self.config.precision.compute
         try:
             with self.meter.aside():
-                self.samples = answer(model, self.tokenizer, self.prompts, most, compute=compute)
+                said = answer(model, self.reader, self.prompts, most, compute=compute)
         except torch.OutOfMemoryError:
             self._why_not = "out of memory"
             torch.cuda.empty_cache()
@@ -214,7 +210,13 @@ class SampleWriter(TrainerCallback):
             )
             return
         self._asked_at = state.global_step
-        rows = [{"prompt": one.prompt, "answer": one.answer} for one in self.samples]
+        folder = self.metrics.path.parent
+        self.copies = self.copies or [
+            one.keep_copies(folder, str(i)) for i, one in enumerate(self.prompts, 1)
+        ]
+        pairs = zip(said, self.copies, strict=True)
+        self.samples = [replace(one, images=images) for one, images in pairs]
+        rows = [one.facts() for one in self.samples]
         self.metrics.write({"step": state.global_step, "samples": rows}, state)
         for one in self.samples:
             line = Text(f"{step_label(state, self.console)} | sample | ")

@@ -1,0 +1,257 @@
+"""Questions: text, with images where the model takes them, as the inputs of `generate`.
+
+    Question(("harbour.jpg", "Which signal?"))
+        turn      {"role": "user", "content": [{"type": "image", ...}, {"type": "text", ...}]}
+        encode    the template's text, then the processor: ids, mask, pixel values and what else
+                  the family needs; of a turn without images the tokenizer alone
+
+An image is in its turn, as Transformers has it in a conversation, so that a turn which is dropped
+takes its images along.
+
+Limits: images of the assistant's turns are not asked with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.config.paths import user_path
+from finetune.data.chat import BadRowError, rendered
+from finetune.errors import ConfigError, first_line
+from finetune.storage.processors import tokenizer_of
+
+SIDE, QUALITY = 320, 85
+"""Longest side in pixels, and JPEG quality, of the small copies that a report shows: some 15 kB."""
+BEGINNING = 64
+"""Characters of a text without a question that a model can continue in its style."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model is asked.
+
+    Attributes:
+        parts: text, and images as rows refer to them (`finetune.data.images`) or opened, in order.
+        expected: the answer that the question's row has.
+    """
+
+    parts: tuple[Any, ...]
+    expected: str = ""
+
+    @classmethod
+    def of(cls, prompt: str | Question) -> Question:
+        return cls((prompt,)) if isinstance(prompt, str) else prompt
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def images(self) -> list[Any]:
+        return [part for part in self.parts if not isinstance(part, str)]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells questions of rows apart."""
+        parts = (p if isinstance(p, str) else (p["path"], p["bytes"]) for p in self.parts)
+        return tuple(map(hash, parts))
+
+    def opened(self) -> Question:
+        """The same with its images read, once for all evaluations: files may go.
+
+        Raises:
+            BadRowError: says what is wrong with one.
+        """
+        from finetune.data.images import opened
+
+        whole = (opened(p) if isinstance(p, dict) else p for p in self.parts)
+        return replace(self, parts=tuple(whole))
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The user's turn; its content is text where there is no image."""
+        if not self.images:
+            return {"role": "user", "content": self.text}
+        texts = ({"type": "text", "text": p} if isinstance(p, str) else None for p in self.parts)
+        pairs = zip(texts, self.parts, strict=True)
+        return {"role": "user", "content": [t or {"type": "image", "image": p} for t, p in pairs]}
+
+    def keep_copies(self, folder: Path, name: str) -> tuple[str, ...]:
+        """Write small copies of the images, `samples/<name>-1.jpg`; return their names."""
+        names = [f"samples/{name}-{i}.jpg" for i in range(1, len(self.images) + 1)]
+        for file, image in zip(names, self.images, strict=True):
+            small = image.convert("RGB")  # a copy
+            small.thumbnail((SIDE, SIDE))
+            (folder / "samples").mkdir(exist_ok=True)
+            small.save(folder / file, quality=QUALITY)
+        return tuple(names)
+
+
+def question_of(row: Mapping[str, Any]) -> Question:
+    """A row's question: its first user turn, its prompt, or the start of its text."""
+    turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:BEGINNING]
+    if isinstance(turns, str):
+        return Question((turns,))
+    images = iter(row.get("images") or ())
+    before = list(itertools.takewhile(lambda turn: turn["role"] != "user", turns))
+    earlier = [_parts(turn["content"], images) for turn in before]
+    if len(before) == len(turns):
+        return Question(("".join(p for p in earlier[0] if isinstance(p, str))[:BEGINNING],))
+    parts = _parts(turns[len(before)]["content"], images)
+    if all(isinstance(part, str) for part in parts):
+        return Question(("".join(parts),))
+    answers = row.get("completion") or row.get("chosen") or turns[len(before) + 1 :]
+    said = answers if isinstance(answers, str) else (answers or [{"content": ""}])[0]["content"]
+    return Question(parts, Question(_parts(said, images)).text)
+
+
+def _parts(content: Any, images: Iterable[Any]) -> tuple[Any, ...]:
+    """Text and images of a turn, these taken off those of its row."""
+    if not isinstance(content, list):
+        return (content or "",)
+    rest = iter(images)
+    return tuple(next(rest) if p["type"] == "image" else p["text"] or "" for p in content)
+
+
+# -------------------------------------------------------------------------------------- as inputs
+
+
+def reads_images(reader: Any) -> bool:
+    """True of a processor; a tokenizer reads text alone."""
+    return hasattr(reader, "image_processor")
+
+
+def length_of(reader: Any, prompt: str | Question) -> int:
+    """Tokens of a question in its template, its images' included; 0 of an empty one."""
+    asked = Question.of(prompt)
+    empty = not asked.text and not asked.images
+    return 0 if empty else encode(reader, asked)["input_ids"].shape[1]
+
+
+def encode(reader: Any, prompt: str | Question | list[dict[str, Any]]) -> dict[str, Any]:
+    """Inputs of `generate` for a question, or for turns behind which an answer is due.
+
+    Without a chat template a prompt is text, and turns are the text that they make together.
+
+    Args:
+        reader: a tokenizer, or the processor of a model that takes images.
+
+    Returns:
+        Token ids and mask, [1, T]; with images also what the processor makes of them.
+
+    Raises:
+        ConfigError: images for a model that takes none, or one that its processor refuses.
+    """
+    tokenizer = tokenizer_of(reader)
+    turns = prompt if isinstance(prompt, list) else [Question.of(prompt).turn]
+    contents = [turn["content"] for turn in turns]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    images = [part["image"] for part in parts if part["type"] == "image"]
+    if images:
+        return _with_images(reader, turns, images)
+    if tokenizer.chat_template:
+        inputs = tokenizer.apply_chat_template(
+            _as_printed(turns, tokenizer), add_generation_prompt=True, return_tensors="pt",
+            return_dict=True,
+        )  # fmt: skip
+    else:
+        inputs = tokenizer("".join(contents), return_tensors="pt")
+    return {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
+
+
+def _with_images(reader: Any, turns: list[Any], images: list[Any]) -> dict[str, Any]:
+    refuse_images(reader)
+    tokenizer = tokenizer_of(reader)
+    text = tokenizer.apply_chat_template(
+        _as_printed(turns, tokenizer), add_generation_prompt=True, tokenize=False
+    )
+    try:
+        # As rows are: the template has written the special tokens already.
+        made = reader(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+    except ValueError as error:
+        sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+        raise ConfigError(
+            "the model's processor refuses an image",
+            where=f"{sizes} pixels",
+            why=first_line(error),
+            fix="an image of usual sides, or fewer of them",
+        ) from error
+    return dict(made)
+
+
+def refuse_images(reader: Any, name: str = "") -> None:
+    """Reject images for a model that reads text alone, which would leave them out.
+
+    Raises:
+        ConfigError: it takes none.
+    """
+    if not reads_images(reader) or not tokenizer_of(reader).chat_template:
+        text_alone = not reads_images(reader)
+        raise ConfigError(
+            f"{name or 'the model'} takes no images",
+            where=str(tokenizer_of(reader).name_or_path),
+            why="it reads text alone" if text_alone else "there is no chat template to place them",
+            fix="ask without one, or train a vision-language model, such as "
+            "Qwen/Qwen3-VL-4B-Instruct",
+        )
+
+
+def _as_printed(turns: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """Turns whose text is in parts for the roles of which the template prints parts alone.
+
+    LLaVA's loops over the parts of a turn; a text's are its letters, which it leaves out in
+    silence. Pixtral's joins an answer to the end token, which only a text can be.
+    """
+    roles = ("user", "assistant")
+    texts = [{"role": role, "content": f"probed {role}"} for role in roles]
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+    printed = [rendered([*form, form[0]], [], tokenizer) for form in (texts, parts)]
+    silent = {t["role"] for t in texts if t["content"] not in printed[0]}
+    if not silent or not any(f"probed {role}" in printed[1] for role in silent):
+        return turns
+    silent |= {"system"} if "user" in silent else set()
+    return [_in_parts(turn) if turn["role"] in silent else turn for turn in turns]
+
+
+def _in_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    text = turn["content"]
+    return turn | {"content": [{"type": "text", "text": text}]} if isinstance(text, str) else turn
+
+
+# ------------------------------------------------------------------------------------- from a file
+
+
+def image_in(typed: str) -> Any:
+    """The image in a file whose name was typed: with `~`, in quotes, or with escaped spaces.
+
+    Raises:
+        ConfigError: no such file, or none that is an image.
+    """
+    from finetune.data.images import opened
+
+    if not (names := [typed.strip()])[0]:
+        raise ConfigError("no image is named", where="/image", fix="/image FILE")
+    with contextlib.suppress(ValueError):  # an apostrophe in a name is no quote
+        names.append(" ".join(shlex.split(typed)))
+    files = [user_path(name) for name in names]
+    file = next((file for file in files if file.is_file()), files[-1])
+    try:
+        return opened({"bytes": None, "path": str(file.absolute())})
+    except BadRowError as error:
+        remote = names[-1].startswith(("http://", "https://"))
+        raise ConfigError(
+            f"the image {names[-1]!r} cannot be read",
+            where=names[-1] if remote else str(file.absolute()),
+            why="a URL is no file, and nothing is fetched that was not asked for"
+            if remote
+            else str(error),
+            fix=f"curl -O {shlex.quote(names[-1])}, and give the file"
+            if remote
+            else "give the file of an image",
+        ) from error
