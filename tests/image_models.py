@@ -11,6 +11,8 @@ from tests.families import config_of
 
 EDGE = 28
 """Width and height of what the towers of the smallest ones read."""
+GRID = [[EDGE, 2 * EDGE], [2 * EDGE, EDGE], [2 * EDGE, 2 * EDGE]]
+"""Sizes into which LLaVA-NeXT cuts images."""
 MARKED = "{% generation %}", "{% endgeneration %}"
 TEMPLATE = (
     "{%- macro said(content) %}{% if content is string %}{{ content }}{% else %}"
@@ -93,6 +95,8 @@ def _config(family: str, tokenizer: Any) -> Any:
         for attribute in (f"{key}_token_id", f"{key}_token_index"):
             if hasattr(config, attribute):
                 setattr(config, attribute, ids(token))
+    if hasattr(config, "image_grid_pinpoints"):
+        config.image_grid_pinpoints = GRID  # the model counts an image's tokens by it as well
     return config
 
 
@@ -138,9 +142,8 @@ def _images(family: str) -> tuple[Any, dict[str, Any]]:
         longest = {"longest_edge": EDGE}
         images = SmolVLMImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size=longest)
         return images, {"image_seq_len": 1}
-    grid = config_of(family).image_grid_pinpoints
     images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": EDGE}, crop_size=square, image_grid_pinpoints=grid
+        size={"shortest_edge": EDGE}, crop_size=square, image_grid_pinpoints=GRID
     )
     settings = {"patch_size": 14, "vision_feature_select_strategy": "default"}
     return images, settings | {"num_additional_image_tokens": 1}
