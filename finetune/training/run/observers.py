@@ -50,10 +50,10 @@ class Observers:
         self.keeper = CheckpointKeeper(label, run.facts, run.resume, config.checkpoints)
         self.timer = StepTimer(kind, run.folder / "steps.jsonl")
         self.judged = RewardWatch(run.warn)
-        prompts = prompts_of(config, run.rows, run.tokenizer)
-        shared = (run.tokenizer, self.metrics, run.console, self.meter)
-        self.samples = SampleWriter(config, prompts, *shared)
-        self.scorer = TaskScorer(config, run.tasks, *shared)
+        reader = getattr(run, "reader", run.tokenizer)
+        shared = (self.metrics, run.console, self.meter)
+        self.samples = SampleWriter(config, prompts_of(config, run.rows, reader), reader, *shared)
+        self.scorer = TaskScorer(config, run.tasks, run.tokenizer, *shared)
         self.monitor: HealthMonitor
         self.callbacks: list[TrainerCallback] = [
             # Samples come before what measures speed.
