@@ -192,9 +192,10 @@ class _Walk:
             return part
         if not is_image(part):
             return {**part, "text": self.text(part["text"])} if _is_text(part) else part
-        own = next((part[key] for key in HOLDS if part.get(key) not in (None, "")), None)
+        own = next((key for key in HOLDS if part.get(key) not in (None, "")), None)
         if own is not None:
-            self.found.append(reference(own, self.rules))
+            given = {own: part[own]} if own == "base64" else part[own]
+            self.found.append(reference(given, self.rules))
         elif part.get("file_id"):
             raise BadRowError("an image is a file_id, which OpenAI alone can read")
         else:

@@ -46,15 +46,16 @@ PICTURES = (
 SEEN_AS: dict[bytes, str] = {
     b"%pdf": "a PDF",
     b"<svg": "an SVG drawing, which has no pixels",
-    b"<?xml": "XML, such as an SVG drawing, which has no pixels",
-    b"<!doctype html": "a web page, as failed downloads leave it",
-    b"<html": "a web page, as failed downloads leave it",
+    b"<?xml": "XML, perhaps an SVG drawing, which has no pixels",
+    b"<!doctype html": "a web page, as failed downloads leave one",
+    b"<html": "a web page, as failed downloads leave one",
     b"version https://git-lfs": "a pointer of Git LFS (git lfs pull gets its file)",
     b"%!ps": "PostScript",
+    **dict.fromkeys((b"\xff\xd8\xff", b"\x89png", b"gif8"), "cut off or damaged"),
     b"pk\x03\x04": "a ZIP archive",
     b"\x1f\x8b": "a gzip file",
 }
-"""First bytes, in lower case -> what a file is that is no picture."""
+"""First bytes, in lower case -> what a file is that Pillow does not open."""
 HEIC = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1")
 _UNREADABLE = (
     *(OSError, SyntaxError, ValueError, EOFError, LookupError, AttributeError, TypeError),
@@ -126,19 +127,16 @@ def _refuse_irregular(path: Any, name: str) -> None:
 
 def _decoded(source: Any, name: str) -> Image:
     pillow = _pillow()
-    bombs = (pillow.DecompressionBombError, pillow.DecompressionBombWarning)
     try:
         with warnings.catch_warnings():
-            # Pillow's own warnings are about metadata, but for this one.
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
+            warnings.simplefilter("ignore")  # about metadata, and about sizes that are refused here
             with pillow.open(source, formats=_known(pillow)) as image:
                 _refuse_shape(image, name)
                 image.load()
                 return _in_rgb(_upright(image), name)
     except BadRowError:
         raise
-    except bombs:
+    except pillow.DecompressionBombError:
         raise BadRowError(f"{name} has more than {MOST_PIXELS:,} pixels") from None
     except pillow.UnidentifiedImageError:
         raise BadRowError(f"{name} is {_seen_as(source)}") from None
@@ -190,7 +188,7 @@ def _seen_as(source: Any) -> str:
             start = file.read(64)
     head = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if found := next((what for mark, what in SEEN_AS.items() if head.startswith(mark)), ""):
-        return f"{found}, and no image"
+        return found
     if any(mark in start[:16] for mark in HEIC):
         return "HEIC, which Pillow does not read: save it as JPEG or PNG"
     return f"no image, or damaged: it begins with {start[:16]!r}"
