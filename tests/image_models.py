@@ -86,6 +86,25 @@ def processor_of(home: Path, **pixels: int) -> Any:
     return load_processor(model, load_tokenizer(model)[0], **pixels)
 
 
+def batch_of(home: Path, images: int = 1) -> dict[str, Any]:
+    """A batch of two rows with so many images each, as the processor makes it."""
+    import torch
+    from PIL import Image
+
+    processor, colors = processor_of(home), ("red", "navy")
+    text = FAMILIES[home.name][1] * images + " What color is the sea?"
+    given = [[Image.new("RGB", (40, 32), color)] * images for color in colors]
+    made = processor(
+        text=[f"{text} {color}" for color in colors],
+        images=given if images else None,
+        padding=True,
+        return_tensors="pt",
+    )
+    ids = made["input_ids"]
+    special = torch.tensor(processor.tokenizer.all_special_ids)
+    return {**made, "labels": ids.masked_fill(torch.isin(ids, special), -100)}
+
+
 def _config(family: str, tokenizer: Any) -> Any:
     config, ids = config_of(family), tokenizer.convert_tokens_to_ids
     config.text_config.vocab_size = 1600  # a multiple of 64, as FP8 wants it

@@ -24,9 +24,10 @@ from finetune.precision.cases.parameters import promise
 from finetune.precision.engines.base import Engine
 from finetune.precision.engines.observers import ObservedMixin, in_backward
 from finetune.precision.model import compiling
-from finetune.precision.model.layers import decoder_layers, records
+from finetune.precision.model.layers import decoder_layers, records, without_adapters
 from finetune.precision.model.plan import PrecisionPlan
 from finetune.precision.model.swap import Swapped, swap, unswap
+from finetune.precision.model.towers import modules_beside
 from finetune.precision.model.tree import Tree, named_trainable
 from finetune.precision.numbers import kernels
 from finetune.precision.settings import PrecisionConfig
@@ -132,9 +133,16 @@ class Conversion:
 
     @property
     def compilable(self) -> list[nn.Module]:
-        """Decoder layers, without those that multiply by parameters of their own (`parameters`)."""
-        layers = decoder_layers(self.tree)
-        return [module for module in layers if getattr(module, "can_compile", True)]
+        """Decoder layers, without those that multiply by parameters of their own (`parameters`).
+
+        Nor those of towers: each size of an image would be a graph of its own.
+        """
+        beside = modules_beside(without_adapters(self.model))
+        return [
+            module
+            for module in decoder_layers(self.tree)
+            if getattr(module, "can_compile", True) and id(module) not in beside
+        ]
 
     def compile_layers(self) -> int:
         """`torch.compile` each decoder layer that can be, in place; returns their number."""
