@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
@@ -356,3 +358,26 @@ def test_places_and_pictures_agree_or_the_row_is_refused(reader, folder) -> None
         else:
             with pytest.raises(DataError, match="row 2"):
                 read(reader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_of_2000_pictures_is_read_with_flat_memory(reader, here, streaming) -> None:
+    """Kept, they would be 130 MB of files, or 400 MB of numbers."""
+    (here / "many").mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
+    Image.fromarray(noise).save("noise.jpg", quality=90)
+    size = Path("noise.jpg").stat().st_size
+    for k in range(2000):
+        os.link("noise.jpg", f"many/{k}.jpg")
+    rows = [{"file_name": f"{k}.jpg", "prompt": "What?", "completion": str(k)} for k in range(2000)]
+    write(*rows, to="many/metadata.jsonl")
+    resident = psutil.Process().memory_info
+    read(reader, "many", streaming=True, max_rows=300, shuffle_buffer=1)  # what is made once
+    before = resident().rss
+    order = {"streaming": True, "shuffle_buffer": 1} if streaming else {}
+    found = read(reader, "many", **order)
+    seen = [row["images"][0]["path"] for row, _ in zip(found.train, range(2000), strict=False)]
+    grown = resident().rss - before
+    assert {*seen} == {str(here / "many" / f"{k}.jpg") for k in range(2000)}
+    assert grown < min(40 << 20, 2000 * size / 3), f"{grown >> 20} MB"
