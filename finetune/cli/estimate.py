@@ -49,6 +49,8 @@ def estimate(
     cpu_cores: Annotated[
         int | None, typer.Option(help="Cores, by which fp8_params updates. 16; here: its own.")
     ] = None,
+    images: Annotated[int | None, typer.Option(min=0, help="Images of each row.")] = None,
+    image_size: Annotated[str | None, typer.Option(help="Their pixels: 1024x768.")] = None,
     tokens: Annotated[
         str | None,
         typer.Option(help="Tokens of the whole run (10e9, 10B): days, cost, energy by precision."),
@@ -90,7 +92,9 @@ def estimate(
     around = {"pcie": pcie, "cpu_bandwidth": cpu_bandwidth, "cpu_cores": cpu_cores}
     names = (gpu, *others)
     machines = [machine_of(name, memory_gib=memory, gpus=gpus, **around) for name in names]
-    checked = load_recipe(recipe, overrides or ())
+    rows = {"images_per_row": images, "image_size": image_size}
+    taken = [f"data.{key}={value}" for key, value in rows.items() if value is not None]
+    checked = load_recipe(recipe, [*(overrides or ()), *taken])
     days = None
     if budget is not None:
         with busy(output(stderr=True), "predicting days in each precision"):

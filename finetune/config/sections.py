@@ -112,6 +112,16 @@ class DataConfig(Section):
         "`train.per_device_train_batch_size`, and the length of packed rows, down to the longest "
         "row; left out, or where the first or a larger second is typed: they stay as they are",
     )
+    images_per_row: NonNegativeInt | None = Field(
+        default=None,
+        description="images that `estimate` takes each row to have; left out: 1 if `train` sizes "
+        "images (`max_pixels`, `min_pixels`), else none",
+    )
+    image_size: str = Field(
+        default="1024x768",
+        pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$",
+        description="pixels that `estimate` takes these images to have, width x height",
+    )
     prompts: tuple[str, ...] = Field(
         default=(), description="questions that the model answers at each evaluation and at the end"
     )

@@ -19,6 +19,7 @@ from finetune.config.schema import RunConfig
 from finetune.data.auto_length import load_recipe
 from finetune.errors import ConfigError
 from finetune.estimator.changes import with_length
+from finetune.estimator.images import with_images
 from finetune.estimator.limits import limits
 from finetune.estimator.measured import measured_pair
 from finetune.estimator.memory.footprint import Fit
@@ -332,6 +333,8 @@ def estimate(
     cpu_bandwidth: float | None = None,
     cpu_cores: int | None = None,
     length: int | None = None,
+    images: int | None = None,
+    image_size: str | None = None,
     tokens: int | None = None,
     price: float | None = None,
     changes: bool | None = None,
@@ -352,6 +355,8 @@ def estimate(
             a desktop's.
         length: Tokens of the longest row; default: `train.max_length`. Of a prompt and its answer
             where the model writes answers; default: twice `train.max_completion_length`.
+        images, image_size: Images of each row, and their size in pixels (`1024x768`); default:
+            `data.images_per_row` and `data.image_size`.
         tokens: Tokens of the whole run, for its time and cost; default: `data.max_tokens`, or
             from `train.max_steps`.
         price: Price per GPU and hour; default: the table's, if set there.
@@ -379,6 +384,7 @@ def estimate(
     # Before anything is predicted: all of what follows is about rows of this length.
     if length is not None:
         config = with_length(config, length)
+    config = with_images(config, images, image_size)
     check_sizes(config)
     prediction = predict(config, machine, whole=whole)
     if price is None and machine.gpu is not None:
@@ -386,8 +392,8 @@ def estimate(
     steps, tokens = int(config.train.max_steps), tokens or config.data.max_tokens
     if tokens is None and steps > 0 and prediction.timing is not None:
         tokens = steps * prediction.timing.tokens * machine.count
-    # What was measured was measured at the recipe's own length.
-    recipe = run if isinstance(run, Recipe) and length is None else None
+    # What was measured was measured at the recipe's own length, and of its own rows.
+    recipe = run if isinstance(run, Recipe) and length is images is image_size is None else None
     return Estimate(
         name,
         prediction,

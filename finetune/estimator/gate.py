@@ -28,6 +28,7 @@ from finetune.config.train_keys import TrainSection
 from finetune.config.train_section import with_checkpointing
 from finetune.errors import FinetuneError, MemoryShortError, PrecisionError, RehearsalError
 from finetune.estimator.changes import as_typed, freeing, length_of, rows_of, with_length
+from finetune.estimator.images import images_of
 from finetune.estimator.memory.overheads import pinned_bytes
 from finetune.estimator.predict import Prediction, predict_whole
 from finetune.hardware.device import (
@@ -369,7 +370,8 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     from torch import nn
 
     length, (rows, times) = length_of(config), rows_of(config)
-    if length is None or config.train.teacher_model_name_or_path:  # of any size
+    # Teachers are of any size, and of an image a tower may keep more than a decoder.
+    if length is None or config.train.teacher_model_name_or_path or images_of(config):
         return math.inf
     rows *= times if method_of(config.train).writes else 1  # written at once
     tokens = rows * method_of(config.train).texts * int(length)

@@ -13,11 +13,13 @@ from finetune.config.methods import method_of
 from finetune.config.optimizers import chosen
 from finetune.config.sft import fsdp_settings, padding_free
 from finetune.estimator.changes import attends_by_mask, length_of
+from finetune.estimator.images import images_of
 from finetune.estimator.predict import Prediction
 from finetune.hardware.device import shown_capability, varlen_kernel
 from finetune.hardware.requirements import TAKEN, pays_to_compile
 from finetune.hardware.versions import torch_of_gpus
 from finetune.storage.pretrained import load_shape
+from finetune.storage.processors import takes_images
 from finetune.units import GIB
 
 ONE_MACHINE = (
@@ -163,6 +165,11 @@ def _with_figures(of: Prediction) -> Iterator[str]:
             "8.0): torch converts each operand, and steps take longer than predicted, which is for "
             "FP16; precision.compute=fp16"
         )
+    if takes_images(load_shape(config.model)):
+        images = images_of(config)
+        said = f"each row is taken to have {images}" if images else "rows are taken to be text"
+        said = "images of prompts are not counted" if _writes(of) else said
+        yield f"{said}; --images and --image-size (of the data's largest) say otherwise"
     if _writes(of):
         answer, length = config.train.max_completion_length, length_of(config)
         yield (

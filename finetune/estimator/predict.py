@@ -20,6 +20,7 @@ from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.train_section import check_batch, decides_checkpointing, with_checkpointing
 from finetune.errors import ConfigError, FinetuneError, PlanError
+from finetune.estimator.images import images_of
 from finetune.estimator.memory import footprint as sizes
 from finetune.estimator.memory.footprint import Fit, Footprint
 from finetune.estimator.memory.sharding import device_footprint, shares_model
@@ -134,13 +135,15 @@ def predict_fast(config: RunConfig, machine: Machine) -> Prediction:
     shape, resolution = load_shape(config.model), resolve_there(config.precision, machine)
     layers = int(shape.get_text_config(decoder=True).num_hidden_layers)
     # Two points make a line, which is exact where each further layer adds the same.
-    if layers > FEW[1] and are_alike(shape) and are_treated_alike(config):
+    if layers > FEW[1] + _more_at_first(shape) and are_alike(shape) and are_treated_alike(config):
         # A rule for a late layer (keep, map, last_n) is rejected in a model without that layer.
         with contextlib.suppress(PlanError):
-            few, more = (_rehearsed(config, machine, resolution, layers=n) for n in FEW)
+            depths = [n + _more_at_first(shape) for n in FEW]
+            few, more = (_rehearsed(config, machine, resolution, layers=n) for n in depths)
             if few.parameters < more.parameters:  # else layers share their weights
                 few, more = (_step(r, config, machine, resolution) for r in (few, more))
-                return _at_its_highest(_extrapolated(few, more, layers))
+                times = (layers - depths[0]) / (depths[1] - depths[0])
+                return _at_its_highest(_extrapolated(few, more, times))
     return predict_whole(config, machine)
 
 
@@ -192,6 +195,7 @@ def _rehearsed(
         sharded, layers, padded, precision.compute == "fp8" and compiles(precision, device),
         precision.model_dump_json(exclude={"compile"}),
         given.model_dump_json(exclude={"data": True, "eval": True, "precision": {"compile"}}),
+        images_of(config),
         # A key of text: configurations are not hashable, and equal ones of two calls shall be one
         # rehearsal. Whatever a rehearsal reads has to be in it, or a search would answer for
         # another run.
@@ -232,9 +236,8 @@ def in_eager_kernels(trace: Trace) -> Trace:
     return replace(trace, events=events, storages=trace.storages | passing)
 
 
-def _extrapolated(few: Prediction, more: Prediction, layers: int) -> Prediction:
-    """The step of a model with all its layers, from those with `FEW`."""
-    times = (layers - FEW[0]) / (FEW[1] - FEW[0])
+def _extrapolated(few: Prediction, more: Prediction, times: float) -> Prediction:
+    """The step of a model with as many layers more than `few` as `more` has, `times` over."""
 
     def grown(a: int, b: int) -> int:
         return round(a + times * (b - a))
@@ -266,6 +269,12 @@ def are_alike(shape: PretrainedConfig) -> bool:
     # A period of 1 means that all layers are of the kind.
     turns = any(int(getattr(text, name, None) or 1) > 1 for name in _IN_TURN)
     return not (mixed or uneven or turns)
+
+
+def _more_at_first(shape: PretrainedConfig) -> int:
+    """First decoder layers that are added something of an image, as by Qwen3-VL's tower."""
+    tower = getattr(shape, "vision_config", None)
+    return len(getattr(tower, "deepstack_visual_indexes", None) or ())
 
 
 _UNEVEN = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_freq", "num_kv_shared_layers")

@@ -15,6 +15,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.paths import SHAPES
 from finetune.errors import ConfigError, first_line
 from finetune.storage.pretrained import load_shape, loading, locate
 
@@ -72,12 +73,7 @@ def load_processor(
 
     kind, source = processor_class(load_shape(model)), locate(model)
     if kind is None:
-        raise ConfigError(
-            f"the model {model.name!r} reads text alone",
-            where="model.name",
-            why="Transformers knows no image processor for it, and there are images to read",
-            fix="a vision-language model, such as model.name=Qwen/Qwen3-VL-4B-Instruct",
-        )
+        raise _reads_text(model.name)
     videos = _libraries(model.name)
     options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with loading(source):
@@ -96,6 +92,37 @@ def load_processor(
     if stored is not None and not videos:
         made.video_processor = stored  # a mapping, which is saved as it is
     return made
+
+
+def image_processor(model: ModelConfig, **pixels: int | None) -> Any:
+    """What makes numbers of a model's images, without a tokenizer: for counting them beforehand.
+
+    That of a shape in the package is packaged beside it. Arguments and errors are those of
+    `load_processor`.
+    """
+    from transformers import AutoImageProcessor
+
+    if not takes_images(load_shape(model)):
+        raise _reads_text(model.name)
+    _libraries(model.name)
+    source = locate(model)
+    packaged = SHAPES / "processors" / source.replace("/", "--")
+    with loading(source):
+        found = AutoImageProcessor.from_pretrained(
+            str(packaged) if packaged.is_dir() else source,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+        )
+    return _sized(found, pixels, model.name)
+
+
+def _reads_text(name: str) -> ConfigError:
+    return ConfigError(
+        f"the model {name!r} reads text alone",
+        where="model.name",
+        why="Transformers knows no image processor for it, and there are images to read",
+        fix="a vision-language model, such as model.name=Qwen/Qwen3-VL-4B-Instruct",
+    )
 
 
 def _libraries(name: str) -> bool:

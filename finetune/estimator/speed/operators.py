@@ -16,8 +16,8 @@ Eager PyTorch launches one kernel per operator, which reads each input and write
 `finetune.estimator.speed.fusion` says which of them a compiler joins. A multiply-add counts as two
 FLOPs.
 
-Limits: unlisted operators count as pointwise, convolutions among them, so models with large
-convolutions are predicted too fast.
+A convolution is a product of each output pixel's inputs, as a tower's of patches is. Limits:
+unlisted operators count as pointwise, gradients of convolutions among them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def words(text: str) -> frozenset[str]:
 
 _GEMMS = words(
     "mm addmm addmm_ addmm_fp32 bmm baddbmm linear matmul _scaled_mm scaled_mm _int_mm "
-    "_grouped_mm _scaled_grouped_mm fp8_mm mxfp8_mm nvfp4_mm blockwise_mm"
+    "_grouped_mm _scaled_grouped_mm fp8_mm mxfp8_mm nvfp4_mm blockwise_mm convolution"
 )
 _REDUCTIONS = words(
     "sum mean amax amin max min norm linalg_vector_norm var var_mean _softmax _log_softmax "
@@ -194,6 +194,9 @@ def product_of(op: Op) -> MatrixProduct | None:
     if kind_of(op) != "gemm" or len(matrices) < 2:
         return None
     output = (op.outputs or op.inputs)[0].shape
+    if name == "convolution":  # [B, C, ...] with kernels [N, C, ...]: a product for each pixel
+        (n, *kernel), pixels = matrices[1].shape, math.prod(output) // output[1]
+        return MatrixProduct(1, pixels, n, math.prod(kernel), _precision(op, matrices[0]))
     # `addmm(bias, a, b)`: the matrix that is added comes first.
     if name.startswith(("addmm", "baddbmm")) and len(matrices) >= 3:
         matrices = matrices[1:]

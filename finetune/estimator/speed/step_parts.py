@@ -25,7 +25,7 @@ from finetune.estimator.speed.operators import (
     product_of,
     words,
 )
-from finetune.estimator.trace.trace import Op
+from finetune.estimator.trace.trace import OF_IMAGES, Op
 
 
 class StepPart(StrEnum):
@@ -39,6 +39,8 @@ class StepPart(StrEnum):
     """The last linear, over the vocabulary, and the loss."""
     FP8_CASTS = "FP8 casts"
     """Preparation of FP8 operands: amax, scales, casts, transposes."""
+    IMAGES = "images"
+    """All work of a tower for images and of its projector."""
     DEQUANTIZE = "dequantization"
     POINTWISE = "pointwise"
     """Norms, activations, rotary embeddings, residual sums, their backward."""
@@ -79,6 +81,7 @@ class StepPart(StrEnum):
 _PROFILED_AS = {
     StepPart.ADAPTERS: StepPart.GEMM,
     StepPart.HEAD: StepPart.GEMM,
+    StepPart.IMAGES: StepPart.GEMM,
     StepPart.FP8_CASTS: StepPart.CASTS,
     StepPart.DEQUANTIZE: StepPart.CASTS,
     StepPart.POINTWISE: StepPart.ELEMENTWISE,
@@ -121,6 +124,8 @@ def _class(
     op: Op, carriers: set[str], ranks: set[int], vocabulary: int, head: set[int]
 ) -> StepPart:
     kind, name = kind_of(op), base_name(op)
+    if op.module.startswith(OF_IMAGES):
+        return StepPart.IMAGES
     if kind in _BY_KIND:
         return _BY_KIND[kind]
     # in backward a GEMM's module is that of one of its operands: its rank is more reliable
@@ -200,7 +205,8 @@ def _head(ops: Sequence[Op]) -> tuple[int, set[int]]:
             continue
         if base_name(op) == "embedding" and len(op.inputs[0].shape) == 2:
             vocabulary = max(vocabulary, op.inputs[0].shape[0])
-        if kind_of(op) == "gemm" and not in_layer(op.module):
+        outside = not (in_layer(op.module) or op.module.startswith(OF_IMAGES))
+        if kind_of(op) == "gemm" and outside:
             # What nothing in the step has made is a parameter.
             weights |= {o.storage for o in op.inputs if o.storage not in made}
         made |= {operand.storage for operand in op.outputs}

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from finetune.config.train_keys import TrainerArguments
 
@@ -78,3 +79,11 @@ def tensors_of(batches: list[Batch]) -> list[Tensor]:
     """Tensors of batches; rows that the model writes are none yet."""
     found = (value for batch in batches if isinstance(batch, dict) for value in batch.values())
     return [value for value in found if isinstance(value, Tensor)]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A tensor of its own, with values if the other has them."""
+    if isinstance(tensor, FakeTensor):
+        return torch.empty_like(tensor)
+    with unset_fake_temporarily():
+        return tensor.clone()

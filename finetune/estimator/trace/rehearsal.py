@@ -37,7 +37,8 @@ from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, settings_in
 from finetune.errors import FinetuneError, RehearsalError, first_line
-from finetune.estimator.trace.batch import DOCUMENTS, tensors_of
+from finetune.estimator.images import images_of, pixels_of
+from finetune.estimator.trace.batch import DOCUMENTS, copied, tensors_of
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
     choose_attention,
@@ -53,6 +54,7 @@ from finetune.estimator.trace.fsdp_groups import (
     cast_to,
     model_groups,
 )
+from finetune.estimator.trace.images import add_images
 from finetune.estimator.trace.isolation import isolated_process
 from finetune.estimator.trace.rehearsal_trainer import rehearsal_trainer
 from finetune.estimator.trace.stand_ins import (
@@ -76,6 +78,7 @@ from finetune.precision.planner import plan as make_plan
 from finetune.precision.stored.masters import Master
 from finetune.precision.stored.trained import TrainedEngine
 from finetune.storage.pretrained import load_shape
+from finetune.storage.processors import image_processor
 from finetune.training.helper.compute_types import AUTOCAST
 from finetune.training.helper.references import References, layers_of
 from finetune.training.model import (
@@ -184,6 +187,10 @@ def rehearse(
             trainer = rehearsal_trainer(
                 model, config, Path(folder), teacher, padded=padded, documents=documents
             )
+        if (images := images_of(config)) is not None:
+            processor = image_processor(config.model, **pixels_of(config))
+            for batch in trainer.batches:
+                add_images(batch, model, processor, images)
         # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
         if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)
@@ -207,7 +214,7 @@ def rehearse(
         # Real ids: their values decide what a collator and a loss do.
         with unset_fake_temporarily():  # the trainer fetches all micro-batches before the first
             batch = tensors_of(trainer.batches)
-            waiting = [x.clone() for _ in range(trainer.micro_batches - 1) for x in batch]
+        waiting = [copied(x) for _ in range(trainer.micro_batches - 1) for x in batch]
         trainer.recorder = Recorder(model, [*batch, *waiting], beside=beside)
         if isinstance(conversion.engine, TrainedEngine):
             trainer.masters = conversion.engine.masters

@@ -37,6 +37,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from finetune.precision.model.layers import without_adapters
+from finetune.precision.model.towers import modules_beside
+
 # fmt: off
 Phase = Literal[
     "forward", "reference", "recompute", "backward", "optimizer", "prompt", "token",
@@ -191,6 +194,8 @@ class Recorder(TorchDispatchMode):
         if model is not None:
             self._names = {id(m): n for n, m in model.named_modules(remove_duplicate=False)}
             self._names |= _left_out(model)
+            for module in self._names.keys() & modules_beside(without_adapters(model)):
+                self._names[module] = OF_IMAGES + self._names[module]
             self.around = around_decoder(model)
             for tensor in (*model.parameters(), *model.buffers()):
                 self.add_initial(tensor)
@@ -400,6 +405,9 @@ class Recorder(TorchDispatchMode):
             storages[number].memory = "pageable"
 
     def _run(self, func: Any, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
+        if func in _PICKED and _may_pick(inputs):  # without values it picks everything
+            with unset_fake_temporarily():
+                return func(torch.ones(inputs[0].shape, dtype=torch.bool), *args[1:], **kwargs)
         real = all(type(t) is not FakeTensor for t in inputs)
         counts = inputs or _counts(func, args, kwargs, self.small)
         counts = counts or (func is _ZEROS and math.prod(args[0]) == self.rewards)
@@ -451,15 +459,20 @@ class Recorder(TorchDispatchMode):
         return last
 
 
+OF_IMAGES = "images:"
+"""What names of modules begin with in a tower for images and its projector."""
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _DEVICE = torch.ops.prim.device.default
 _INDEX = torch.ops.aten.index.Tensor
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_PICKED = {torch.ops.aten.sum.dim_IntList, torch.ops.aten.nonzero.default}
 _COUNTING = {getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")}
 _COUNTING |= {torch.ops.aten.randperm.default}
 _FULL, _ZEROS = torch.ops.aten.full.default, torch.ops.aten.zeros.default
 SMALL = 2**20
 """Most elements of an operator that runs on real tensors."""
+FEW = 2**12
+"""Most elements of a mask without values that is taken to pick all of them."""
 _NOTHING = {
     getattr(torch.ops.aten, name).default
     for name in ("detach", "alias", "lift_fresh", "_unsafe_view")
@@ -485,7 +498,12 @@ def _left_out(model: nn.Module) -> dict[int, str]:
 
 def around_decoder(model: nn.Module) -> set[str]:
     """Names of the modules that run before and after the decoder: the roots, and the head."""
-    lists = [(len(m), n) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    beside = modules_beside(without_adapters(model))  # a tower may be deeper than the decoder
+    lists = [
+        (len(m), n)
+        for n, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and id(m) not in beside
+    ]
     if not lists:
         return {""}
     decoder = max(lists)[1].rpartition(".")[0]
@@ -504,6 +522,12 @@ def _is_small(inputs: list[Tensor], most: int) -> bool:
         # Broadcast against each other, small operands may make something large.
         outer *= max(dims)
     return outer <= most
+
+
+def _may_pick(inputs: list[Tensor]) -> bool:
+    """True of a mask whose values are not there, of so few elements that code may count them."""
+    mask = inputs[0]
+    return type(mask) is FakeTensor and mask.dtype is torch.bool and mask.numel() <= FEW
 
 
 def _counts(func: Any, args: Any, kwargs: Any, most: int) -> bool:

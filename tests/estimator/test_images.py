@@ -1,0 +1,79 @@
+"""Images in a rehearsal: tokens as the processor gives them, and memory as it is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from finetune.config.schema import RunConfig
+from finetune.errors import ConfigError
+from finetune.estimator.images import Images, images_of, with_images
+from finetune.estimator.trace.fake_cuda import to_fake, without_memory
+from finetune.estimator.trace.images import add_images
+from tests.benchmarks.predicted_images import run
+from tests.image_models import FAMILIES, FOUR, processor_of, tiny_image_model
+
+
+def _rehearsed(home: Path, processor: Any, images: Images, length: int = 128) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    ones = torch.ones(2, length, dtype=torch.long)
+    batch: dict[str, Any] = {"input_ids": ones, "labels": ones.clone()}
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(home))
+    with without_memory():
+        to_fake(model)
+        add_images(batch, model, processor, images)
+    return batch | {"image": model.config.image_token_id}
+
+
+@pytest.mark.slow  # a processor and a tower of each of five families
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rehearsed_row_has_the_image_tokens_that_the_processor_writes(
+    family: str, tmp_path: Path
+):
+    home = tiny_image_model(family, tmp_path, weights=False)
+    processor, images = processor_of(home), Images(2, 96, 64)
+    batch = _rehearsed(home, processor.image_processor, images)
+    blank = Image.new("RGB", (96, 64), (1, 1, 1))
+    text, of_row = FAMILIES[family][1] * 2, [blank] * 2
+    real = processor(images=[of_row, of_row], text=[text, text], return_tensors="pt")
+    here, there = (x["input_ids"] == batch["image"] for x in (batch, real))
+    assert here.sum(1).tolist() == there.sum(1).tolist()
+    assert (batch["labels"] == -100).equal(here)
+    inputs = [k for k in real if k not in ("input_ids", "attention_mask", "num_crops")]
+    for name in inputs:
+        if "token_type" in name:
+            assert (batch[name] == 1).equal(here)
+        else:
+            assert (batch[name].shape, batch[name].dtype) == (real[name].shape, real[name].dtype)
+
+
+def test_a_row_that_would_end_inside_an_image_is_refused(tmp_path: Path):
+    home = tiny_image_model("gemma3", tmp_path, weights=False)
+    processor = processor_of(home).image_processor
+    with pytest.raises(ConfigError, match="9 images of 96x64 take 9 tokens of a row"):
+        _rehearsed(home, processor, Images(9, 96, 64), length=16)
+
+
+def test_images_are_those_that_settings_say():
+    config = RunConfig.model_validate(
+        {"model": {"name": "Qwen/Qwen3-VL-8B-Instruct"}, "data": {"name": "builtin:harbour"},
+         "train": {"max_steps": 1}}
+    )  # fmt: skip
+    assert images_of(config) is None
+    assert images_of(with_images(config, 2, "640x480")) == (2, 640, 480)
+    sized = config.model_copy(update={"train": type(config.train)({"max_pixels": 65536})})
+    assert images_of(sized) == (1, 1024, 768)
+
+
+@pytest.mark.slow  # a run each
+@pytest.mark.parametrize("family", FOUR)
+def test_memory_of_a_step_on_images_is_predicted_within_a_percent(family: str):
+    found = run(family, ["tiny_lora_fp8"])
+    assert abs(found["error"]) < 0.01
+    assert found["without"] < -0.01  # of which the images are more than that
