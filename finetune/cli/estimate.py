@@ -34,9 +34,7 @@ def estimate(
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="H100, 4090, A100-80GB, ...; with --tokens several: H100,B200. Left out: here."
-        ),
+        typer.Option(help="H100, 4090, A100-80GB, ..., or several: H100,4090. Left out: here."),
     ] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of one GPU.")] = None,
     gpus: Annotated[int, typer.Option(help="How many.")] = 1,
@@ -88,7 +86,7 @@ def estimate(
     from finetune.data.auto_length import load_recipe
     from finetune.hardware.gpus import machine_of
 
-    budget, (gpu, *others) = _tokens(tokens), _named(gpu, tokens=tokens, price=price)
+    budget, (gpu, *others) = _tokens(tokens), _named(gpu, fit=fit, price=price)
     around = {"pcie": pcie, "cpu_bandwidth": cpu_bandwidth, "cpu_cores": cpu_cores}
     names = (gpu, *others)
     machines = [machine_of(name, memory_gib=memory, gpus=gpus, **around) for name in names]
@@ -106,6 +104,16 @@ def estimate(
 
         if fit is not None:
             result = _searched(fit, checked.config, machines[0], gpu)
+        elif others and budget is None:
+            from finetune.estimator.search import compared
+
+            refuse(
+                {"--changes": changes, "--whole": whole},
+                "is of one GPU",
+                where=f"--gpu {gpu},{','.join(filter(None, others))}",
+                fix=f"--gpu {gpu}, or leave it out",
+            )
+            result = compared(checked.config, machines)
         else:
             where = {"gpu": gpu, "memory_gib": memory, "gpus": gpus, **around}
             try:
@@ -150,14 +158,14 @@ def _tokens(text: str | None) -> int | None:
     return found
 
 
-def _named(gpu: str | None, *, tokens: str | None, price: float | None) -> list[str | None]:
-    """The GPUs that were named, between commas; several only where days are compared."""
+def _named(gpu: str | None, *, fit: Fit | None, price: float | None) -> list[str | None]:
+    """The GPUs that were named, between commas; one for a search."""
     names: list[str | None] = [None] if gpu is None else [x.strip() for x in gpu.split(",")]
-    if len(names) > 1 and tokens is None:
+    if len(names) > 1 and fit is not None:
         raise ConfigError(
-            "several GPUs are compared by the days that a number of tokens takes",
+            f"--fit {fit} takes one GPU",
             where=f"--gpu {gpu}",
-            fix=f"--tokens 10e9; or --gpu {names[0]}; --fit gpu looks for the best one",
+            fix=f"--gpu {names[0]}; or leave out --fit, and these are compared",
         )
     if len(names) > 1 and price is not None:
         raise ConfigError(

@@ -22,7 +22,7 @@ capability, another any number of GPUs. The best GPU is found by exhaustion, the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -292,8 +292,12 @@ def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> G
     an hour with 1,000 tokens/s (0.22 per million) comes before an H100 at 3.0 with 2,500 (0.33),
     and both before an H200 without a price.
     """
+    return compared(config, map(machine_of, gpus_with_own() if gpus is None else gpus))
+
+
+def compared(config: RunConfig, machines: Iterable[Machine]) -> GpuChoices:
+    """Rank machines as `cheapest_gpu` does."""
     check_sizes(config)
-    machines = map(machine_of, gpus_with_own() if gpus is None else gpus)
     found = sorted(
         (GpuChoice((), machine, *tried(predict, config, machine)) for machine in machines),
         key=_rank,

@@ -50,7 +50,8 @@ def test_a_precision_that_cannot_run_there_is_a_dash_with_its_reason(cli):
     [
         (("--tokens", "ten"), "10e9, 10B"),
         (("--tokens", "0"), "10e9, 10B"),
-        (("--gpu", "H100,4090"), "--tokens 10e9"),
+        (("--gpu", "H100,4090", "--fit", "gpus"), "--gpu H100"),
+        (("--gpu", "H100,4090", "--whole"), "--gpu H100, or leave it out"),
         (("--gpu", "H100,4090", "--tokens", "1B", "--price", "2"), "price_usd_per_hour"),
         (("--gpu", "H100,H10000", "--tokens", "1B"), "did you mean"),
     ],

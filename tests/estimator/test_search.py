@@ -275,3 +275,11 @@ def _shown(found) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(found)
     return console.export_text()
+
+
+@pytest.mark.slow
+def test_gpus_that_are_named_are_compared(cli):
+    done = cli("estimate", "tiny_full_bf16", "--gpu", "4090,H100", "--json")
+    choices = json.loads(done.out)["choices"]
+    assert [one["device"] for one in choices] == ["H100", "RTX 4090"]
+    assert choices[0]["tokens_per_s"] > choices[1]["tokens_per_s"]
