@@ -365,11 +365,11 @@ def reference(given: Any, rules: Rules) -> Reference:
 
 def _of_struct(given: dict[str, Any], rules: Rules) -> Reference:
     """Of Hugging Face's struct, OpenAI's `{"url": ...}` or Anthropic's source."""
-    content = given.get("bytes")
-    if isinstance(content, str):  # bytes in JSON can only be base64
-        return {"bytes": _from_base64(content), "path": None}
-    if content is not None:
-        return {"bytes": bytes(content), "path": None}
+    content, path = given.get("bytes"), given.get("path")
+    if content is not None:  # as text, in JSON, they can only be base64
+        content = _from_base64(content) if isinstance(content, str) else bytes(content)
+        # Of the path the name is left, by which a message calls it.
+        return {"bytes": content, "path": path if isinstance(path, str) else None}
     for key in ("url", "path", "data", "base64", "image_url"):
         if isinstance(given.get(key), str):
             return _of_text(given[key].strip(), rules, bare=key in ("data", "base64"))
@@ -386,7 +386,9 @@ def _of_text(text: str, rules: Rules, *, bare: bool = False) -> Reference:
     if bare or text.startswith(BASE64_OF):
         return {"bytes": _from_base64(text), "path": None}
     if scheme in ("http", "https"):
-        return {"bytes": fetched(text, rules), "path": None}
+        return {"bytes": fetched(text, rules), "path": text}
+    if rules.inside and text.rpartition("::")[2].startswith("hf://"):  # streamed from the hub
+        return {"bytes": _from_hub(text), "path": text}
     if scheme == "file":
         text, scheme = url2pathname(urlsplit(text).path), ""
     if scheme:
@@ -466,6 +468,20 @@ MOST_BYTES = 64 << 20
 """Bytes of a file that is fetched: a photograph of the most pixels has about 30 MB."""
 TRIES, WAITS, TIME_LIMIT = 3, 1.0, 20.0
 """Times that a server is asked, seconds between, and seconds that it may be silent."""
+
+
+def _from_hub(address: str) -> bytes:
+    """A file of a data set on the hub, perhaps in an archive, which `datasets` names like this."""
+    import fsspec
+
+    try:
+        with fsspec.open(address, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise BadRowError(f"the image {address[:200]!r} could not be fetched: {error}") from None
+    if len(content) > MOST_BYTES:
+        raise BadRowError(f"the image {address[:200]!r} has more than {MOST_BYTES >> 20} MiB")
+    return content
 
 
 def fetched(url: str, rules: Rules) -> bytes:

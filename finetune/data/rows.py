@@ -63,6 +63,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+CAPTIONS = "captions of images"
+"""Format of rows with an image and a text, which is the answer."""
+
+
 @dataclass(frozen=True)
 class Form:
     """What rows are brought into a format by: columns by `data`, turns by the tokenizer."""
@@ -89,6 +93,7 @@ def formatted(
         read = _text_columns(kind, rows.column_names)
         rules = replace(rules, state=files_state(rows, read, rules))
         convert = _showing(kind, convert, read, rules, source)
+        kind = CAPTIONS if kind == "text" else kind
     skips, tokenized = form.data.on_bad_row == "skip", kind == "tokenized"
     refused: dict[int, str] = {}
     if skips or tokenized:
@@ -413,6 +418,7 @@ def _known(kind: str, given: list[str]) -> list[str]:
             "unpaired": [*itertools.chain(*PAIRS.values()), *TURNS, *LABELS, *CONTEXT, *SYSTEM],
             "prompts": given,  # a reward may look at any of them
             "text": ["text"],
+            CAPTIONS: ["text"],
         }.get(kind)
         or [*PAIRS[kind], *CONTEXT[: 2 * (PAIRS[kind][0] == "instruction")], *SYSTEM, "history"]
     )

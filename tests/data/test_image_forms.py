@@ -19,8 +19,10 @@ from PIL import Image
 
 from finetune.config.methods import METHODS
 from finetune.config.sections import DataConfig
+from finetune.data import image_forms
+from finetune.data.chat import BadRowError
 from finetune.data.dataset import load_data
-from finetune.data.image_forms import Rules, fetched
+from finetune.data.image_forms import Rules, fetched, reference
 from finetune.data.images import opened
 from finetune.errors import DataError
 
@@ -220,6 +222,7 @@ def test_a_folder_of_pictures_is_read_by_its_metadata(reader, folder, kind) -> N
     found = read(reader, "sub")
     assert sorted(map(told, found.train)) == sorted(f"u:{c} a:{c}" for c in COLOURS)
     assert not found.notes
+    assert found.description.startswith("captions of images, 3 training rows")
 
 
 def test_a_name_in_two_folders_is_no_guess(reader, folder) -> None:
@@ -259,9 +262,6 @@ def test_parquet_and_saved_sets_hand_out_references(reader, folder, kind, stream
 
 
 def test_rows_of_others_name_no_file_of_the_user(tmp_path) -> None:
-    from finetune.data.chat import BadRowError
-    from finetune.data.image_forms import reference
-
     inside = tmp_path / "set"
     inside.mkdir()
     (tmp_path / "private.png").write_bytes(png("red"))
@@ -321,9 +321,6 @@ def test_a_mixture_with_images_has_one_form(reader) -> None:
 
 
 def test_urls_are_fetched_where_they_are_wished_for(monkeypatch) -> None:
-    from finetune.data import image_forms
-    from finetune.data.chat import BadRowError
-
     asked: list[str] = []
 
     def answer(request: Any, timeout: float) -> io.BytesIO:
@@ -343,6 +340,26 @@ def test_urls_are_fetched_where_they_are_wished_for(monkeypatch) -> None:
         with pytest.raises(BadRowError, match=why):
             fetched(f"https://x.org/{name}.png", wished)
     assert len(asked) == 2 + image_forms.TRIES
+
+
+def test_a_stream_from_the_hub_hands_out_bytes_of_its_files(monkeypatch) -> None:
+    addresses: list[str] = []
+
+    def opened_there(address: str, mode: str) -> io.BytesIO:
+        addresses.append(address)
+        if "gone" in address:
+            raise FileNotFoundError(address)
+        return io.BytesIO(png("red"))
+
+    monkeypatch.setattr("fsspec.open", opened_there)
+    inside = Rules(inside=(Path("/cache"),))
+    for address in ("hf://datasets/a/b@main/x.png", "zip://x.png::hf://datasets/a/b@main/x.zip"):
+        assert reference({"bytes": None, "path": address}, inside)["bytes"] == png("red")
+    with pytest.raises(BadRowError, match="could not be fetched"):
+        reference("hf://datasets/a/b@main/gone.png", inside)
+    with pytest.raises(BadRowError, match="not read"):  # of a file of one's own nothing is fetched
+        reference("hf://datasets/a/b@main/x.png", Rules())
+    assert len(addresses) == 3
 
 
 def test_places_and_pictures_agree_or_the_row_is_refused(reader, folder) -> None:
