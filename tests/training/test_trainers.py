@@ -31,6 +31,7 @@ SLOW = [
     ("DPO", "full"),
     (SYNCHRONIZED, "full"),
     ("GRPO", "LoRA"),
+    ("SFT, images", "LoRA"),
     *((f"Trainer, {of}", "LoRA") for of in ("seq2seq (T5)", "vision (ViT)")),
 ]
 REST = [row for row in ROWS if row not in QUICK + SLOW]
