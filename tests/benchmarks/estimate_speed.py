@@ -24,15 +24,15 @@ IMPORTS = "import gc, os; gc.disable(); import trl.trainer.sft_trainer; os._exit
 POINT = """
 import json, resource, sys, time
 from finetune.estimator.predict import predict_fast
-from finetune.hardware.gpus import place_of
+from finetune.hardware.gpus import machine_of
 from finetune import load_recipe
 from finetune.config.recipe import with_overrides
-config, place = load_recipe(sys.argv[1]).config, place_of("H100")
-predict_fast(config, place)
+config, machine = load_recipe(sys.argv[1]).config, machine_of("H100")
+predict_fast(config, machine)
 times = []
 for rows in (1, 2, 3):
     started = time.perf_counter()
-    predict_fast(with_overrides(config, (f"train.per_device_train_batch_size={rows}",)), place)
+    predict_fast(with_overrides(config, (f"train.per_device_train_batch_size={rows}",)), machine)
     times.append(time.perf_counter() - started)
 print(json.dumps([min(times), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]))
 """
