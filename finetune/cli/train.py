@@ -24,6 +24,7 @@ from finetune.cli import (
     RunsFolder,
     TrustCode,
 )
+from finetune.cli.serving import URLS
 from finetune.config.generation import generation
 from finetune.config.paths import find_recipe, refuse_folder
 from finetune.config.recipe import Recipe
@@ -225,6 +226,9 @@ def serve(
         typer.Argument(metavar="[-- OPTION...]", help="Options of `transformers serve`."),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    image_urls: Annotated[
+        bool, typer.Option(URLS, help="Fetch images that requests name by URL.")
+    ] = False,
     trust_remote_code: TrustCode = False,
     out: RunsFolder = Path("runs"),
 ) -> None:
@@ -247,14 +251,14 @@ def serve(
         if not folder.is_dir():
             code = {"trust_remote_code": trust_remote_code}
             export_run(found.folder, "merged", folder, console=output(stderr=True), **code)
-    words = ["serve", str(folder), "--port", str(port), *(options or ())]
+    words = ["serve", str(folder), "--port", str(port), *(options or ()), *[URLS] * image_urls]
     if trust_remote_code:
         words.append("--trust-remote-code")
     ask = """-d '{"messages": [{"role": "user", "content": "Hello."}]}'"""
     url = f"localhost:{port}/v1/chat/completions -H 'Content-Type: application/json'"
     output().print(whole(f"next: curl {url} {ask}"), crop=False)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "transformers.cli.transformers", *words])
+    os.execv(sys.executable, [sys.executable, "-m", "finetune.cli.serving", *words])
 
 
 # --------------------------------------------------------------------------------------- evaluate
