@@ -44,7 +44,7 @@ from finetune.analysis.report.elements import (
     signed,
 )
 from finetune.analysis.report.run_page import table_of
-from finetune.analysis.report.run_source import Question, RunSource
+from finetune.analysis.report.run_source import RunSource, ShownQuestion
 from finetune.config.measures import MEASURES
 from finetune.runs.card import without_paths
 from finetune.runs.folder import COMPARISON as FILE
@@ -275,9 +275,9 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}×"
 
 
-def _answers(firsts: Sequence[tuple[RunSource, str]]) -> dict[Question, list[tuple[Num, str]]]:
+def _answers(firsts: Sequence[tuple[RunSource, str]]) -> dict[ShownQuestion, list[tuple[Num, str]]]:
     """Last answers of the first seed of each side."""
-    prompts: dict[Question, list[tuple[Num, str]]] = {}
+    prompts: dict[ShownQuestion, list[tuple[Num, str]]] = {}
     for s, label in firsts:
         for prompt, said in s.answers.items():
             when, answer = said[-1]

@@ -51,7 +51,7 @@ LARGEST = 256 << 10
 """Bytes of an image that is embedded; the copies of a run have some 15 kB."""
 
 
-class Question(NamedTuple):
+class ShownQuestion(NamedTuple):
     """A prompt, its images as data URLs, what its row says, and the tokens of the question."""
 
     prompt: str
@@ -255,9 +255,9 @@ class RunSource(PageSource):
     # ------------------------------------------------------------------------------------- answers
 
     @property
-    def answers(self) -> dict[Question, list[tuple[Num, str]]]:
+    def answers(self) -> dict[ShownQuestion, list[tuple[Num, str]]]:
         """Answers to each prompt in the course of training, (when, answer), where they change."""
-        prompts: dict[Question, list[tuple[Num, str]]] = {}
+        prompts: dict[ShownQuestion, list[tuple[Num, str]]] = {}
         samples = self.run.samples
         for number, (step, pairs) in enumerate(samples, 1):
             when = f"step {step:,}" if step else "before training"
@@ -275,10 +275,10 @@ class RunSource(PageSource):
             shown[prompt] = [said[i] for i in dict.fromkeys(kept[i] for i in at)]
         return shown
 
-    def _asked(self, pair: dict[str, Any]) -> Question:
+    def _asked(self, pair: dict[str, Any]) -> ShownQuestion:
         images = filter(None, map(self._embedded, images_in(pair)))
         tokens = pair.get("tokens")
-        return Question(
+        return ShownQuestion(
             str(pair.get("prompt", "")), tuple(images), str(pair.get("expected", "")),
             tokens if isinstance(tokens, int) else None,
         )  # fmt: skip

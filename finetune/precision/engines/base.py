@@ -106,7 +106,7 @@ class Engine:
             self._low = before
 
     def attributes(self, module: nn.Module, layer: LayerPlan) -> dict[str, Any]:
-        """Attributes of the converted module, besides `fp8_backend`."""
+        """Attributes of the converted module, besides `fp8_engine`."""
         return {}
 
     def linear(self, module: nn.Module, layer: LayerPlan) -> Callable[..., Tensor]:
