@@ -23,7 +23,7 @@ from finetune.data.mixture import Part, concatenated, in_one_format, joined
 from finetune.data.rows import Form, SkippedLate, formatted, formatted_stream, unused_columns
 from finetune.data.sources import HELD_OUT, Source, files_of, reading, sources_of
 from finetune.data.undivided import undivided
-from finetune.errors import DataError, some
+from finetune.errors import DataError, DataNotFoundError, some
 from finetune.storage.pretrained import vocabulary_of
 
 if TYPE_CHECKING:
@@ -172,7 +172,19 @@ def load_data(
 
 
 def rules_of(source: Source, data: DataConfig) -> Rules:
-    """Where the pictures of a source are, and which may be read."""
+    """Where the pictures of a source are, and which may be read.
+
+    Raises:
+        DataNotFoundError: `data.image_folder` is none.
+    """
+    if data.image_folder and not user_path(data.image_folder).is_dir():
+        raise DataNotFoundError(
+            f"there is no folder {data.image_folder!r}",
+            where=f"data.image_folder: {user_path(data.image_folder).absolute()}",
+            why="paths of images would begin in it",
+            fix="~data.image_folder, where they begin in the folder of the rows' file; or a folder "
+            "that is there",
+        )
     named = (user_path(data.image_folder).absolute(),) if data.image_folder else ()
     beside = tuple(dict.fromkeys(file.absolute().parent for file in source.files))
     metadata = all(file.name.startswith("metadata.") for file in source.files)

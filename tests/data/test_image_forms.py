@@ -208,6 +208,8 @@ def test_paths_begin_in_the_folder_of_their_file_or_in_one_that_is_named(reader,
     with pytest.raises(DataError, match="row 1"):
         read(reader, "other/rows.jsonl")
     assert told(next(iter(read(reader, "other/rows.jsonl", image_folder=".").train)))
+    with pytest.raises(DataError, match="there is no folder 'gone'"):
+        read(reader, "other/rows.jsonl", image_folder="gone")
     for path in ("../sub/red.png", str(folder / RED), (folder / RED).as_uri(), "..\\sub\\red.png"):
         write({**row, "image": path}, to="other/rows.jsonl")
         assert told(next(iter(read(reader, "other/rows.jsonl").train))) == "u:red|What? a:A tug."
