@@ -236,7 +236,7 @@ TABLES = [
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("table", TABLES, ids=["turns", "captions", "preferences"])
+@pytest.mark.parametrize("table", [pytest.param(TABLES[0], marks=pytest.mark.slow), *TABLES[1:]])
 def test_every_malformed_row_ends_with_its_number_and_reason(reader, table) -> None:
     cases, good, method = table
     for name, (row, why) in cases.items():

@@ -24,7 +24,7 @@ from finetune.data.chat import BadRowError
 from finetune.data.dataset import load_data
 from finetune.data.image_forms import Rules, fetched, reference
 from finetune.data.images import opened
-from finetune.errors import DataError
+from finetune.errors import DataError, DataNotFoundError
 
 IN_PARTS = (
     "{% for turn in messages %}<|im_start|>{{ turn['role'] }}\n{% for part in turn['content'] %}"
@@ -208,7 +208,7 @@ def test_paths_begin_in_the_folder_of_their_file_or_in_one_that_is_named(reader,
     with pytest.raises(DataError, match="row 1"):
         read(reader, "other/rows.jsonl")
     assert told(next(iter(read(reader, "other/rows.jsonl", image_folder=".").train)))
-    with pytest.raises(DataError, match="there is no folder 'gone'"):
+    with pytest.raises(DataNotFoundError, match="there is no folder 'gone'"):
         read(reader, "other/rows.jsonl", image_folder="gone")
     for path in ("../sub/red.png", str(folder / RED), (folder / RED).as_uri(), "..\\sub\\red.png"):
         write({**row, "image": path}, to="other/rows.jsonl")
