@@ -49,7 +49,9 @@ from finetune.training.run.preflight import Planned, Preflight
 from finetune.units import GIB, MEMORY, size
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
 
     from finetune.precision.model.plan import PrecisionPlan
 
@@ -159,7 +161,7 @@ class MemoryForecast:
         """
         if batch is None:
             return {}
-        rows, length, padded, prompt = batch
+        rows, length, padded, prompt, arrays = batch
         train = run.config.train
         # A batch of pairs has two texts a row, and the recipe counts rows.
         rows //= method_of(train).texts
@@ -176,7 +178,7 @@ class MemoryForecast:
         try:
             # The measured batch, not the largest possible: a comparison of both would show how
             # short the rows were, not how good the prediction is.
-            found = _rehearsed(run, with_length(config, length), padded).footprint
+            found = _rehearsed(run, with_length(config, length), padded, arrays).footprint
         except FinetuneError as error:
             return {"predicted": f"not predicted: {error.what}"}
         values: dict[str, Any] = {
@@ -389,7 +391,13 @@ def most_bytes(config: RunConfig, model: Any, need: StaticMemory) -> float:
     return 2 * need.total + GIB / 2 + tokens * (ACTIVATION_BYTES * widths + SCORE_BYTES * scores)
 
 
-def _rehearsed(run: Preflight, config: RunConfig, padded: bool | None = None) -> Prediction:
+def _rehearsed(
+    run: Preflight,
+    config: RunConfig,
+    padded: bool | None = None,
+    arrays: Mapping[str, Tensor] | None = None,
+) -> Prediction:
     """Predict a run, or one with another batch, which leaves the precision plan as it is."""
     machine = this_machine(run.device, run.processes)
-    return predict_whole(config, machine, padded=padded, known=(run.resolution, run.plan))
+    known = run.resolution, run.plan
+    return predict_whole(config, machine, padded=padded, known=known, arrays=arrays)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from finetune.config.methods import method_of
@@ -115,15 +116,17 @@ def predict_whole(
     *,
     padded: bool | None = None,
     known: tuple[Resolution, PrecisionPlan] | None = None,
+    arrays: Mapping[str, Tensor] | None = None,
 ) -> Prediction:
     """Rehearse a whole model.
 
     Args:
         padded: rows differ in length; default: unless packed.
         known: the run's resolution and plan, if already made.
+        arrays: of the images of a batch, as `rehearse` takes them.
     """
     resolution, plan = known or (resolve_there(config.precision, machine), None)
-    whole = _rehearsed(config, machine, resolution, padded=padded, plan=plan)
+    whole = _rehearsed(config, machine, resolution, padded=padded, plan=plan, arrays=arrays)
     return _at_its_highest(_step(whole, config, machine, resolution))
 
 
@@ -175,6 +178,7 @@ def _rehearsed(
     layers: int | None = None,
     padded: bool | None = None,
     plan: PrecisionPlan | None = None,
+    arrays: Mapping[str, Tensor] | None = None,
 ) -> Rehearsal:
     """Rehearse a run, once for all machines with one kind of GPU, whatever its number and memory.
 
@@ -195,7 +199,7 @@ def _rehearsed(
         sharded, layers, padded, precision.compute == "fp8" and compiles(precision, device),
         precision.model_dump_json(exclude={"compile"}),
         given.model_dump_json(exclude={"data": True, "eval": True, "precision": {"compile"}}),
-        images_of(config),
+        images_of(config) if arrays is None else repr(arrays),
         # A key of text: configurations are not hashable, and equal ones of two calls shall be one
         # rehearsal. Whatever a rehearsal reads has to be in it, or a search would answer for
         # another run.
@@ -203,7 +207,7 @@ def _rehearsed(
     )  # fmt: skip
     make = functools.partial(
         rehearse, config, device, resolution, layers=layers, padded=padded, sharded=sharded,
-        plan=plan,
+        plan=plan, arrays=arrays,
     )  # fmt: skip
     return _made(_Wanted(repr(key), make))
 

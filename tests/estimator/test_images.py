@@ -13,7 +13,7 @@ from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
 from finetune.estimator.images import Images, images_of, with_images
 from finetune.estimator.trace.fake_cuda import to_fake, without_memory
-from finetune.estimator.trace.images import add_images
+from finetune.estimator.trace.images import add_images, blank_images
 from tests.benchmarks.predicted_images import run
 from tests.image_models import FAMILIES, FOUR, processor_of, tiny_image_model
 
@@ -27,7 +27,7 @@ def _rehearsed(home: Path, processor: Any, images: Images, length: int = 128) ->
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(home))
     with without_memory():
         to_fake(model)
-        add_images(batch, model, processor, images)
+        add_images(batch, model, blank_images(processor, images, len(ones)))
     return batch | {"image": model.config.image_token_id}
 
 
@@ -56,8 +56,8 @@ def test_a_rehearsed_row_has_the_image_tokens_that_the_processor_writes(
 def test_a_row_that_would_end_inside_an_image_is_refused(tmp_path: Path):
     home = tiny_image_model("gemma3", tmp_path, weights=False)
     processor = processor_of(home).image_processor
-    with pytest.raises(ConfigError, match="9 images of 96x64 take 9 tokens of a row"):
-        _rehearsed(home, processor, Images(9, 96, 64), length=16)
+    with pytest.raises(ConfigError, match="images take 17 tokens of a row"):
+        _rehearsed(home, processor, Images(9, 96, 64), length=17)
 
 
 def test_images_are_those_that_settings_say():

@@ -119,7 +119,7 @@ def test_a_batch_is_noted_with_the_longest_prompt_that_was_answered() -> None:
         loop.model(input_ids=torch.ones(2, 20, dtype=torch.long))  # scored, not written
     for rows, length in ((2, 3), (2, 12), (1, 13)):
         loop.model(input_ids=torch.ones(rows, length, dtype=torch.long)).backward()
-    assert loop.meter.batch == (2, 12, False, 9)
+    assert loop.meter.batch == (2, 12, False, 9, {})
     loop.meter.close()
 
 

@@ -15,7 +15,7 @@ Floating-point arrays, and integers too many to branch by (masks of pixels), hav
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,79 +27,79 @@ from finetune.estimator.images import Images
 from finetune.estimator.trace.batch import Batch
 from finetune.estimator.trace.trace import Recorder
 from finetune.precision.model.layers import without_adapters
+from finetune.training.health.memory_meter import arrays_of, without_values
 
-BRANCHED_BY = 2**16
-"""Most elements of an array of integers whose values code may branch by."""
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 """Inputs of a model that mark the tokens of images by 1."""
 _LEARNED = {"labels": -100, "completion_mask": 0}
 
 
-def add_images(
-    batch: Batch,
-    model: Any,
-    processor: Any,
-    images: Images,
-    *,
-    bare: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    """Put images into each row of a batch of real ids, in place. Inside `without_memory`.
-
-    Args:
-        bare: what takes the values from an array; default: those that code cannot branch by.
-
-    Raises:
-        ConfigError: a row has no room for them.
-    """
-    plain: Any = without_adapters(model)
-    rows, length = batch["input_ids"].shape
-    taken = inspect.signature(plain.get_image_features).parameters
-    made = _blank(processor, images, rows)
-    arrays = {name: (bare or _bare)(made[name]) for name in made.keys() & taken}
-    tokens = _tokens_of(plain, arrays) // rows
-    if tokens + images.count > length:
-        raise ConfigError(
-            f"{images} take {tokens:,} tokens of a row",
-            where=f"train.max_length={length}",
-            why="an image is never cut: such rows could not be trained on",
-            fix=f"train.max_length={-(-(tokens + images.count) // 128) * 128} or more, or smaller "
-            "images (--image-size)",
-        )
-    with unset_fake_temporarily():
-        # Apart by a token of text: neighbors would be one image for a mask that lets the tokens of
-        # an image see each other.
-        one = [True] * (tokens // images.count) + [False]
-        where = torch.tensor(one * images.count)
-        here = slice(None), slice(len(where))
-        batch["input_ids"][here][:, where] = plain.config.image_token_id
-        for name in _LEARNED.keys() & batch.keys():
-            batch[name][here][:, where] = _LEARNED[name]
-        for name in set(_OF_TOKENS).intersection(inspect.signature(plain.forward).parameters):
-            batch[name] = torch.zeros_like(batch["input_ids"])
-            batch[name][here][:, where] = 1
-    batch |= arrays
-
-
-def _blank(processor: Any, images: Images, rows: int) -> dict[str, Tensor]:
-    """What the processor makes of one row of blank images, for each of a number of rows."""
+def blank_images(processor: Any, images: Images, rows: int) -> dict[str, Tensor]:
+    """What a processor makes of a batch's rows of blank images. Inside `without_memory`."""
     from PIL import Image
 
     # Not quite black: rows and images of zeros are padding for some models.
     blank = Image.new("RGB", (images.width, images.height), (1, 1, 1))
     with unset_fake_temporarily():
-        return dict(processor([[blank] * images.count] * rows, return_tensors="pt"))
+        made = dict(processor([[blank] * images.count] * rows, return_tensors="pt"))
+    return {name: bare(array) for name, array in made.items()}
 
 
-def _bare(array: Tensor) -> Tensor:
-    """An array without values, unless code may branch by them."""
-    if not array.is_floating_point() and array.numel() <= BRANCHED_BY:
-        return array
+def bare(array: Tensor) -> Tensor:
+    """An array that may be read on this machine, but without values if none are needed."""
+    kept = without_values(array)
+    if not kept.is_meta:
+        with unset_fake_temporarily():
+            return kept.cpu()
     return torch.empty(array.shape, dtype=array.dtype)
 
 
-def _tokens_of(model: Any, arrays: dict[str, Tensor]) -> int:
-    """Tokens that a model takes arrays of images for."""
+def add_images(batch: Batch, model: Any, arrays: Mapping[str, Tensor]) -> None:
+    """Put arrays of images into a batch of real ids, in place, and their tokens into its rows.
+
+    Raises:
+        ConfigError: a row has no room for them.
+    """
+    plain: Any = without_adapters(model)
+    arrays = {name: arrays[name] for name in arrays_of(plain) & arrays.keys()}
+    where = _places(_tokens_of(plain, arrays), batch["input_ids"].shape)
+    with unset_fake_temporarily():
+        batch["input_ids"][where] = plain.config.image_token_id
+        for name in _LEARNED.keys() & batch.keys():
+            batch[name][where] = _LEARNED[name]
+        for name in set(_OF_TOKENS).intersection(inspect.signature(plain.forward).parameters):
+            batch[name] = where.long()
+    batch |= arrays
+
+
+def _places(images: list[int], shape: torch.Size) -> Tensor:
+    """Where the tokens of images, in their order, stand in rows that have alike many of them.
+
+    Behind each is a token of text: neighbors would be one image for a mask that lets the tokens of
+    an image see each other. Three images of 2 tokens in rows of 8: `xx.xx...` and `xx......`.
+    """
+    rows, length = shape
+    with unset_fake_temporarily():
+        where, row, at = torch.zeros(rows, length, dtype=torch.bool), 0, 0
+        share = -(-(sum(images) + len(images)) // rows)
+        for tokens in images:
+            if at and row + 1 < rows and (at >= share or at + tokens + 1 > length):
+                row, at = row + 1, 0
+            if at + tokens + 1 > length:
+                raise ConfigError(
+                    f"images take {at + tokens:,} tokens of a row",
+                    where=f"train.max_length={length}",
+                    why="an image is never cut: such rows could not be trained on",
+                    fix=f"train.max_length={-(-(share + 1) // 128) * 128} or more, or fewer or "
+                    "smaller images (--images, --image-size)",
+                )
+            where[row, at : at + tokens] = True
+            at += tokens + 1
+    return where
+
+
+def _tokens_of(model: Any, arrays: dict[str, Tensor]) -> list[int]:
+    """Tokens of each image, or of each row's images, that a model takes arrays for."""
     with Recorder(model), torch.no_grad():
         found = model.get_image_features(**arrays).pooler_output
-    each = found if isinstance(found, list | tuple) else [found]
-    return sum(x.numel() // x.shape[-1] for x in each)
+    return [x.numel() // x.shape[-1] for x in found]

@@ -23,13 +23,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune.config.methods import TEACHER, arguments, method_of
@@ -54,7 +54,7 @@ from finetune.estimator.trace.fsdp_groups import (
     cast_to,
     model_groups,
 )
-from finetune.estimator.trace.images import add_images
+from finetune.estimator.trace.images import add_images, bare, blank_images
 from finetune.estimator.trace.isolation import isolated_process
 from finetune.estimator.trace.rehearsal_trainer import rehearsal_trainer
 from finetune.estimator.trace.stand_ins import (
@@ -128,6 +128,7 @@ def rehearse(
     padded: bool | None = None,
     sharded: bool = False,
     plan: PrecisionPlan | None = None,
+    arrays: Mapping[str, Tensor] | None = None,
 ) -> Rehearsal:
     """Run one step of a recipe on tensors without memory.
 
@@ -139,6 +140,8 @@ def rehearse(
         padded: rows differ in length, so attention gets a mask; default: unless packed.
         sharded: with weights as FSDP2 gathers them.
         plan: plan of the model on the meta device, if already made.
+        arrays: of the images of a batch, those on meta without values; default: of images as the
+            run's settings say (`finetune.estimator.images`).
 
     Raises:
         FinetuneError: any error of the run itself: no such model, adapters that match no layer.
@@ -187,10 +190,12 @@ def rehearse(
             trainer = rehearsal_trainer(
                 model, config, Path(folder), teacher, padded=padded, documents=documents
             )
-        if (images := images_of(config)) is not None:
+        if arrays is None and (images := images_of(config)) is not None:
             processor = image_processor(config.model, **pixels_of(config))
+            arrays = blank_images(processor, images, len(trainer.batches[0]["input_ids"]))
+        if arrays:
             for batch in trainer.batches:
-                add_images(batch, model, processor, images)
+                add_images(batch, model, {name: bare(array) for name, array in arrays.items()})
         # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
         if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)

@@ -13,6 +13,7 @@ Each process measures itself.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -27,18 +28,22 @@ from finetune.training.helper.session import Session
 from finetune.units import GIB
 
 STEP = 3
+BRANCHED_BY = 2**16
+"""Most elements of an array of integers by whose values code may branch, as by sizes of images."""
 
 
 class Batch(NamedTuple):
     """Shape of a micro-batch, True if some of its tokens are padding, tokens of a written prompt.
 
-    The last is of the longest prompt that the model answered in training, 0 if it wrote none.
+    That is of the longest prompt that the model answered in training, 0 if it wrote none. The last
+    are the arrays of its images, without values (on meta) but for few integers.
     """
 
     rows: int
     length: int
     padded: bool
     prompt: int = 0
+    arrays: dict[str, Tensor] = {}
 
 
 class MemoryMeter(TrainerCallback):
@@ -52,6 +57,7 @@ class MemoryMeter(TrainerCallback):
         self.session, self.kind = session, session.device.kind
         self.earlier_gib = 0.0
         self._largest: tuple[int, int, Tensor | bool] | None = None  # rows, length, has no padding
+        self._arrays: dict[str, Tensor] = {}
         self._prompt = 0
         self._undo = contextlib.ExitStack()
         self._live: LiveTensors | None = None
@@ -113,13 +119,18 @@ class MemoryMeter(TrainerCallback):
             # The largest one makes the peak that was measured, and is what the prediction is made
             # for.
             if rows * length >= before[0] * before[1]:
+                found = {name: kwargs[name] for name in arrays_of(plain) & kwargs.keys()}
+                self._arrays = {
+                    k: without_values(v) for k, v in found.items() if isinstance(v, Tensor)
+                }
                 whole = mask.all() if isinstance(mask, Tensor) else True  # read at the end
                 if (rows, length) == before[:2]:  # of several the padded one
                     whole = whole & before[2]
                 self._largest = rows, length, whole
 
+        plain: Any = without_adapters(model)
         # A distillation calls what is below the head alone.
-        backbone: nn.Module = getattr(without_adapters(model), "base_model", model)
+        backbone: nn.Module = getattr(plain, "base_model", model)
         self._undo.callback(backbone.register_forward_pre_hook(note, with_kwargs=True).remove)
 
     def _is_due(self, *, last: bool) -> bool:
@@ -174,7 +185,7 @@ class MemoryMeter(TrainerCallback):
         if self._largest is None:
             return None
         rows, length, whole = self._largest
-        return Batch(rows, length, not bool(whole), self._prompt)
+        return Batch(rows, length, not bool(whole), self._prompt, self._arrays)
 
     def reading(self) -> dict[str, Any]:
         """Receipt entries: `measured_gib` (None if unmeasured), `measured`, `weights_gib`, and on a
@@ -184,6 +195,18 @@ class MemoryMeter(TrainerCallback):
         found = {"measured_gib": round(self._bytes / GIB, 6), "measured": self._measured}
         found["weights_gib"] = round(self._weights / GIB, 6)
         return found | ({"reserved_gib": round(self._reserved / GIB, 6)} if self._reserved else {})
+
+
+def arrays_of(model: Any) -> set[str]:
+    """Names of what a model takes of images beside their tokens; none of a model of text."""
+    read = getattr(model, "get_image_features", None)
+    return set(inspect.signature(read).parameters) if read is not None else set()
+
+
+def without_values(array: Tensor) -> Tensor:
+    """An array on meta, or as it is if it has few integers, by which code may branch."""
+    few = not array.is_floating_point() and array.numel() <= BRANCHED_BY
+    return array if few else torch.empty_like(array, device="meta")
 
 
 def peak_memory_gib() -> float:
