@@ -344,6 +344,8 @@ KEYS = {
     "fsdp_config": "how it shards",
     "method": "[training method](../guides/training-methods.md) (ours)",
     "embedding_learning_rate": "rate of embeddings and output head (ours)",
+    "max_pixels": "most pixels of an image (ours)",
+    "min_pixels": "fewest pixels of an image (ours)",
     "beta": "weight of the reference (`dpo`, `kto`, `grpo`, ...); of KL in `distill`",
     "reward_funcs": "rewards of `grpo` and `rloo`",
     "reward_weights": "their weights",

@@ -26,6 +26,7 @@ from finetune.errors import (
     writing,
 )
 from finetune.logging import busy, output, print_rows, whole
+from finetune.units import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,7 +150,7 @@ def schema() -> None:
 
 # ------------------------------------------------------------------------------------------- rows
 
-TRAINED, CONTEXT = "bold green", "dim"
+TRAINED, CONTEXT, IMAGE = "bold green", "dim", "cyan"
 
 
 def data(
@@ -174,7 +175,8 @@ def data(
     each = found.ledger.answers
     shown: Any = found.prepared.select(range(min(show * each, len(found.prepared))))
     if as_json:
-        rows = [{k: row[k] for k in ("input_ids", "labels", "answer") if k in row} for row in shown]
+        keys = ("input_ids", "labels", "answer", "image_begins", "image_ends")
+        rows = [{k: row[k] for k in keys if k in row} for row in shown]
         facts = {"description": found.rows.description, "notes": found.rows.notes}
         ledgers = {name: ledger.as_json() for name, ledger in found.ledgers.items()}
         print(json.dumps({**facts, **ledgers, "rows": rows}))
@@ -262,11 +264,19 @@ def _show_schedule(console: Console, planned: Schedule) -> None:
 def _decoded(tokenizer: Any, row: dict[str, Any], *, bracketed: bool) -> Text:
     """The row as text, trained tokens in another style, or in brackets too.
 
-    Spans are decoded together: a character may have several tokens.
+    Spans are decoded together: a character may have several tokens. An image is one line for all
+    of its tokens.
     """
-    text, tokens = Text(), zip(row["input_ids"], row["labels"], strict=True)
-    for trained, span in groupby(tokens, key=lambda token: token[1] >= 0):
-        part = tokenizer.decode([token for token, _ in span])
+    ids, text = row["input_ids"], Text()
+    kinds: list[bool | str] = [label >= 0 for label in row["labels"]]
+    places = zip(row.get("image_begins") or (), row.get("image_ends") or (), strict=True)
+    for number, (begin, end) in enumerate(places, 1):
+        kinds[begin:end] = [f"[image {number}: {plural(end - begin, 'token')}]"] * (end - begin)
+    for trained, span in groupby(zip(kinds, ids, strict=False), key=lambda token: token[0]):
+        if isinstance(trained, str):
+            text.append(trained, style=IMAGE)
+            continue
+        part = tokenizer.decode([token for _, token in span])
         part = f"[[{part}]]" if trained and bracketed else part
         text.append(part, style=TRAINED if trained else CONTEXT)
     return text

@@ -34,7 +34,8 @@ FORMS: dict[RowForm, str] = {
 }
 """Form of rows -> the columns that it has."""
 PATIENCE, THRESHOLD = EARLY_STOPPING = ("early_stopping_patience", "early_stopping_threshold")
-KEYS = ("method", "embedding_learning_rate", *EARLY_STOPPING)
+PIXELS = ("max_pixels", "min_pixels")
+KEYS = ("method", "embedding_learning_rate", *PIXELS, *EARLY_STOPPING)
 """Keys of the `train` section that are ours, and no configuration of TRL has."""
 REWARDS = "reward_funcs"
 """The same, of a method whose answers are rewarded; TRL's own command line has it, too."""
@@ -57,6 +58,7 @@ class Method:
         prepared_by: method whose trainer makes token ids of its rows as soon as it is made (see
             `finetune.data.by_trl`); none: it reads texts.
         judged: measures that its runs are judged by (`finetune.config.measures`).
+        images: True if rows may have images.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Method:
     judged: tuple[str, ...] = ()
     prepared_by: str = ""
     prompts_train: bool = False
+    images: bool = False
 
     @property
     def key(self) -> str:
@@ -170,6 +173,7 @@ def _row(
 PAIRS, REWARD = ("loss", "accuracy"), ("reward",)
 """Measures: of pairs of answers, and of rewarded ones, whose loss says nothing."""
 _REWARDED: dict[str, Any] = {"writes": True, "judged": REWARD}
+_PREFERRED: dict[str, Any] = {"reference": True, "judged": PAIRS, "images": True}
 _ODDS: dict[str, Any] = {"judged": PAIRS, "prompts_train": True, "prepared_by": "dpo"}
 _ORPO, _SCORER = "trl.experimental.orpo.ORPOTrainer", "trl.RewardTrainer"
 
@@ -178,9 +182,9 @@ _ORPO, _SCORER = "trl.experimental.orpo.ORPOTrainer", "trl.RewardTrainer"
 METHODS = {
     row.name: row
     for row in (
-        _row("sft", "trl.SFTTrainer", ("answers",), (5e-6, 5e-5)),
+        _row("sft", "trl.SFTTrainer", ("answers",), (5e-6, 5e-5), images=True),
         _row("continue", "trl.SFTTrainer", ("text",), (5e-6, 6e-4)),
-        _row("dpo", "trl.DPOTrainer", ("preference",), (5e-7, 5e-6), reference=True, judged=PAIRS),
+        _row("dpo", "trl.DPOTrainer", ("preference",), (5e-7, 5e-6), **_PREFERRED),
         _row("kto", "trl.KTOTrainer", ("unpaired", "preference"), (5e-7, 5e-6), reference=True),
         # A causal loss on all of the answer to give, beside the odds of both.
         _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), **_ODDS),

@@ -99,6 +99,15 @@ TRAIN: dict[str, Any] = {
         "description": "learning rate of embeddings and output head, where they train; left out: "
         "train.learning_rate",
     },
+    "max_pixels": {
+        "type": "integer",
+        "description": "rows with images: the most pixels of an image, which is made smaller; the "
+        "fewer, the fewer tokens; left out: as the model's files have it",
+    },
+    "min_pixels": {
+        "type": "integer",
+        "description": "rows with images: the fewest pixels of an image, which is made larger",
+    },
     REWARDS: {
         "type": ["array", "string"],
         "items": {"type": "string"},

@@ -103,6 +103,8 @@ class Arguments:
     # Rows. `max_length` is a number, `auto` (ours) or null; a method whose model writes has none.
     max_length = Key[Any](1024, nullable=True, of=ROWS)
     truncation_mode = Key("keep_start", of="SFT DPO")
+    max_pixels = Key[int | None](None, of=OURS)  # of an image: storage.processors
+    min_pixels = Key[int | None](None, of=OURS)
     packing = Key(False, of="SFT")
     packing_strategy = Key("bfd", of="SFT")
     eval_packing = Key[bool | None](None, of="SFT")

@@ -15,6 +15,7 @@ from finetune.config.aliases import in_recipe
 from finetune.config.methods import (
     METHODS,
     PATIENCE,
+    PIXELS,
     REWARDS,
     THRESHOLD,
     Method,
@@ -189,6 +190,7 @@ def convert_train(
     fields, types = arguments(method), typing.get_type_hints(kind)
     types = {OTHER_NAMES.get(name, name): hint for name, hint in types.items()}
     types |= {"method": str | None, "embedding_learning_rate": float | None}
+    types |= dict.fromkeys(PIXELS, int | None)
     types |= {PATIENCE: int | None, THRESHOLD: float | None}
     types[REWARDS] = list[str]
     types["pad_to_multiple_of"] = int | None  # TRL's words are `auto`, and `none` for null
@@ -329,6 +331,8 @@ AT_LEAST_ONE = (
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
     "max_length",
+    "max_pixels",
+    "min_pixels",
     "dataset_num_proc",
     "torch_empty_cache_steps",
     "eval_accumulation_steps",

@@ -13,12 +13,13 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.config.train_keys import TrainerArguments
 from finetune.config.train_section import with_checkpointing
-from finetune.data.dataset import Rows, rows_for
+from finetune.data.dataset import Rows, reader_for, rows_for
 from finetune.data.ledger import Ledger
 from finetune.data.lengths import Lengths
 from finetune.data.pairs import preparing
 from finetune.hardware.device import this_device
 from finetune.storage.pretrained import load_tokenizer
+from finetune.storage.processors import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def counted_rows(config: RunConfig, *, sample: bool = False, tokenizer: Any = No
     if tokenizer is None:
         tokenizer, _ = load_tokenizer(config.model, config.train.chat_template_path)
     rows = rows_for(config, tokenizer, sample=sample)
-    return count(rows, arguments_for(rows, config), tokenizer, method_of(config.train))
+    reader = reader_for(config, rows, tokenizer)
+    return count(rows, arguments_for(rows, config), reader, method_of(config.train))
 
 
 def arguments_for(rows: Rows, config: RunConfig) -> Any:
@@ -65,27 +67,31 @@ def arguments_for(rows: Rows, config: RunConfig) -> Any:
     return sft_config(plain, Path("runs"), rows.settings, on_cpu=this_device().kind == "cpu")
 
 
-def count(rows: Rows, args: Any, tokenizer: Any, method: Method) -> CountedRows:
-    """Tokenize and count rows as a method's trainer would; of a stream its first ones."""
+def count(rows: Rows, args: Any, reader: Any, method: Method) -> CountedRows:
+    """Tokenize and count rows as a method's trainer would; of a stream its first ones.
+
+    Args:
+        reader: tokenizer or processor (`dataset.reader_for`).
+    """
     # The run's own code counts, so that what is shown before is what is trained.
     trainer: Any = object.__new__(preparing(method))  # preparing rows needs no model
-    trainer.processing_class = tokenizer
+    trainer.processing_class = reader
     first: Any = rows.train if rows.sample is None else rows.sample
     prepared = trainer.counts(first, args, "train")
     if rows.eval is not None:
         trainer.counts(rows.eval, args, "eval")
     own = whole_ledger(trainer.ledgers["train"], rows, args, method)
-    return CountedRows(rows, prepared, trainer.ledgers | {"train": own}, tokenizer, args)
+    return CountedRows(rows, prepared, trainer.ledgers | {"train": own}, tokenizer_of(reader), args)
 
 
-def ledgers_of(trainer: Any, rows: Rows, tokenizer: Any, method: Method) -> dict[str, Ledger]:
+def ledgers_of(trainer: Any, rows: Rows, reader: Any, method: Method) -> dict[str, Ledger]:
     """Ledgers of a trainer's rows; the one of training counts all rows that will be read."""
     found: dict[str, Ledger] = dict(trainer.ledgers)
     if rows.sample is None:
         found["train"] = whole_ledger(found["train"], rows, trainer.args, method)
     else:
         trainer.given = rows.sample
-        found["train"] = count(rows, trainer.args, tokenizer, method).ledger
+        found["train"] = count(rows, trainer.args, reader, method).ledger
     return found
 
 

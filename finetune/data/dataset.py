@@ -12,19 +12,20 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune.config.methods import METHODS, Method, method_of
+from finetune.config.methods import METHODS, PIXELS, Method, method_of
 from finetune.config.paths import user_path
 from finetune.config.schema import DataConfig, ModelConfig, RunConfig
 from finetune.config.train_keys import TrainerArguments
 from finetune.data.chat import unused_parts
 from finetune.data.checks import UNKNOWN, shared_rows
-from finetune.data.image_forms import COLUMNS, IN_METADATA, Rules, caches, shows_images
+from finetune.data.image_forms import COLUMN, COLUMNS, IN_METADATA, Rules, caches, shows_images
 from finetune.data.mixture import Part, concatenated, in_one_format, joined
 from finetune.data.rows import Form, SkippedLate, formatted, formatted_stream, unused_columns
 from finetune.data.sources import HELD_OUT, Source, files_of, reading, sources_of
 from finetune.data.undivided import undivided
-from finetune.errors import DataError, DataNotFoundError, some
-from finetune.storage.pretrained import vocabulary_of
+from finetune.errors import ConfigError, DataError, DataNotFoundError, some
+from finetune.storage.pretrained import load_shape, vocabulary_of
+from finetune.storage.processors import load_processor, takes_images
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -72,6 +73,11 @@ class Rows:
     shared: int = 0
     late: tuple[SkippedLate, ...] = ()
 
+    @property
+    def images(self) -> bool:
+        """True of a run with images: all of its rows have a column for them."""
+        return COLUMN in (self.train.column_names or ())
+
     def first(self, count: int) -> Dataset:
         """The first training rows."""
         if self.sample is None:
@@ -84,12 +90,69 @@ def rows_for(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, sample: bool = False
 ) -> Rows:
     """The rows of a run, as `load_data` loads them."""
-    return load_data(
+    found = load_data(
         *(config.data, tokenizer, int(config.train.seed)),
         sample=sample,
         vocabulary=vocabulary_of(config.model),
         method=method_of(config.train),
+        images=takes_images(load_shape(config.model)),
     )
+    if found.images:
+        _refuse_beside_images(config)
+    return found
+
+
+def reader_for(config: RunConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What makes token ids of a run's rows: its tokenizer; with images the model's processor.
+
+    Raises:
+        ConfigError: sizes of images are set, and no row has one; or there is no processor.
+    """
+    pixels = {key: config.train.get(key) for key in PIXELS}
+    if rows.images:
+        return load_processor(config.model, tokenizer, **pixels)
+    for key in filter(pixels.get, pixels):
+        raise ConfigError(
+            "a size of images is set, and no row has an image",
+            where=f"train.{key}={pixels[key]}",
+            fix=f"~train.{key}; or rows with images, and a model that reads them",
+        )
+    return tokenizer
+
+
+BESIDE_IMAGES: dict[str, Any] = {
+    "packing": (True, "their positions in packed rows are not the model's own in every family"),
+    "eval_packing": (
+        True,
+        "their positions in packed rows are not the model's own in every family",
+    ),
+    "padding_free": (True, "TRL pads each batch of them"),
+    "truncation_mode": ("keep_end", "the images would be cut, whose place is before the answer"),
+    "precompute_ref_log_probs": (True, "TRL opens images as batches are made"),
+}
+"""Setting of `train` -> the value that rows with images do not take, and why."""
+
+
+def _refuse_beside_images(config: RunConfig) -> None:
+    """Raise where the method or a setting of the trainer is for rows of text alone."""
+    if not (method := method_of(config.train)).images:
+        others = " or ".join(one.name for one in METHODS.values() if one.images)
+        raise DataError(
+            f"{method.key} trains on text alone, and these rows have images",
+            where=config.data.label,
+            why=f"{method.trainer} takes none, or none that can be checked",
+            fix=f"train.method={others}; or rows of text",
+        )
+    for key, (value, why) in BESIDE_IMAGES.items():
+        if getattr(config.train, key) == value:
+            raise ConfigError(
+                f"train.{key}={str(value).lower()} is not for rows with images",
+                where=f"train.{key}",
+                why=why,
+                fix=f"~train.{key}"
+                + "; batches of similar length: train.train_sampling_strategy=group_by_length"
+                * ("packing" in key),
+            )
 
 
 def load_data(
@@ -104,8 +167,8 @@ def load_data(
         sample: read only the first rows of large files and of the hub.
         vocabulary: tokens of the model, which rows that were tokenized before are checked by.
         method: training method, whose form the rows get.
-        images: the model and the method take images. If any row of any source has some, all rows
-            have contents in parts and a column `images` (`finetune.data.image_forms`).
+        images: the model takes images. If any row of any source has some, all rows have contents
+            in parts and a column `images` (`finetune.data.image_forms`).
 
     Raises:
         DataNotFoundError: no such file or hub data set.
@@ -155,6 +218,8 @@ def load_data(
         settings["assistant_only_loss"] = True
     if "text" in columns:  # packed, TRL's "bfd" cuts off what is longer than `max_length`
         settings["packing_strategy"] = "bfd_split"
+    if shown:  # columns of ours, which the model's signature does not have
+        settings["remove_unused_columns"] = False
     streams = any(part.stream is not None for part in parts)
     first = concatenated([part.train for part in parts]) if streams else None
     if streams:  # processes read the stream themselves: rows of a batch differ in length

@@ -55,6 +55,8 @@ class Ledger:
         good: rows whose answer is one to give, of labelled rows.
         late: rows of a stream that were skipped behind these, while it was read.
         in_eval: evaluation rows that are also training rows (`Rows.shared`).
+        images: images of these rows, dropped ones included, and `image_tokens` of them.
+        images_cut: rows that are dropped since an image of theirs would be cut.
         lengths: tokens of each row before truncation, without rows that TRL drops uncounted.
     """
 
@@ -82,6 +84,9 @@ class Ledger:
     answers: int = 1
     left_out: int = 0
     good: int | None = None
+    images: int = 0
+    image_tokens: int = 0
+    images_cut: int = 0
 
     @property
     def read(self) -> int:
@@ -126,6 +131,15 @@ class Ledger:
         if self.efficiency is not None:
             facts.append(f"packed into {self.bins:,} rows, {self.efficiency:.0%} full")
         yield False, ", ".join(facts)
+        if self.images:
+            each = self.image_tokens / self.images
+            yield False, f"{plural(self.images, 'image')} of {each:,.0f} tokens on average"
+        if self.images_cut:
+            yield (
+                True,
+                f"{self.images_cut:,} {what}rows are dropped: train.max_length={self.max_length} "
+                "would cut an image",
+            )
         if self.split:
             yield (
                 False,

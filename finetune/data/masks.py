@@ -201,6 +201,36 @@ def _labels(
     row: dict[str, Any], count: int, spans: list[Span], tokenizer: Any
 ) -> tuple[list[int], list[int]]:
     """Ids of the first turns, and labels: a token that has any character of a span counts."""
+    ids, _, on = _located(row, count, spans, tokenizer)
+    labels = np.where(on, ids, MASKED).tolist()
+    if _is_open(ids, tokenizer):
+        ids.append(tokenizer.eos_token_id)
+        labels.append(tokenizer.eos_token_id)
+    return ids, labels
+
+
+def trained_characters(
+    row: dict[str, Any], count: int, spans: list[Span], tokenizer: Any
+) -> tuple[str, np.ndarray]:
+    """The first turns as text, ended as ids are, and which characters trained tokens have."""
+    ids, places, on = _located(row, count, spans, tokenizer)
+    text = rendered_turns(row, count, tokenizer)
+    found = np.zeros(len(text), bool)
+    for begin, end in places[on]:
+        found[begin:end] = True
+    end = tokenizer.eos_token if _is_open(ids, tokenizer) else ""
+    return text + end, np.append(found, np.ones(len(end), bool))
+
+
+def rendered_turns(row: dict[str, Any], count: int, tokenizer: Any) -> str:
+    """The first turns of a conversation as text."""
+    return _renderer(row, tokenizer)(turns_of(row)[:count])
+
+
+def _located(
+    row: dict[str, Any], count: int, spans: list[Span], tokenizer: Any
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Ids of the first turns; (begin, end) of each in characters, [n, 2]; which count, [n]."""
     from trl.chat_template_utils import has_generation_markers
 
     # Without markers Transformers (5.23) would give a mask of zeros.
@@ -219,12 +249,13 @@ def _labels(
     on = before[ends] > before[begins]
     if marked:
         on &= np.asarray(found["assistant_masks"], bool)
-    labels = np.where(on, ids, MASKED).tolist()
+    return ids, places, on
+
+
+def _is_open(ids: list[int], tokenizer: Any) -> bool:
+    """True where no special token ends a conversation, white space apart."""
     last = next((token for token in reversed(ids) if tokenizer.decode([token]).strip()), None)
-    if last not in tokenizer.added_tokens_decoder and tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-        labels.append(tokenizer.eos_token_id)
-    return ids, labels
+    return last not in tokenizer.added_tokens_decoder and tokenizer.eos_token_id is not None
 
 
 def refuse_weights(row: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from finetune.config.train_keys import TrainerArguments
 from finetune.data.both_labels import BothLabels
 from finetune.data.by_trl import as_they_are, prepared
 from finetune.data.checks import MASKED
+from finetune.data.image_forms import COLUMN
+from finetune.data.image_rows import AS_PAIRS, NOTED, as_pair, fitting, of_images, read
 from finetune.data.ledger import Ledger, account
 from finetune.data.preparing import (
     TOKENIZED,
@@ -35,6 +37,7 @@ from finetune.data.preparing import (
     not_formatted,
 )
 from finetune.errors import DataError
+from finetune.storage.processors import tokenizer_of
 
 ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 """Columns of token ids that TRL's trainers make of the answers of a row."""
@@ -56,7 +59,7 @@ class AccountedPairs(Accounted):
     @contextlib.contextmanager
     def handing(self, args: Any) -> Iterator[None]:
         """Accounted's; texts that have no start token get none."""
-        tokenizer: Any = self.processing_class
+        tokenizer: Any = tokenizer_of(self.processing_class)
         start, texts = tokenizer.bos_token, self.method.prepared_by and not self.method.prepares
         if texts and tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id]:
             tokenizer.bos_token = None  # ORPO puts it there
@@ -98,13 +101,16 @@ class AccountedPairs(Accounted):
         if name == "train":
             self.given = kept
         if self.method.prepared_by:
-            told = partial(_as_text, self.processing_class)
+            told = partial(_as_text, tokenizer_of(self.processing_class))
             kept = kept.map(told, remove_columns=kept.column_names, features=TEXTS)
         return kept, kept
 
     def made(self, rows: Any, args: Any, name: str, **settings: Any) -> Any:
         """TRL's preparation."""
-        tokenizer = self.processing_class
+        tokenizer = tokenizer_of(self.processing_class)
+        if COLUMN in (rows.column_names or ()) and self.method.prepared_by:
+            done = read(rows, self.processing_class, as_pair, AS_PAIRS)
+            return fitting(done, TrainerArguments(args).max_length)
         if not self.method.prepared_by:
             return rows.map(partial(asked, tokenizer, args=args))
         if not self.method.prepares:  # ORPO would keep rows without an answer
@@ -132,10 +138,14 @@ class AccountedPairs(Accounted):
                 fix=f"train.max_length={4 * int(limit or 256)}; or null: nothing is cut",
             )
         found = account(
-            _sequences(done), args, self.processing_class, packing=False, vocabulary=self.vocabulary
+            _sequences(done),
+            args,
+            tokenizer_of(self.processing_class),
+            packing=False,
+            vocabulary=self.vocabulary,
         )
         if found.never_ends and found.trained and name == "train" and self.method.head != "score":
-            raise endless(self.processing_class, done[0])
+            raise endless(tokenizer_of(self.processing_class), done[0])
         dropped, answers = given - len(done), found.rows // len(done)
         return replace(
             found,
@@ -144,6 +154,7 @@ class AccountedPairs(Accounted):
             answers=answers,
             lengths=found.lengths.of_rows(answers),
             good=sum(done["label"]) if isinstance(self, BothLabels) else None,
+            **of_images(done),
         )
 
 
@@ -180,10 +191,15 @@ def asked(tokenizer: Any, row: dict[str, Any], args: Any) -> dict[str, Any]:
 
 def _sequences(done: Dataset) -> Dataset:
     """Prepared rows as sequences of token ids with labels, an answer each, and its name."""
+    shown = [name for name in ("image_begins", "image_ends") if name in done.column_names]
+    others = {*NOTED} - {*shown}
+    done = done.select_columns([name for name in done.column_names if name not in others])
     made, own = [name for name in ANSWERS if name in done.column_names], done.column_names
 
+    features = Features(**TOKENIZED, answer=Value("string"), **{key: NOTED[key] for key in shown})
+
     def each(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {"input_ids": [], "labels": [], "answer": []}
+        found: dict[str, list[Any]] = {key: [] for key in features}
         for i in range(len(rows[own[0]])):
             prompt = rows["prompt_ids"][i] if "prompt_ids" in rows else []
             for name in made or ["prompt"]:
@@ -192,7 +208,8 @@ def _sequences(done: Dataset) -> Dataset:
                 found["labels"].append([*(MASKED for _ in prompt), *answer])
                 label = f"label {str(rows['label'][i]).lower()}" if "label" in rows else name
                 found["answer"].append(label.partition("_")[0])
+                for key in shown:
+                    found[key].append(rows[key][i])
         return found
 
-    features = Features(**TOKENIZED, answer=Value("string"))
     return done.map(each, batched=True, remove_columns=own, features=features)

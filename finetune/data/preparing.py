@@ -30,11 +30,15 @@ from finetune.config.train_keys import ARGUMENTS, TrainerArguments
 from finetune.data.by_trl import ASIDE, prepared
 from finetune.data.checks import UNKNOWN
 from finetune.data.doubled_tokens import each_once
+from finetune.data.image_batches import ImageBatches
+from finetune.data.image_forms import COLUMN
+from finetune.data.image_rows import AS_TEXT, as_sequences, counted, fitting, read
 from finetune.data.ledger import Ledger, account
 from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
 from finetune.data.repeats import EvaluatesOnce
 from finetune.data.rows import workers
 from finetune.errors import ConfigError, DataError
+from finetune.storage.processors import tokenizer_of
 
 TOKENIZED = Features(input_ids=List(Value("int64")), labels=List(Value("int64")))
 
@@ -79,6 +83,11 @@ class Accounted(Trainer):
         # rows.
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = TrainerArguments(args).assistant_only_loss
+        if COLUMN in (kwargs["train_dataset"].column_names or ()):
+            own = TrainerArguments(args)
+            kwargs["data_collator"] = ImageBatches(
+                self.processing_class, limit=own.max_length, multiple=own.pad_to_multiple_of
+            )
         done: dict[str, Any] = {}
         for key, name in (("train_dataset", "train"), ("eval_dataset", "eval")):
             if kwargs.get(key) is not None:
@@ -153,7 +162,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         """As it would be trained on, but not packed."""
         args = TrainerArguments(args)
         if args.eos_token is not None:  # as TRL does when it makes a trainer
-            self.processing_class.eos_token = args.eos_token
+            tokenizer_of(self.processing_class).eos_token = args.eos_token
         self.only_answers = args.assistant_only_loss
         args = copy.copy(args)
         args.completion_only_loss = only = self._only_completions(rows, args)
@@ -184,7 +193,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
 
     def _prepare(self, dataset: Any, args: Any, name: str, *, packing: bool) -> Any:
         """TRL's preparation, with rows that begin and end once, counted half-way."""
-        tokenizer, args = self.processing_class, TrainerArguments(args)
+        tokenizer, args = tokenizer_of(self.processing_class), TrainerArguments(args)
         in_memory, row = isinstance(dataset, Dataset), next(iter(dataset))
         if in_memory and args.dataset_num_proc is None:
             # On a copy: the arguments are the user's, and are saved with the run.
@@ -204,28 +213,39 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         pairs = "prompt" in row and bool(args.completion_only_loss)
         answers = is_conversational(row) and (self.only_answers or pairs)
         made = partial(prepared, self.method, args=args.own, tokenizer=tokenizer)
+        images = COLUMN in row
         try:
-            if answers:
+            if images:
+                how = {"only_answers": answers, "completion_only": pairs}
+                dataset = read(dataset, self.processing_class, as_sequences, AS_TEXT, **how)
+            elif answers:
                 mask = partial(masked, tokenizer=tokenizer, completion_only=pairs)
                 processes |= {"batched": True, "remove_columns": [*row], "features": TOKENIZED}
                 dataset = dataset.map(mask, **processes)
             elif TRAINED_TURNS in row:
                 dataset = dataset.map(refuse_weights, **processes)
             # Nothing is cut yet, so that what will be can be counted.
-            tokenized: Any = made(dataset, max_length=None, shuffle_dataset=False)
+            tokenized: Any = (
+                dataset if images else made(dataset, max_length=None, shuffle_dataset=False)
+            )
         except TRAPPED as error:
             raise not_formatted(name, error) from error
-        if not answers:
+        finish = partial(made, packing=packing)
+        if images:
+            finish = partial(fitting, limit=args.max_length)
+        elif not answers:
             tokenized, doubled = each_once(tokenized, tokenizer, **processes)
         if not in_memory:
-            return made(tokenized, packing=packing)
-        found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
+            return finish(tokenized)
+        facts: dict[str, Any] = {"packing": packing, "vocabulary": self.vocabulary}
+        count = counted if images else account
+        found = count(tokenized, args, tokenizer, **facts)
         # A look at single rows may meet some that are cut.
         if not found.trained and name != "look":
             raise nothing_trained(found, name)
         if answers and name == "train" and found.never_ends:
             raise endless(tokenizer, row)
-        done: Any = made(tokenized, packing=packing)
+        done: Any = finish(tokenized)
         least = vars(args.own).get("least_rows", 0) if packing and name == "train" else 0
         limit = args.max_length
         while len(done) < least:  # shorter, but for the longest row, which is not cut

@@ -19,6 +19,7 @@ from finetune.precision.stored.linear import stored_weights
 from finetune.storage import nf4
 from finetune.storage.ends import stop_at
 from finetune.storage.pretrained import fit_trl, refuse_other_words
+from finetune.storage.processors import tokenizer_of
 from finetune.training import scope
 from finetune.training.asking.rewards import rewards_of
 from finetune.training.helper.optimizer import low_bit
@@ -28,7 +29,7 @@ from finetune.training.trl_trainer import trainer_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from transformers import TrainerCallback
 
     from finetune.precision.model.plan import LayerPlan
 
@@ -39,7 +40,7 @@ def make_trainer(
     *,
     train: Dataset | IterableDataset,
     held_out: Dataset | None,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: Any,
     stored: Sequence[LayerPlan],
     attention: Attention,
     callbacks: list[TrainerCallback],
@@ -53,6 +54,7 @@ def make_trainer(
     Args:
         args: trainer arguments (`finetune.config.sft`).
         train, held_out: rows in one of TRL's formats.
+        reader: their tokenizer, or processor (`data.dataset.reader_for`).
         stored: plan rows of weights that are stored in FP8 from the start.
         attention: resolved `model.attention`.
         kind: trainer class; default: the class of `train.method` with a ledger of its rows.
@@ -62,6 +64,7 @@ def make_trainer(
         FinetuneError: the model cannot be loaded, or adapters do not fit it.
     """
     method, beside = method_of(config.train), dict[str, Any]()
+    tokenizer = tokenizer_of(reader)
     if method.rewarded:
         beside["reward_funcs"] = rewards_of(reward_names(config.train), tokenizer)
     # A teacher's probabilities are compared token by token, so its ids have to mean the same words.
@@ -101,7 +104,7 @@ def make_trainer(
                 args=args,
                 train_dataset=train,
                 eval_dataset=held_out,
-                processing_class=tokenizer,
+                processing_class=reader,
                 peft_config=adapters,
                 callbacks=callbacks,
                 **beside,

@@ -284,7 +284,7 @@ def train_stock(how: str, file: str, seed: str, *options: str) -> None:
             *(config, args),
             train=rows.train,
             held_out=None,
-            tokenizer=tokenizer,
+            reader=tokenizer,
             stored=(),
             attention=OWN,
             callbacks=[MetricsWriter(folder / "metrics.jsonl", label), meter, timer, movement],

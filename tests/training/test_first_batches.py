@@ -141,7 +141,7 @@ def test_a_loss_on_other_tokens_is_refused(look, monkeypatch):
     """A collator that forgets the mask of the prompt, as one of a script may."""
     kind = first_batches._seen
 
-    def forgetful(trainer: Any, prepared: list[Any]) -> Any:
+    def forgetful(trainer: Any, prepared: list[Any], size: int | None) -> Any:
         plain = trainer.data_collator
 
         def collate(rows: list[Any]) -> Any:
@@ -150,7 +150,7 @@ def test_a_loss_on_other_tokens_is_refused(look, monkeypatch):
             return batch
 
         monkeypatch.setattr(trainer, "data_collator", collate)
-        return kind(trainer, prepared)
+        return kind(trainer, prepared, size)
 
     monkeypatch.setattr(first_batches, "_seen", forgetful)
     with pytest.raises(DataError, match="the loss is on other tokens"):

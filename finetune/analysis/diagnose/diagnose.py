@@ -40,7 +40,7 @@ from finetune.config.schema import RunConfig
 from finetune.config.sft import padding_free, sft_config, shortened
 from finetune.config.train_keys import TrainerArguments
 from finetune.data.auto_length import load_recipe
-from finetune.data.dataset import MASKING, Rows, random_rows, rows_for
+from finetune.data.dataset import MASKING, Rows, random_rows, reader_for, rows_for
 from finetune.errors import ConfigError, ProofError
 from finetune.estimator.changes import rows_of
 from finetune.estimator.gate import MemoryForecast
@@ -125,7 +125,7 @@ def diagnose(
             args,
             train=rows.train,
             held_out=None,
-            tokenizer=tokenizer,
+            reader=tokenizer,
             stored=ahead.plan.stored,
             attention=ahead.attention,
             callbacks=[observer],
@@ -161,7 +161,7 @@ def _rows(config: RunConfig, steps: int, *, synthetic: bool) -> tuple[Rows, Any,
     few = rows.first(enough)
     description = f"{rows.description}, {len(few):,} of them used"
     used = replace(rows, train=few, eval=None, description=description)
-    return used, tokenizer, [note]
+    return used, reader_for(config, rows, tokenizer), [note]
 
 
 # --------------------------------------------------------------------------------------- conclusion

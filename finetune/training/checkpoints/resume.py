@@ -80,10 +80,11 @@ TOKENIZER = (
     "chat_template*",
     "vocab*",
     "merges.txt",
+    "*processor_config.json",
     "*.model",
     "*.py",
 )
-"""Files of a model's folder that say what text is as ids, or are code."""
+"""Files of a model's folder that say what text and images are as numbers, or are code."""
 WEIGHTS, SHOWN = ("*.safetensors", "*.bin"), 12
 SAID_ONLY = ("transformers_version", "architectures", "use_cache")
 """Keys of config.json that change no number."""

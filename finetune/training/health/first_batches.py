@@ -37,12 +37,16 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from finetune.config.train_keys import TrainerArguments
+from finetune.data.image_batches import sides_of
+from finetune.data.image_forms import COLUMN
+from finetune.data.image_rows import as_pair, as_sequences
 from finetune.data.masks import MASKED, as_trained, shared
 from finetune.data.preparing import Accounted
 from finetune.errors import ConfigError, DataError
 from finetune.hardware.unpromised import READS_PROMPTS, stands
 from finetune.logging import counting_rows, output
 from finetune.precision.model.layers import without_adapters
+from finetune.storage.processors import tokenizer_of
 from finetune.training.health.isolation import in_high_precision
 from finetune.training.helper import session
 from finetune.training.helper.replacing import replaced
@@ -85,7 +89,8 @@ def check_first_batches(trainer: Any) -> None:
 
         # The longest one beside short ones makes the padding that is to be looked at.
         rows.append(max(_some(given).values(), key=lambda row: len(str(row["prompt"]))))
-        read = [asked(trainer.processing_class, row, trainer.args)["prompt_ids"] for row in rows]
+        words = tokenizer_of(trainer.processing_class)
+        read = [asked(words, row, trainer.args)["prompt_ids"] for row in rows]
         if stands("prompts"):
             found = getattr(trainer, READS_PROMPTS)([row["prompt"] for row in rows])[0]
             for row, said, ids in zip(rows, read, found, strict=True):
@@ -95,14 +100,20 @@ def check_first_batches(trainer: Any) -> None:
         return
     if TrainerArguments(trainer.args).precompute_ref_log_probs:
         return  # its loss takes scores of a reference, which noise has none of
-    expected = [one for row in rows for one in _expected(row, trainer)]
+    images = COLUMN in given.column_names
+    said = [one for row in rows for one in _of_images(row, trainer)] if images else []
+    expected = [tokens for tokens, _ in said]
+    if not images:
+        expected = [one for row in rows for one in _expected(row, trainer)]
     with counting_rows(output(quiet=True), "looking at the first rows"):
         prepared = trainer.prepared(given, picked)
     if not prepared:
         return  # each is cut before its answer begins: rows that are left out, and counted
     with _evaluating(trainer):
-        seen = list(_seen(trainer, prepared))
-    _compare(trainer, rows, expected, seen)
+        seen = list(_seen(trainer, prepared, 1 if images else None))
+    _compare(trainer, rows, expected, [tokens for tokens, _ in seen])
+    for tokens, pixels in seen if images else ():
+        _compare_pixels(trainer, _ids(tokens), pixels, said)
 
 
 def _refuse_one_label(trainer: Any) -> None:
@@ -143,7 +154,8 @@ def different(rows: Dataset) -> list[int]:
         there = {key for key in row if row[key] not in (None, [], {}, "")}
         shape = (*sorted(there), *sorted(keys))
         # The shortest of each shape is the cheapest to look at.
-        found[shape] = min(found.get(shape, (1 << 60, 0)), (len(str(row)), index))
+        size = len(str({key: value for key, value in row.items() if key != COLUMN}))
+        found[shape] = min(found.get(shape, (1 << 60, 0)), (size, index))
     return sorted(index for _, index in list(found.values())[:SHAPES])
 
 
@@ -168,6 +180,43 @@ def _expected(row: dict[str, Any], trainer: Any) -> Iterator[Tokens]:
     yield from (tuple(zip(ids, mask.tolist(), strict=True)) for ids, mask in found)
 
 
+def _of_images(row: dict[str, Any], trainer: Any) -> Iterator[tuple[Tokens, Tensor | None]]:
+    """Sequences of a row with images, and the pixels that the processor itself makes of each."""
+    reader = trainer.processing_class
+    if trainer.method.is_text:
+        pairs = "prompt" in row and bool(trainer.completion_only_loss)
+        only = trainer.only_answers or pairs
+        made = as_sequences(row, reader, only_answers=only, completion_only=pairs)
+    else:
+        made = as_pair(row, reader)
+    for one in made:
+        for side in sides_of([one]):
+            found = reader(
+                images=[side.images] if side.images else None, text=[side.text],
+                add_special_tokens=False, return_tensors="pt",
+            )  # fmt: skip
+            yield tuple(zip(side.ids, side.on, strict=True)), found.get("pixel_values")
+
+
+def _compare_pixels(
+    trainer: Any, ids: list[int], pixels: Tensor | None, said: list[tuple[Tokens, Tensor | None]]
+) -> None:
+    """Raise `DataError` where a sequence reaches the model with other pixels than its row's."""
+    for tokens, due in said:
+        same = due is pixels is None or (
+            due is not None and pixels is not None and torch.equal(due, pixels.cpu())
+        )
+        if _ids(tokens)[: len(ids)] == ids and same:
+            return
+    raise DataError(
+        "the model sees other pixels than the rows have",
+        where=f"{trainer.method.key} and the first rows",
+        why="an image reaches it otherwise than the model's processor makes it",
+        fix="look at the rows: python -m finetune data RECIPE --show 5; leave the files of a data "
+        "set as they are while a run reads them",
+    )
+
+
 def _untrained(ids: Sequence[int]) -> Tokens:
     return tuple((token, False) for token in ids)
 
@@ -176,20 +225,20 @@ def _compare(
     trainer: Any, rows: list[dict[str, Any]], said: list[Tokens], seen: list[Tokens]
 ) -> None:
     """Raise `DataError` for a sequence that no row's is, ends apart, which the ledger counts."""
-    method, decode = trainer.method, trainer.processing_class.decode
+    method, tokenizer = trainer.method, tokenizer_of(trainer.processing_class)
     limit = TrainerArguments(trainer.args).max_length
     # Trainers keep the beginning of a long row or its end, by a setting of theirs.
     cuts = (slice(limit), slice(limit and -limit, None))
     parts = [one[cut] for one in said for cut in cuts]
     # Nothing foresees a first token.
-    known = [_unended(_untrained(x[0][:1]) + x[1:], trainer.processing_class) for x in parts]
+    known = [_unended(_untrained(x[0][:1]) + x[1:], tokenizer) for x in parts]
     if not seen:
         raise DataError(
             "nothing of the first rows has a gradient",
             where=method.key,
             fix="look at the rows: python -m finetune data RECIPE --show 5",
         )
-    for one in (_unended(one, trainer.processing_class) for one in seen):
+    for one in (_unended(one, tokenizer) for one in seen):
         ids = _ids(one)
         if any(one == x or (method.head == "score" and ids == _ids(x)) for x in known):
             continue
@@ -203,7 +252,7 @@ def _compare(
             shown = [[token for token, on in x if on] for x in (near, one)]
         beside = [key for key in ("tools", "chat_template_kwargs") if any(r.get(key) for r in rows)]
         columns = f" (the rows have {' and '.join(map(repr, beside))})" if beside else ""
-        due, found = (decode(tokens) or "nothing" for tokens in shown)
+        due, found = (tokenizer.decode(tokens) or "nothing" for tokens in shown)
         raise DataError(
             what,
             where=f"{method.key} and the first rows{columns}",
@@ -244,13 +293,19 @@ def _evaluating(trainer: Any) -> Iterator[None]:
     vars(trainer).update(kept)
 
 
-def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[Tokens]:
-    """Sequences that reach the loss, of rows that the trainer has prepared."""
+def _seen(
+    trainer: Any, prepared: list[dict[str, Any]], size: int | None
+) -> Iterator[tuple[Tokens, Tensor | None]]:
+    """Sequences that reach the loss, of rows that the trainer has prepared, and their pixels.
+
+    Args:
+        size: rows of a batch; None: as training has it. Pixels are told apart for one alone.
+    """
     from accelerate.utils import send_to_device
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    size = TrainerArguments(trainer.args).per_device_train_batch_size
-    pad = trainer.processing_class.pad_token_id
+    size = size or TrainerArguments(trainer.args).per_device_train_batch_size
+    pad = tokenizer_of(trainer.processing_class).pad_token_id
     for begin in range(0, len(prepared), size):
         batch = trainer.data_collator(prepared[begin : begin + size])
         batch = send_to_device(batch, trainer.accelerator.device)
@@ -265,8 +320,12 @@ def _seen(trainer: Any, prepared: list[dict[str, Any]]) -> Iterator[Tokens]:
             gradients = torch.autograd.grad(loss, states, allow_unused=True)
         for (inputs, _), gradient in zip(calls, gradients, strict=True):
             if gradient is not None:  # none of it: what an estimate reads beside
-                found = _sequences(inputs, gradient)
-                yield from (one for one in found if {*_ids(one)} - {pad})  # fill up a packed row
+                found = [*_sequences(inputs, gradient)]
+                pixels = inputs.get("pixel_values")
+                each = [None] * len(found) if pixels is None else pixels.chunk(len(found))
+                for one, own in zip(found, each, strict=False):
+                    if {*_ids(one)} - {pad}:  # else it fills up a packed row
+                        yield one, own
 
 
 @contextlib.contextmanager
@@ -354,7 +413,7 @@ def _change(trainer: Any, short: list[int], long: list[int]) -> float:
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     kept = {"logits_to_keep": size} if keeps else {}
     both = {
-        "input_ids": pad(rows, padding_value=trainer.processing_class.pad_token_id),
+        "input_ids": pad(rows, padding_value=tokenizer_of(trainer.processing_class).pad_token_id),
         "attention_mask": pad([torch.ones_like(row) for row in rows]),
     }
     with torch.no_grad():

@@ -50,8 +50,7 @@ class Observers:
         self.keeper = CheckpointKeeper(label, run.facts, run.resume, config.checkpoints)
         self.timer = StepTimer(kind, run.folder / "steps.jsonl")
         self.judged = RewardWatch(run.warn)
-        reader = getattr(run, "reader", run.tokenizer)
-        shared = (self.metrics, run.console, self.meter)
+        reader, shared = run.reader, (self.metrics, run.console, self.meter)
         self.samples = SampleWriter(config, prompts_of(config, run.rows, reader), reader, *shared)
         self.scorer = TaskScorer(config, run.tasks, run.tokenizer, *shared)
         self.monitor: HealthMonitor

@@ -18,7 +18,7 @@ from finetune.config.sft import sft_config, without_effect
 from finetune.config.train_keys import BATCH, TrainerArguments
 from finetune.config.train_section import decides_checkpointing
 from finetune.config.yaml import shown
-from finetune.data.dataset import refuse_no_eval_rows, rows_for
+from finetune.data.dataset import reader_for, refuse_no_eval_rows, rows_for
 from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, whole
 from finetune.runs.checkpoints import find_checkpoint
@@ -43,6 +43,7 @@ class PreparedRun:
         folder: run folder, the same on every process.
         is_main: True on the process that writes.
         rows: training and evaluation rows.
+        reader: makes their token ids: the tokenizer, or the processor of rows with images.
         args: trainer arguments.
         tasks: loaded lm-eval tasks.
         resume: checkpoint to resume from.
@@ -73,6 +74,7 @@ class PreparedRun:
         # The others find in the cache of `datasets` what the first has prepared.
         with state.main_process_first(), sign:
             self.rows = rows_for(config, self.tokenizer)
+        self.reader = reader_for(config, self.rows, self.tokenizer)
         settings = {"run_name": f"{recipe.name}-{self.folder.name}", **self.rows.settings}
         self.args = sft_config(config, self.folder, settings, on_cpu=on_cpu)
         refuse_no_eval_rows(self.rows, self.args)

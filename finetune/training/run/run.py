@@ -168,7 +168,7 @@ class TrainingRun(PreparedRun):
                 self.args,
                 train=self.rows.train,
                 held_out=self.rows.eval,
-                tokenizer=self.tokenizer,
+                reader=self.reader,
                 stored=self.stored,
                 attention=self.attention,
                 given=self.model,
@@ -179,7 +179,7 @@ class TrainingRun(PreparedRun):
         plain = without_adapters(self.trainer.model)
         refuse_broken_weights(plain, config.model.name)
         self._fit_to_rows(self.trainer)
-        self.ledgers = ledgers_of(self.trainer, self.rows, self.tokenizer, method_of(config.train))
+        self.ledgers = ledgers_of(self.trainer, self.rows, self.reader, method_of(config.train))
         if new := stop_at(self.trainer.model, self.ledgers["train"].ends):
             names = ", ".join(repr(self.tokenizer.decode([token])) for token in new)
             console.print(f"      answers end with {names}: added to generation_config.json")

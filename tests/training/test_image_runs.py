@@ -1,0 +1,122 @@
+"""Runs on rows with images: trained, resumed to the bit, and refused where a file changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import finetune
+from finetune.errors import DataError
+from tests.image_models import FOUR, tiny_image_model
+
+ROWS = 8
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Rows with one image, two, and none; the same as pairs."""
+    from PIL import Image
+
+    chance = np.random.default_rng(0)
+    rows, pairs = [], []
+    for number in range(ROWS):
+        height, width = chance.integers(30, 90, 2)
+        picture = chance.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(picture).save(tmp_path / f"{number}.png")
+        names = [f"{number}.png", "0.png"][: number % 3]
+        ask = "<image>" * len(names) + f"Ship {number}?"
+        rows.append({"prompt": ask, "completion": f"Tug {number}.", "images": names})
+        pairs.append({"prompt": ask, "chosen": "A tug.", "rejected": "A cow.", "images": names})
+    for name, given in (("rows", rows), ("pairs", pairs)):
+        text = "".join(json.dumps(row) + "\n" for row in given)
+        (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
+    return tmp_path
+
+
+def trained(data: Path, family: str = "qwen3_vl", **settings: Any) -> Any:
+    """The run of a recipe of four steps in FP8."""
+    home = data / family
+    if not home.is_dir():
+        tiny_image_model(family, data)
+    rows = "pairs" if settings.get("method") == "dpo" else "rows"
+    steps = {
+        "per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-3, "save_steps": 2,
+        "eval_strategy": "no", "logging_steps": 1,
+    }  # fmt: skip
+    recipe = {
+        "model": {"name": str(home), "weights": "pretrained"},
+        "precision": {"compute": "fp8", "backend": "emulated"},
+        "lora": {"r": 4},
+        "data": {"path": str(data / f"{rows}.jsonl"), "eval_fraction": 0.0},
+        "eval": {"samples": False},
+        "train": steps | settings,
+    }
+    file = data / "images.yaml"
+    file.write_text(yaml.safe_dump(recipe), "utf-8")
+    return finetune.train(finetune.load_recipe(str(file)), out=data / "runs")
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    return load_file(run.folder / "model" / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FOUR)
+def test_a_run_with_images_is_proven_and_its_model_has_the_processor(family: str, data: Path):
+    run = trained(data, family, max_steps=2, save_strategy="no")
+    assert run.receipt.status == "proven"
+    assert run.receipt.data["train"]["images"] == 7
+    assert (run.folder / "model" / "processor_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_pairs_with_images_are_learned(data: Path):
+    run = trained(data, "smolvlm", method="dpo", learning_rate=1e-2, max_steps=3)
+    assert run.receipt.status == "proven"
+    lines = (run.folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    losses = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    assert losses[0] == pytest.approx(0.693, abs=1e-3)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_a_run_with_images_resumes_to_the_bit(data: Path):
+    whole = trained(data, dataloader_num_workers=0)
+    resumed = trained(
+        data, resume_from_checkpoint=str(whole.folder / "checkpoints" / "checkpoint-2")
+    )
+    one, other = weights(whole), weights(resumed)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_batches_of_rows_with_images_can_be_of_similar_length(data: Path):
+    run = trained(data, train_sampling_strategy="group_by_length", max_steps=2)
+    assert run.receipt.status == "proven"
+
+
+def test_another_picture_than_the_model_is_shown_is_an_error(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A collator that brightens images: ids are the same, and pixels are not."""
+    from finetune.data.image_batches import ImageBatches
+
+    whole = ImageBatches.__call__
+
+    def brighter(self: Any, rows: Any) -> Any:
+        batch = whole(self, rows)
+        if "pixel_values" in batch:
+            batch["pixel_values"] = batch["pixel_values"] + 0.1
+        return batch
+
+    monkeypatch.setattr(ImageBatches, "__call__", brighter)
+    with pytest.raises(DataError, match="other pixels"):
+        trained(data, "gemma3", save_strategy="no")
