@@ -54,7 +54,10 @@ VERBS = {
         "diagnose": ("analysis", "Show what runs in FP8, where the time goes, and why."),
         "compare": ("analysis", "Train FP8 and BF16: do they end the same, and is it faster?"),
         "benchmark": ("analysis", "Measure speed and memory: random weights, synthetic tokens."),
-        "evaluate": ("train", "Score a run on lm-eval tasks, and keep the result."),
+        "evaluate": (
+            "train",
+            "Score a run on lm-eval tasks or held-out rows, and keep it.",
+        ),
     },
     "Share": {
         "chat": ("train", "Talk with a trained model, or answer prompts."),

@@ -270,6 +270,10 @@ def evaluate(
         str | None,
         typer.Option(help="Names, comma-separated; left out: the run's eval.tasks."),
     ] = None,
+    rows: Annotated[
+        bool,
+        typer.Option("--rows", help="Also the held-out rows: answers that are the row's own."),
+    ] = False,
     data: Annotated[
         str | None, typer.Option(help="Folder of rows, TASK/validation.jsonl or .parquet.")
     ] = None,
@@ -280,7 +284,7 @@ def evaluate(
     out: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Score a run on lm-eval tasks, and keep the result."""
+    """Score a run on lm-eval tasks or held-out rows, and keep it."""
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
     from finetune.config.schema import EvalConfig
     from finetune.config.sections import BUILTIN
@@ -290,22 +294,36 @@ def evaluate(
     named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
     given = {"tasks": named, "data": data, "limit": limit, "shots": shots}
     wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}
-    if not wanted["tasks"]:
+    if rows and tasks is None:
+        wanted["tasks"] = ()
+    if not wanted["tasks"] and not rows:
         raise ConfigError(
             "no task is named",
             where="--tasks",
             why="the run's eval.tasks is empty" if tasks is None else "",
-            fix="--tasks hellaswag, or --tasks builtin:harbour_choice, which needs no hub",
+            fix="--tasks hellaswag, or --tasks builtin:harbour_choice, which needs no hub; --rows "
+            "takes the run's held-out rows",
         )
     if data is None and all(name.startswith(BUILTIN) for name in wanted["tasks"]):
         wanted["data"] = None  # the run's own, which was for its tasks
     config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
+    from finetune.data.dataset import rows_for
+    from finetune.runs.receipt import describe
+    from finetune.storage.processors import tokenizer_of
     from finetune.training.asking.evaluate import load_tasks, score
+    from finetune.training.asking.held_out import score_rows
 
     found = load_tasks(config.eval)
     console = output(stderr=as_json, quiet=as_json)
-    with loaded(trained) as (model, tokenizer):
-        scores = score(model, tokenizer, found, config, console)
+    scores: dict[str, Any] = {}
+    with loaded(trained, images=None if rows else False) as (model, reader):
+        if rows:
+            held_out = rows_for(trained.config, tokenizer_of(reader))
+            scores |= score_rows(model, reader, held_out, trained.config, limit)
+            for name, row in scores.items():
+                console.print(f"{name}: {describe(row)}")
+        if found:
+            scores |= score(model, tokenizer_of(reader), found, config, console)
     if as_json:
         print(json.dumps(scores, indent=1))
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -265,6 +267,49 @@ def test_generate_answers_each_prompt_about_its_images(run, asked_model, files, 
     red, blue = painted("red"), painted("blue")
     said = [by_transformers(model, processor, [turn(red, blue, p)]) for p in ("Which?", "And why?")]
     assert [one["answer"] for one in json.loads(done.out)["answers"]] == said
+
+
+def test_evaluate_counts_held_out_rows_whose_answer_is_their_own(
+    run, asked_model, files, cli, tmp_path
+) -> None:
+    """Rows are made of what the model says: two of three are right; one is of text alone."""
+    import yaml
+
+    model, processor, _ = asked_model
+    asked = [turn(painted("red"), "Which?")], [turn("Hello?")]
+    # A random model ends nowhere: its third tokens are made ends.
+    inputs = [encode(processor, one) for one in asked]
+    said = [model.generate(**one, **USUAL)[0, one["input_ids"].shape[1] :] for one in inputs]
+    ends = [int(one[2]) for one in said]
+    ended = deepcopy(model)
+    ended.generation_config.eos_token_id = ends
+    said, hello = (by_transformers(ended, processor, one) for one in asked)
+    given = [
+        ([str(files["red"])], "<image>Which?", said),
+        ([str(files["blue"])], "<image>Which?", "No."),
+        ([], "Hello?", hello),
+    ]
+    lines = [
+        {"images": images, "messages": [
+            {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+        for images, asked, answer in given
+    ]  # fmt: skip
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    ended.generation_config.save_pretrained(copy / "model")
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    paths = {"path": str(tmp_path / "rows.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl")}
+    config["precision"]["compute"] = "fp32"
+    config["data"] = {key: value for key, value in config["data"].items() if key != "name"} | paths
+    (copy / "config.yaml").write_text(dump_yaml(config))
+    done = cli("evaluate", copy, "--rows", "--json")
+    assert done.code == 0, done.err
+    scores = json.loads(done.out)["held_out_rows"]
+    assert (scores["exact_match"], scores["n"]) == (pytest.approx(2 / 3), 3)
+    kept = json.loads((copy / "report.json").read_text())["tasks"]
+    assert kept["held_out_rows"] == scores
 
 
 def test_generate_refuses_what_is_no_image(run, files, cli) -> None:

@@ -111,6 +111,27 @@ def question_of(row: Mapping[str, Any]) -> Question:
     return Question(parts, Question(_parts(said, images)).text)
 
 
+def asked_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Turns before a row's first answer, their images opened, and that answer.
+
+    Nothing of a row without turns, and of one whose answer may call a tool.
+
+    Raises:
+        BadRowError: says what is wrong with an image.
+    """
+    turns: Any = row.get("messages") or row.get("prompt")
+    answers: Any = row.get("completion") or row.get("chosen") or ()
+    images, asked = iter(row.get("images") or ()), list[dict[str, Any]]()
+    of_turns = isinstance(turns, list) and not isinstance(answers, str) and not row.get("tools")
+    every: Any = [*turns, *answers] if of_turns else ()
+    for turn in every:
+        found = Question(_parts(turn["content"], images))
+        if turn["role"] == "assistant":
+            return asked, found.text
+        asked.append(found.opened().turn | {"role": turn["role"]})
+    return [], ""
+
+
 def _parts(content: Any, images: Iterable[Any]) -> tuple[Any, ...]:
     """Text and images of a turn, these taken off those of its row."""
     if not isinstance(content, list):
