@@ -136,11 +136,12 @@ def counted(rows: Dataset, args: Any, tokenizer: Any, **facts: Any) -> Ledger:
 
 
 def of_images(rows: Dataset) -> dict[str, int]:
-    """What a ledger says of images: how many there are, and their tokens."""
+    """What a ledger says of images: how many there are, their tokens, and rows without any."""
     if COLUMN not in rows.column_names:
         return {}
     begins, ends = ([n for row in rows[key] for n in row] for key in ("image_begins", "image_ends"))
-    return {"images": len(ends), "image_tokens": sum(ends) - sum(begins)}
+    alone = sum(not row for row in rows["image_ends"])
+    return {"images": len(ends), "image_tokens": sum(ends) - sum(begins), "text_alone": alone}
 
 
 # ------------------------------------------------------------------------------------ whole rows

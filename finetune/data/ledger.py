@@ -56,6 +56,7 @@ class Ledger:
         late: rows of a stream that were skipped behind these, while it was read.
         in_eval: evaluation rows that are also training rows (`Rows.shared`).
         images: images of these rows, dropped ones included, and `image_tokens` of them.
+        text_alone: rows without an image among these.
         images_cut: rows that are dropped since an image of theirs would be cut.
         lengths: tokens of each row before truncation, without rows that TRL drops uncounted.
     """
@@ -86,6 +87,7 @@ class Ledger:
     good: int | None = None
     images: int = 0
     image_tokens: int = 0
+    text_alone: int = 0
     images_cut: int = 0
 
     @property
@@ -133,7 +135,8 @@ class Ledger:
         yield False, ", ".join(facts)
         if self.images:
             each = self.image_tokens / self.images
-            yield False, f"{plural(self.images, 'image')} of {each:,.0f} tokens on average"
+            alone = f", {plural(self.text_alone, 'row')} without any" if self.text_alone else ""
+            yield False, f"{plural(self.images, 'image')} of {each:,.0f} tokens on average{alone}"
         if self.images_cut:
             yield (
                 True,

@@ -278,6 +278,25 @@ def test_a_stream_counts_malformed_rows_too(reader) -> None:
     assert all(row["images"][0]["path"].endswith("good.png") for row in first)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_the_command_line_ends_with_2_or_counts_every_one(cli, streaming) -> None:
+    words = ("data", "tiny_lora_fp8", "model.name=builtin:tiny_vision", "data.name=null")
+    words += ("data.path=rows.jsonl", "data.eval_fraction=0", "train.packing=false")
+    words += (f"data.streaming={streaming}", "train.max_steps=2", "train.warmup_steps=0")
+    bad = [row for row, _ in ROWS.values()]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [GOOD, *bad, GOOD]))
+    done = cli(*words)
+    assert done.code == 2
+    assert "row 2" in done.err
+    assert "fix:" in done.err
+    done = cli(*words, "data.on_bad_row=skip")
+    assert done.code == 0
+    assert f"{len(bad)} rows are skipped; the first: row 2: " in done.out + done.err
+    assert "2 images of 16 tokens" in done.out + done.err
+
+
 def test_the_corpus_is_as_large_as_it_has_to_be() -> None:
     assert len(ROWS) + len(CAPTIONS) + len(PREFERENCES) >= 60
     assert zlib.crc32(np.asarray(Image.open(io.BytesIO(PNG))).tobytes())  # the good one is good
