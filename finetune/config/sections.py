@@ -114,8 +114,8 @@ class DataConfig(Section):
     )
     images_per_row: NonNegativeInt | None = Field(
         default=None,
-        description="images that `estimate` takes each row to have; left out: 1 if `train` sizes "
-        "images (`max_pixels`, `min_pixels`), else none",
+        description="images that `estimate` takes each row to have; left out: those of the first "
+        "rows of files here, else 1 if `train` sizes images (`max_pixels`, `min_pixels`), or none",
     )
     image_size: str = Field(
         default="1024x768",

@@ -1,19 +1,33 @@
 """Images of a run's rows, as an estimate takes them: how many in a row, and how large.
 
-    data.images_per_row   --images 2               none are left out
+    data.images_per_row   --images 2
     data.image_size       --image-size 1024x768
 
-Settings say it, since the most expensive rows decide a peak, as those of `train.max_length` do.
+What is not said is read from the first rows, where they are in files here: as many as the row with
+the most has, of the size of the largest. The most expensive rows decide a peak, as those of
+`train.max_length` do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import itertools
 from typing import NamedTuple
 
-from finetune.config.methods import method_of
-from finetune.config.schema import RunConfig
+from finetune.config.methods import PIXELS, method_of
+from finetune.config.schema import DataConfig, RunConfig
+from finetune.data.chat import BadRowError
+from finetune.data.dataset import rules_of
+from finetune.data.image_forms import ORDER, marked
+from finetune.data.sources import sources_of
+from finetune.errors import FinetuneError
+from finetune.storage.pretrained import load_shape
+from finetune.storage.processors import takes_images
 
-PIXELS = ("max_pixels", "min_pixels")
+FIRST = 64
+"""Rows of each source that are looked at."""
 
 
 class Images(NamedTuple):
@@ -29,13 +43,38 @@ class Images(NamedTuple):
 
 def images_of(config: RunConfig) -> Images | None:
     """Images of each row that a run reads; None if its rows are text alone, or it writes them."""
-    count = config.data.images_per_row
-    if count is None:  # settings of images alone
-        count = int(any(config.train.get(key) for key in PIXELS))
-    if not count or method_of(config.train).writes:
+    count, sized = config.data.images_per_row, any(config.train.get(key) for key in PIXELS)
+    if method_of(config.train).writes or not takes_images(load_shape(config.model)):
+        return None
+    if count is None:
+        if (found := _first(config.data.model_dump_json())) is not None:
+            return found
+        count = int(sized)  # a setting of images alone
+    if not count:
         return None
     width, _, height = config.data.image_size.partition("x")
     return Images(count, int(width), int(height))
+
+
+@functools.lru_cache(maxsize=16)
+def _first(data: str) -> Images | None:
+    """Images of the first rows of files; None where rows are elsewhere, or of text alone."""
+    counts, sizes, config = [0], [(0, 0)], DataConfig.model_validate_json(data)
+    # What is wrong with them a run says, which reads all of them.
+    with contextlib.suppress(FinetuneError, ImportError):
+        from PIL import Image
+
+        for source, _ in sources_of(config) if config.hub is None else ():
+            rules = rules_of(source, config)
+            for row in itertools.islice(source.read(streaming=True), FIRST):
+                with contextlib.suppress(BadRowError, OSError):
+                    _, references = marked((*ORDER, "rejected"), rules, row)
+                    counts.append(len(references))
+                    for one in references:
+                        with Image.open(one["path"] or io.BytesIO(one["bytes"])) as image:
+                            sizes.append(image.size)
+    width, height = max(sizes, key=lambda size: size[0] * size[1])
+    return Images(max(counts), width, height) if max(counts) else None
 
 
 def pixels_of(config: RunConfig) -> dict[str, int | None]:

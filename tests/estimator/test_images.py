@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_images_are_those_that_settings_say():
     assert images_of(with_images(config, 2, "640x480")) == (2, 640, 480)
     sized = config.model_copy(update={"train": type(config.train)({"max_pixels": 65536})})
     assert images_of(sized) == (1, 1024, 768)
+
+
+def test_images_that_nothing_says_are_those_of_rows_in_files(tmp_path: Path):
+    rows = [{"images": [f"{n}.png"] * n, "text": "<image>" * n + "ships"} for n in (1, 3, 2)]
+    rows.append({"images": ["gone.png"], "text": "<image>"})
+    for n, size in ((1, (40, 30)), (2, (50, 60)), (3, (8, 8))):
+        Image.new("RGB", size).save(tmp_path / f"{n}.png")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sections: dict[str, Any] = {
+        "model": {"name": "builtin:tiny_vision"},
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "train": {"max_steps": 1},
+    }
+    assert images_of(RunConfig.model_validate(sections)) == (3, 50, 60)
+    of_text = sections | {"model": {"name": "builtin:tiny_llama"}}
+    assert images_of(RunConfig.model_validate(of_text)) is None
 
 
 @pytest.mark.slow  # a run each
