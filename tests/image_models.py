@@ -86,13 +86,13 @@ def processor_of(home: Path, **pixels: int) -> Any:
     return load_processor(model, load_tokenizer(model)[0], **pixels)
 
 
-def batch_of(home: Path, images: int = 1) -> dict[str, Any]:
+def batch_of(home: Path, images: int = 1, family: str = "") -> dict[str, Any]:
     """A batch of two rows with so many images each, as the processor makes it."""
     import torch
     from PIL import Image
 
     processor, colors = processor_of(home), ("red", "navy")
-    text = FAMILIES[home.name][1] * images + " What color is the sea?"
+    text = FAMILIES[family or home.name][1] * images + " What color is the sea?"
     given = [[Image.new("RGB", (40, 32), color)] * images for color in colors]
     made = processor(
         text=[f"{text} {color}" for color in colors],

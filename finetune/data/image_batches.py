@@ -51,6 +51,8 @@ class ImageBatches:
             add_special_tokens=False, padding=True, padding_side="right",
             pad_to_multiple_of=self.multiple, return_tensors="pt",
         )  # fmt: skip
+        if backend := getattr(tokenizer_of(self.processor), "backend_tokenizer", None):
+            backend.no_padding()  # it is remembered, and saved with the run: for all who load it
         shape = batch["input_ids"].shape
         on = torch.zeros(shape, dtype=torch.bool)
         for i, side in enumerate(sides):

@@ -3,8 +3,9 @@
 The models run one after the other, so that only one is in memory: the reference is the original
 weights with the adapter by stock PEFT (of a full run, its weights), the other is the export, loaded
 as users would. Rows are tokenized, masked and padded by the same trainer as in the run's
-evaluation; models are loaded in the run's compute type, without our code in between. The
-reference's loss is kept, and its logits at the first 2,048 labeled positions. Compared are:
+evaluation, with their images if it had some; models are loaded in the run's compute type, without
+our code in between. The reference's loss is kept, and its logits at the first 2,048 labeled
+positions. Compared are:
 
     loss gap     |loss of the export - loss of the reference| / max(loss of the reference, 1 nat)
     KL           mean over positions of KL(reference ‖ export) in nats
@@ -47,7 +48,7 @@ from finetune.config.methods import method_of
 from finetune.config.schema import RunConfig
 from finetune.config.sft import sft_config
 from finetune.config.train_keys import TrainSection
-from finetune.data.dataset import Rows, load_data
+from finetune.data.dataset import Rows, reader_for, rows_for
 from finetune.errors import DataError, FinetuneError, ParityError, first_line
 from finetune.export.compressed_tensors import PRESETS
 from finetune.hardware.device import this_device
@@ -258,15 +259,18 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
     from finetune.data.preparing import AccountedTrainer
 
     tokenizer, _ = load_tokenizer(config.model, config.train.chat_template_path)
-    seed, method = int(config.train.seed), method_of(config.train)
-    rows = load_data(config.data, tokenizer, seed, method=method)
+    method = method_of(config.train)
+    rows = rows_for(config, tokenizer)
+    reader = reader_for(config, rows, tokenizer)
     if not method.is_text:
-        rows = _as_tokens(rows, config, tokenizer)
+        rows = _as_answers(rows) if rows.images else _as_tokens(rows, config, tokenizer)
     held_out = rows.first(EVALUATION_ROWS) if rows.eval is None else rows.eval
     kind = "training rows (the run kept none for evaluation)" if rows.eval is None else "eval rows"
     evaluation = _spread(held_out, EVALUATION_ROWS)
     train = {key: value for key, value in config.train.items() if key in ABOUT_ROWS}
-    sizes = {f"per_device_{part}_batch_size": BATCH for part in ("train", "eval")}
+    # One by one with images, whose pixels have no dimension for rows in every family.
+    size = 1 if rows.images else BATCH
+    sizes = {f"per_device_{part}_batch_size": size for part in ("train", "eval")}
     only = config.model_copy(update={"train": train | sizes | {"report_to": "none"}})
     with tempfile.TemporaryDirectory() as scratch:
         trainer = AccountedTrainer(
@@ -274,7 +278,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
             args=sft_config(only, Path(scratch), rows.settings, on_cpu=this_device().kind == "cpu"),
             train_dataset=rows.first(CALIBRATION_ROWS),
             eval_dataset=evaluation,
-            processing_class=tokenizer,
+            processing_class=reader,
         )
         return Batches(
             evaluation=list(trainer.get_eval_dataloader()),
@@ -297,6 +301,22 @@ def _as_tokens(rows: Rows, config: RunConfig, tokenizer: Any) -> Rows:
 
     first = rows.first(CALIBRATION_ROWS)
     return replace(rows, train=tokens(first), eval=tokens(rows.eval), sample=None, settings={})
+
+
+def _as_answers(rows: Rows) -> Rows:
+    """Rows with images of another method than SFT: prompts with their better answers, as text."""
+
+    def answered(part: Any) -> Any:
+        if part is None:
+            return None
+        names = {*part.column_names}
+        part = part.remove_columns([*(names & {"rejected"})])
+        if "chosen" not in names:
+            return part.rename_column("prompt", "messages")
+        return part.rename_column("chosen", "completion" if "prompt" in names else "messages")
+
+    first = rows.first(CALIBRATION_ROWS)
+    return replace(rows, train=answered(first), eval=answered(rows.eval), sample=None)
 
 
 def _spread(rows: Dataset, count: int) -> Dataset:
@@ -414,11 +434,16 @@ def _answer(model: Any, batch: dict[str, Any]) -> list[int]:
     room = positions(model.config) or first + 2 * ANSWER
     # Of a short context half is left for the question.
     most = min(ANSWER, room // 2)
-    asked = batch["input_ids"][:1, : max(first, 1)][:, -(room - most) :]
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": most}
+    window = slice(max(first - (room - most), 0), max(first, 1))
+    asked = {"input_ids": batch["input_ids"][:1, window]}
+    if any(key.startswith("pixel_values") for key in batch):  # of this row alone (`batches_of`)
+        shape = batch["labels"].shape
+        asked |= {k: v[:, window] if v.shape[:2] == shape else v for k, v in batch.items()}
+        del asked["labels"]
+    asked["attention_mask"] = torch.ones_like(asked["input_ids"])
     with torch.inference_mode():
-        found = model.generate(asked, attention_mask=torch.ones_like(asked), **options)
-    return found[0, asked.shape[1] :].tolist()
+        found = model.generate(**asked, do_sample=False, max_new_tokens=most)
+    return found[0, asked["input_ids"].shape[1] :].tolist()
 
 
 def compare(

@@ -1,12 +1,14 @@
 """FP8 share and predicted memory of many families, in full fine-tuning and LoRA.
 
     python -m tests.benchmarks.families [FAMILY ...] [--method full|lora] [--traced]
-    python -m tests.benchmarks.families [FAMILY ...] --export --write
+    python -m tests.benchmarks.families [FAMILY ...] [--images] --export --write
 
 Each row is a run of three steps on the CPU, of a tiny random model (`tests.families`): the proven
 share of matmul FLOPs in FP8, how far the measured memory is from the predicted one, and what stays
 in high precision, by reason. Shares of tiny models are lower than those of real ones, since
 attention scores and the head weigh more.
+
+`--images`: rows with pictures, of the families that `tests.image_models` has.
 
 `--traced`: as on a GPU, full fine-tuning in torchao and decoder layers compiled, here as far as
 AOTAutograd; the graphs of each run, and what breaks them.
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -39,6 +42,7 @@ from finetune.logging import quiet_libraries
 from finetune.runs.receipt import Receipt
 from finetune.storage.pretrained import auto_class
 from tests.families import FAMILIES, config_of, folder_of
+from tests.image_models import FOUR, tiny_image_model
 from tests.traced import traced
 
 Method = Literal["full", "lora"]
@@ -65,6 +69,7 @@ class Row:
     folder: Path = Path()
     error: str = ""
     graphs: str = ""
+    images: bool = False
     exports: dict[str, float | str] = field(default_factory=dict)
     """`merged` and `fp8` -> logit error, or why there is none."""
 
@@ -89,13 +94,43 @@ class Row:
 
 def run(family: str, method: Method, folder: Path, *overrides: str) -> Row:
     """Train a tiny model of a family."""
-    name = f"model.name={folder_of(family, folder / 'models')}"
+    return _run(folder_of(family, folder / "models"), method, folder, *overrides)
+
+
+def _run(home: Path, method: Method, folder: Path, *overrides: str, images: bool = False) -> Row:
     try:
-        recipe = load_recipe(f"tiny_{method}_fp8", [name, *SMALL, *overrides])
+        recipe = load_recipe(f"tiny_{method}_fp8", [f"model.name={home}", *SMALL, *overrides])
         report = train(recipe, out=folder / "runs", console=Console(quiet=True))
     except FinetuneError as error:
-        return Row(family, method, None, error=str(error))
-    return Row(family, method, report.receipt, folder=report.folder)
+        return Row(home.name, method, None, error=str(error), images=images)
+    return Row(home.name, method, report.receipt, folder=report.folder, images=images)
+
+
+COLORS = ("red", "green", "navy", "white")
+
+
+def pictures(folder: Path, rows: int = 12) -> Path:
+    """A file of rows that each ask for the color of a picture; every fourth has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number in range(rows):
+        color = COLORS[number % 4]
+        Image.new("RGB", (40, 28 + number), color).save(folder / f"{number}.png")
+        shown = [f"{number}.png"] if number % 4 else []
+        asked = "<image>" * len(shown) + "What color is the sea?"
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": color}]
+        lines.append(json.dumps({"messages": turns, "images": shown}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder / "rows.jsonl"
+
+
+def run_with_images(family: str, method: Method, folder: Path, *overrides: str) -> Row:
+    """Train a tiny model, with its projector, on pictures."""
+    home = tiny_image_model(family, folder / "with_images")
+    rows = pictures(folder / "pictures")
+    more = f"data.path={rows}", "train.max_length=256", "model.train_vision=projector"
+    more = *more, *TRAINED[: 1 + (method == "lora")]
+    return _run(home, method, folder, *more, *overrides, images=True)
 
 
 TRAINED = ("model.weights=pretrained", "train.learning_rate=1e-2")
@@ -108,9 +143,18 @@ def run_exported(family: str, method: Method, folder: Path, *overrides: str) -> 
     torch.manual_seed(0)
     auto_class(config).from_config(config).save_pretrained(home)
     more = TRAINED[: 1 + (method == "lora")]
-    row = run(family, method, folder, *more, *overrides)
+    return exported(run(family, method, folder, *more, *overrides), folder)
+
+
+def run_with_images_exported(family: str, method: Method, folder: Path, *overrides: str) -> Row:
+    """The same with pictures, in the rows that are compared, too."""
+    return exported(run_with_images(family, method, folder, *overrides), folder)
+
+
+def exported(row: Row, folder: Path) -> Row:
+    """The row of a run, with what came of its exports."""
     for to in ("merged", "fp8") if row.receipt else ():
-        out, quiet = folder / f"{family}_{method}_{to}", Console(quiet=True)
+        out, quiet = folder / f"{row.family}_{row.method}_{to}", Console(quiet=True)
         try:
             found = export_run(row.folder, to, out, console=quiet)
             row.exports[to] = float(f"{found.parity.logit_error:.2g}")
@@ -147,7 +191,12 @@ def write(rows: list[Row]) -> None:
     known = json.loads(TABLE.read_text())
     shares = {r.method: round(r.receipt.fp8_flop_share, 3) for r in rows if r.receipt}
     exports = {f"{r.method} {to}": x for r in rows for to, x in r.exports.items()}
-    known[rows[0].family] = shares | ({"exports": exports} if exports else {})
+    found, family = shares | ({"exports": exports} if exports else {}), rows[0].family
+    if rows[0].images:
+        known[family] = known.get(family, {}) | {"images": found}
+    else:
+        kept = {key: value for key, value in known.get(family, {}).items() if key == "images"}
+        known[family] = found | kept
     ordered = {family: known[family] for family in FAMILIES if family in known}
     TABLE.write_text(json.dumps(ordered, indent=1) + "\n")
 
@@ -155,17 +204,27 @@ def write(rows: list[Row]) -> None:
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("families", nargs="*", default=[], metavar="FAMILY")
     parser.add_argument("--method", choices=("full", "lora"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument("--traced", action="store_true", help="compiled as far as AOTAutograd")
     parser.add_argument("--export", action="store_true", help="export, reload, compare logits")
     parser.add_argument("--write", action="store_true", help=f"into {TABLE.name}")
+    parser.add_argument("--images", action="store_true", help="rows with pictures")
     given = parser.parse_args()
-    one = run_traced if given.traced else run_exported if given.export else run
+    with_images = run_with_images_exported if given.export else run_with_images
+    one = (
+        with_images
+        if given.images
+        else run_traced
+        if given.traced
+        else run_exported
+        if given.export
+        else run
+    )
     methods: tuple[Method, ...] = (given.method,) if given.method else ("full", "lora")
     with tempfile.TemporaryDirectory() as folder:
-        for family in given.families:
+        for family in given.families or (FOUR if given.images else FAMILIES):
             rows = [one(family, method, Path(folder), *given.overrides) for method in methods]
             Console(width=160).print(table(rows))
             if given.write:
