@@ -153,7 +153,7 @@ def _list_families(*, as_json: bool) -> None:
         good = dict.fromkeys(name.split()[1] for name in exports if name.split()[1] not in failed)
         trained = [method for method in ("full", "lora") if method in row]
         shares = {f"FP8 {x}": percent(row[x], 0) if x in row else "-" for x in ("full", "lora")}
-        words = ["trained", *(["images"] if "images" in row else []), *good]
+        words = ["images" if "images" in row else "trained", *good]
         verified = ", ".join(words) if trained else "only estimated"
         model = (row["model"] or "-").rpartition("/")[2]
         shown.append({"model": model, "family": row["family"], **shares, "verified": verified})
@@ -162,10 +162,10 @@ def _list_families(*, as_json: bool) -> None:
     console.print(
         "\nmodel: its shape is packaged, `estimate` needs no network; `-`: any of them\n"
         "FP8: proven share of the matmul FLOPs of a tiny random model, whose head weighs\n"
-        "more than in a real one. trained: that model, in full and LoRA; images: on rows\n"
-        "with them, too; merged, fp8: exported so, reloaded by Transformers alone, logits\n"
-        "compared. only estimated: not trained yet, in any size. On a GPU only Llama has\n"
-        "run: 8B on one H100",
+        "more than in a real one. trained: that model, in full and LoRA; images: that, on\n"
+        "rows with them, too; merged, fp8: exported so, reloaded by Transformers alone,\n"
+        "logits compared. only estimated: not trained yet, in any size. On a GPU only\n"
+        "Llama has run: 8B on one H100",
         style="dim",
     )
 

@@ -67,4 +67,5 @@ def test_an_export_says_of_pictures_what_the_run_says(family, method, tmp_path) 
     kept = kept_matrices(fp8)
     assert kept <= ignored
     assert any("vis" in name for name in kept)
-    assert not [name for name in kept if "language_model" in name or "text_model" in name]
+    text = [name for name in kept if "language_model" in name or "text_model" in name]
+    assert not [name for name in text if not name.endswith("lm_head")]
