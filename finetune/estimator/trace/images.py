@@ -22,16 +22,34 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.estimator.images import Images
+from finetune.estimator.images import Images, images_of, pixels_of
 from finetune.estimator.trace.batch import Batch
 from finetune.estimator.trace.trace import Recorder
 from finetune.precision.model.layers import without_adapters
+from finetune.storage.processors import image_processor
 from finetune.training.health.memory_meter import arrays_of, without_values
 
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 """Inputs of a model that mark the tokens of images by 1."""
 _LEARNED = {"labels": -100, "completion_mask": 0}
+
+
+def with_images(
+    batches: list[Batch], model: Any, config: RunConfig, arrays: Mapping[str, Tensor] | None
+) -> None:
+    """Put images into the batches, in place, if a run's rows have any.
+
+    Args:
+        arrays: of the images of a batch, those on meta without values; None: blank images as the
+            run's settings say (`finetune.estimator.images`).
+    """
+    if arrays is None and (images := images_of(config)) is not None:
+        processor = image_processor(config.model, **pixels_of(config))
+        arrays = blank_images(processor, images, len(batches[0]["input_ids"]))
+    for batch in batches if arrays else ():
+        add_images(batch, model, {name: bare(array) for name, array in (arrays or {}).items()})
 
 
 def blank_images(processor: Any, images: Images, rows: int) -> dict[str, Tensor]:

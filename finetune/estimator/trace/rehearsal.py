@@ -37,7 +37,6 @@ from finetune.config.optimizers import chosen
 from finetune.config.schema import RunConfig
 from finetune.config.sft import fsdp_settings, padding_free, settings_in
 from finetune.errors import FinetuneError, RehearsalError, first_line
-from finetune.estimator.images import images_of, pixels_of
 from finetune.estimator.trace.batch import DOCUMENTS, copied, tensors_of
 from finetune.estimator.trace.fake_cuda import (
     KERNELS,
@@ -54,7 +53,7 @@ from finetune.estimator.trace.fsdp_groups import (
     cast_to,
     model_groups,
 )
-from finetune.estimator.trace.images import add_images, bare, blank_images
+from finetune.estimator.trace.images import with_images
 from finetune.estimator.trace.isolation import isolated_process
 from finetune.estimator.trace.rehearsal_trainer import rehearsal_trainer
 from finetune.estimator.trace.stand_ins import (
@@ -78,7 +77,6 @@ from finetune.precision.planner import plan as make_plan
 from finetune.precision.stored.masters import Master
 from finetune.precision.stored.trained import TrainedEngine
 from finetune.storage.pretrained import load_shape
-from finetune.storage.processors import image_processor
 from finetune.training.helper.compute_types import AUTOCAST
 from finetune.training.helper.references import References, layers_of
 from finetune.training.model import (
@@ -190,12 +188,7 @@ def rehearse(
             trainer = rehearsal_trainer(
                 model, config, Path(folder), teacher, padded=padded, documents=documents
             )
-        if arrays is None and (images := images_of(config)) is not None:
-            processor = image_processor(config.model, **pixels_of(config))
-            arrays = blank_images(processor, images, len(trainer.batches[0]["input_ids"]))
-        if arrays:
-            for batch in trainer.batches:
-                add_images(batch, model, {name: bare(array) for name, array in arrays.items()})
+        with_images(trainer.batches, model, config, arrays)
         # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
         if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)
