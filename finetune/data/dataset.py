@@ -106,11 +106,19 @@ def reader_for(config: RunConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase
     """What makes token ids of a run's rows: its tokenizer; with images the model's processor.
 
     Raises:
-        ConfigError: sizes of images are set, and no row has one; or there is no processor.
+        ConfigError: sizes of images are set, or what reads them trains, and no row has one; or
+            there is no processor.
     """
     pixels = {key: config.train.get(key) for key in PIXELS}
     if rows.images:
         return load_processor(config.model, tokenizer, **pixels)
+    if (trained := config.model.train_vision) != "none":
+        raise ConfigError(
+            "what reads images was to train, and no row has an image",
+            where=f"model.train_vision={trained}",
+            why="it would get no gradient, and stay as it is",
+            fix="~model.train_vision; or rows with images, and a model that reads them",
+        )
     for key in filter(pixels.get, pixels):
         raise ConfigError(
             "a size of images is set, and no row has an image",

@@ -8,11 +8,12 @@ import pytest
 from transformers import T5Config
 
 from finetune import load_recipe
+from finetune.data.dataset import reader_for, rows_for
 from finetune.errors import ConfigError
 from finetune.precision.model.layers import plain_name, without_adapters
 from finetune.precision.model.towers import beside_text, decoder_name
 from finetune.precision.planner import plan
-from finetune.storage.pretrained import auto_class
+from finetune.storage.pretrained import auto_class, load_tokenizer
 from finetune.training.model import meta_model
 from finetune.training.scope import notes
 from tests.benchmarks.families import run, run_exported
@@ -96,6 +97,14 @@ def test_a_tower_trains_where_asked_in_fp8_where_its_sizes_allow(method, tmp_pat
 def test_a_model_without_a_tower_has_none_to_train(tmp_path) -> None:
     with pytest.raises(ConfigError, match="no tower for images to train") as caught:
         meta_model(recipe("llama", "lora", tmp_path, "model.train_vision=projector"))
+    assert caught.value.fix.startswith("~model.train_vision")
+
+
+def test_a_projector_does_not_train_on_text_alone(tmp_path) -> None:
+    config = recipe("gemma3", "lora", tmp_path, "model.train_vision=projector", "data.max_rows=4")
+    tokenizer, _ = load_tokenizer(config.model)
+    with pytest.raises(ConfigError, match="no row has an image") as caught:
+        reader_for(config, rows_for(config, tokenizer), tokenizer)
     assert caught.value.fix.startswith("~model.train_vision")
 
 
