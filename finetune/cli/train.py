@@ -294,9 +294,14 @@ def evaluate(
     named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
     given = {"tasks": named, "data": data, "limit": limit, "shots": shots}
     wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}
-    if rows and tasks is None:
-        wanted["tasks"] = ()
-    if not wanted["tasks"] and not rows:
+    alone = rows and tasks is None
+    if alone and (data is not None or shots is not None):
+        raise ConfigError(
+            "--data and --shots are about tasks, and --rows alone has none",
+            where="evaluate --rows",
+            fix="leave them out, or name --tasks as well",
+        )
+    if not alone and not wanted["tasks"]:
         raise ConfigError(
             "no task is named",
             where="--tasks",
@@ -306,14 +311,15 @@ def evaluate(
         )
     if data is None and all(name.startswith(BUILTIN) for name in wanted["tasks"]):
         wanted["data"] = None  # the run's own, which was for its tasks
-    config = trained.config.model_copy(update={"eval": EvalConfig(**wanted)})
+    update = {} if alone else {"eval": EvalConfig(**wanted)}
+    config = trained.config.model_copy(update=update)
     from finetune.data.dataset import rows_for
     from finetune.runs.receipt import describe
     from finetune.storage.processors import tokenizer_of
     from finetune.training.asking.evaluate import load_tasks, score
     from finetune.training.asking.held_out import score_rows
 
-    found = load_tasks(config.eval)
+    found = [] if alone else load_tasks(config.eval)
     console = output(stderr=as_json, quiet=as_json)
     scores: dict[str, Any] = {}
     with loaded(trained, images=None if rows else False) as (model, reader):
@@ -327,7 +333,8 @@ def evaluate(
     if as_json:
         print(json.dumps(scores, indent=1))
     try:
-        kept = _keep(folder, trained.weights, config.eval.model_dump(mode="json"), scores)
+        requested = config.eval.model_dump(mode="json") | {"rows": rows, "limit": limit}
+        kept = _keep(folder, trained.weights, requested, scores)
     except OSError as error:
         raise ConfigError(
             f"the scores above could not be kept: {error.strerror}",

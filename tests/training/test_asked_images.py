@@ -310,6 +310,12 @@ def test_evaluate_counts_held_out_rows_whose_answer_is_their_own(
     assert (scores["exact_match"], scores["n"]) == (pytest.approx(2 / 3), 3)
     kept = json.loads((copy / "report.json").read_text())["tasks"]
     assert kept["held_out_rows"] == scores
+    first = json.loads(cli("evaluate", copy, "--rows", "--limit", "1", "--json").out)
+    assert first["held_out_rows"]["n"] == 1
+    assert first["held_out_rows"]["exact_match"] == 1
+    beside = cli("evaluate", copy, "--rows", "--shots", "2")
+    assert beside.code == 2
+    assert "are about tasks" in beside.err
 
 
 def test_generate_refuses_what_is_no_image(run, files, cli) -> None:
