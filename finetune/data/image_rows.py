@@ -116,7 +116,12 @@ def fitting(rows: Any, limit: int | None) -> Any:
         kept = {key: row[key][:limit] for key in ("input_ids", "labels") if key in row}
         return {**kept, "length": min(row["length"], limit)}
 
-    return rows.filter(fits).map(cut)
+    if not isinstance(rows, Dataset):
+        return rows.filter(fits).map(cut)
+    # Without the bytes of images, which would be read, and for `map` written, again.
+    light: Any = rows.select_columns([name for name in rows.column_names if name != COLUMN])
+    kept = rows.select([i for i, row in enumerate(light) if fits(row)])
+    return kept.map(cut) if max(kept["length"], default=0) > limit else kept
 
 
 def counted(rows: Dataset, args: Any, tokenizer: Any, **facts: Any) -> Ledger:

@@ -249,6 +249,15 @@ def test_tokens_of_images_are_counted_by_their_pixels(tmp_path: Path):
     assert many.tokens - few.tokens == many.image_tokens - few.image_tokens > 0
 
 
+def test_a_picture_that_was_replaced_between_two_runs_is_read_anew(tmp_path: Path):
+    config = recipe(tmp_path, tiny_image_model("qwen3_vl", tmp_path, weights=False))
+    first = counted(config).prepared["seen"]
+    picture(tmp_path, 120, 120, 7)
+    (tmp_path / "7.png").replace(tmp_path / "0.png")
+    again = counted(config).prepared["seen"]
+    assert [one == other for one, other in zip(first[0], again[0], strict=True)] == [False, True]
+
+
 @pytest.mark.parametrize(
     "setting", [{"packing": True}, {"padding_free": True}, {"truncation_mode": "keep_end"}]
 )
