@@ -18,7 +18,7 @@ from tests.docs.notebooks import NOTEBOOKS, code_cells
 
 NAMES = [
     "01_first_run", "02_will_it_fit", "03_prove_it", "04_fp8_lora", "05_fp8_vs_bf16",
-    "06_sfttrainer_script", "07_pitfalls", "08_python_door",
+    "06_sfttrainer_script", "07_pitfalls", "08_python_door", "09_images",
 ]  # fmt: skip
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 STORE = f"store its outputs: python -m {notebooks.__name__}"
