@@ -47,6 +47,7 @@ from finetune.scripting import saving
 from finetune.scripting.keywords import Settings, by_section, recipe_of, speaks
 from finetune.scripting.run import TRAINED, WAITING, OneRun, abandon
 from finetune.storage.pretrained import load_tokenizer, template_of
+from finetune.storage.processors import tokenizer_of
 from finetune.training import scope
 from finetune.training.model import load_model
 from finetune.training.run.preflight import check_storage
@@ -215,7 +216,8 @@ def trainer(
 
     Args:
         model: from `load` or `add_lora`, or a plain one of Transformers or PEFT.
-        tokenizer: its tokenizer; the chat template is used as it is.
+        tokenizer: its tokenizer, or the processor around it: the chat template is used as it is,
+            and images are sized by `max_pixels` and `min_pixels`, for each run alike.
         data: file, folder, glob, hub id, `builtin:harbour`; several as a list, or a mixture by
             weight as a dict; or rows, as a list of dicts or a `datasets.Dataset`.
         precision: as in `load`, of a model that a script has loaded, or instead of what `load` had.
@@ -237,6 +239,7 @@ def trainer(
     abandon()
     said = settings_of(model)
     typed = by_section("trainer", settings)
+    tokenizer = tokenizer_of(tokenizer)
     if precision is not None:
         one = precision if isinstance(precision, Mapping) else {"compute": precision}
         said["precision"] = dict(one)
