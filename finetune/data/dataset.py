@@ -87,15 +87,24 @@ class Rows:
 
 
 def rows_for(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, sample: bool = False
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sample: bool = False,
+    shape: Any = None,
 ) -> Rows:
-    """The rows of a run, as `load_data` loads them."""
+    """The rows of a run, as `load_data` loads them.
+
+    Args:
+        shape: the model's configuration; default: read from its files.
+    """
+    shape = load_shape(config.model) if shape is None else shape
     found = load_data(
         *(config.data, tokenizer, int(config.train.seed)),
         sample=sample,
-        vocabulary=vocabulary_of(config.model),
+        vocabulary=int(shape.get_text_config(decoder=True).vocab_size),
         method=method_of(config.train),
-        images=takes_images(load_shape(config.model)),
+        images=takes_images(shape),
     )
     if found.images:
         _refuse_beside_images(config)

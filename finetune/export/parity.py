@@ -260,7 +260,7 @@ def batches_of(config: RunConfig, model: PreTrainedModel) -> Batches:
 
     tokenizer, _ = load_tokenizer(config.model, config.train.chat_template_path)
     method = method_of(config.train)
-    rows = rows_for(config, tokenizer)
+    rows = rows_for(config, tokenizer, shape=model.config)
     reader = reader_for(config, rows, tokenizer)
     if not method.is_text:
         rows = _as_answers(rows) if rows.images else _as_tokens(rows, config, tokenizer)

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import SHAPES
-from finetune.errors import ConfigError, first_line
+from finetune.errors import ConfigError, first_line, install_hint
 from finetune.storage.pretrained import load_shape, loading, locate
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _libraries(name: str) -> bool:
         raise ConfigError(
             "images need Pillow, and it is not installed",
             where=f"model.name: {name}",
-            fix="pip install 'fp8-finetune[images]'",
+            fix=install_hint("images"),
         )
     if importlib.util.find_spec("torchvision") is None:
         return False

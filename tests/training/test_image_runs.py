@@ -103,6 +103,7 @@ def test_batches_of_rows_with_images_can_be_of_similar_length(data: Path):
     assert run.receipt.status == "proven"
 
 
+@pytest.mark.slow
 def test_another_picture_than_the_model_is_shown_is_an_error(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ):
