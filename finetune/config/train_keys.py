@@ -211,6 +211,11 @@ class TrainSection(Arguments, dict[str, Any]):
         written = self.pad_to_multiple_of
         return 1 if written in (None, "auto") else int(written)
 
+    @property
+    def pixels(self) -> dict[str, int | None]:
+        """The most and the least pixels of an image, by their keys; None: the model's own."""
+        return {"max_pixels": self.max_pixels, "min_pixels": self.min_pixels}
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_after_validator_function(cls, handler(dict[str, Any]))

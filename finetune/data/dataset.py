@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune.config.methods import METHODS, PIXELS, Method, method_of
+from finetune.config.methods import METHODS, Method, method_of
 from finetune.config.paths import user_path
 from finetune.config.schema import DataConfig, ModelConfig, RunConfig
 from finetune.config.train_keys import TrainerArguments
@@ -118,7 +118,7 @@ def reader_for(config: RunConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase
         ConfigError: sizes of images are set, or what reads them trains, and no row has one; or
             there is no processor.
     """
-    pixels = {key: config.train.get(key) for key in PIXELS}
+    pixels = config.train.pixels
     if rows.images:
         return load_processor(config.model, tokenizer, **pixels)
     if (trained := config.model.train_vision) != "none":

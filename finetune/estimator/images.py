@@ -16,7 +16,7 @@ import io
 import itertools
 from typing import NamedTuple
 
-from finetune.config.methods import PIXELS, method_of
+from finetune.config.methods import method_of
 from finetune.config.schema import DataConfig, RunConfig
 from finetune.data.chat import BadRowError
 from finetune.data.dataset import rules_of
@@ -43,7 +43,7 @@ class Images(NamedTuple):
 
 def images_of(config: RunConfig) -> Images | None:
     """Images of each row that a run reads; None if its rows are text alone, or it writes them."""
-    count, sized = config.data.images_per_row, any(config.train.get(key) for key in PIXELS)
+    count, sized = config.data.images_per_row, any(config.train.pixels.values())
     if method_of(config.train).writes or not takes_images(load_shape(config.model)):
         return None
     if count is None:
@@ -75,11 +75,6 @@ def _first(data: str) -> Images | None:
                             sizes.append(image.size)
     width, height = max(sizes, key=lambda size: size[0] * size[1])
     return Images(max(counts), width, height) if max(counts) else None
-
-
-def pixels_of(config: RunConfig) -> dict[str, int | None]:
-    """The number of pixels that an image has at most and at least, by `train`'s settings."""
-    return {key: config.train.get(key) for key in PIXELS}
 
 
 def with_images(config: RunConfig, count: int | None, size: str | None) -> RunConfig:

@@ -33,7 +33,7 @@ PARTS = {
 """Part of a processor beside its tokenizer -> Transformers' class that loads it."""
 FOR_VIDEOS = "num2words"
 """Package that SmolVLM's processor asks for, to say how many frames a video has."""
-PIXELS = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}
+SIZES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}
 """Setting of `train` -> what it is called in the `size` of processors that count pixels."""
 
 
@@ -181,14 +181,14 @@ def _sized(images: Any, pixels: dict[str, int | None], name: str) -> Any:
         return images
     where = ", ".join(f"train.{key}={value}" for key, value in given.items())
     sizes = dict(images.size or {})
-    if not {*PIXELS} <= {*images.valid_kwargs.__annotations__}:
+    if not {*SIZES} <= {*images.valid_kwargs.__annotations__}:
         raise ConfigError(
             f"images of {name!r} are not sized by a number of pixels",
             where=where,
             why=f"its processor makes each of the size {sizes}",
             fix="~" + " ~".join(f"train.{key}" for key in given),
         )
-    sizes |= {PIXELS[key]: value for key, value in given.items()}
+    sizes |= {SIZES[key]: value for key, value in given.items()}
     patch = getattr(images, "patch_size", 1) * getattr(images, "merge_size", 1)
     if not patch**2 <= sizes["longest_edge"] >= sizes["shortest_edge"]:
         raise ConfigError(

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.estimator.images import Images, images_of, pixels_of
+from finetune.estimator.images import Images, images_of
 from finetune.estimator.trace.batch import Batch
 from finetune.estimator.trace.trace import Recorder
 from finetune.precision.model.layers import without_adapters
@@ -46,7 +46,7 @@ def with_images(
             run's settings say (`finetune.estimator.images`).
     """
     if arrays is None and (images := images_of(config)) is not None:
-        processor = image_processor(config.model, **pixels_of(config))
+        processor = image_processor(config.model, **config.train.pixels)
         arrays = blank_images(processor, images, len(batches[0]["input_ids"]))
     for batch in batches if arrays else ():
         add_images(batch, model, {name: bare(array) for name, array in (arrays or {}).items()})

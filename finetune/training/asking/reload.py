@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config.methods import PIXELS
 from finetune.config.recipe import read_recipe
 from finetune.config.schema import ModelConfig, RunConfig
 from finetune.errors import ConfigError, FinetuneError, did_you_mean, some
@@ -126,9 +125,8 @@ def _reader(run: TrainedRun, tokenizer: Any, images: bool | None) -> Any:
         return tokenizer
     if (run.weights / "config.json").is_file() and (run.weights / PROCESSOR_NAME).is_file():
         model = model.model_copy(update={"name": str(run.weights.resolve()), "revision": None})
-    pixels = {key: train.get(key) for key in PIXELS}
     try:
-        return load_processor(model, tokenizer, **pixels)
+        return load_processor(model, tokenizer, **train.pixels)
     except FinetuneError as error:
         if images:
             raise

@@ -299,7 +299,7 @@ def _seen(
     """Sequences that reach the loss, of rows that the trainer has prepared, and their pixels.
 
     Args:
-        size: rows of a batch; None: as training has it. Pixels are told apart for one alone.
+        size: rows of a batch; None: as in training. Pixels are given for a batch of one row.
     """
     from accelerate.utils import send_to_device
 
