@@ -173,7 +173,6 @@ def _python_of_cuda(device: Any, name: str, capability: tuple[int, int], gib: fl
     cuda: Any = torch.cuda
     torch.version.cuda = "13.0"
     cuda._lazy_init = lambda: None
-    cuda._exchange_device = cuda._maybe_exchange_device = lambda _: 0
     cuda._is_compiled = lambda: True
     cuda.is_available, cuda.is_initialized = (lambda: True), (lambda: True)
     cuda.memory.is_initialized = cuda.is_initialized
@@ -192,6 +191,7 @@ def _python_of_cuda(device: Any, name: str, capability: tuple[int, int], gib: fl
     cuda.stream = contextlib.nullcontext
     cuda.is_current_stream_capturing = lambda: False
     # Functions of their own, since Dynamo knows each of these by its object.
+    cuda._exchange_device, cuda._maybe_exchange_device = (lambda _: 0), (lambda _: 0)
     cuda.synchronize = lambda _=None: synchronize()
     torch.accelerator.synchronize = lambda _=None, /: synchronize()
     torch.Tensor.pin_memory = lambda self, *_: self
