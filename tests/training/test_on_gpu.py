@@ -50,10 +50,10 @@ def runs(made_once):
     return made_once("runs on a GPU of host memory", make)
 
 
-MASTERS = "precision.fp8_params=true precision.compile=off"
+AWAY = "precision.fp8_params=true precision.compile=off"
 MEMORY = (
-    f"{MASTERS} precision.scaling=tensorwise",
-    f"{MASTERS} precision.scaling=rowwise train.gradient_checkpointing=true "
+    f"{AWAY} precision.scaling=tensorwise",
+    f"{AWAY} precision.scaling=rowwise train.gradient_checkpointing=true "
     "train.gradient_accumulation_steps=2",
 )
 
@@ -107,7 +107,7 @@ def test_engines_and_kernels_are_those_of_a_gpu(runs) -> None:
 @pytest.mark.long
 def test_masters_in_host_memory_change_no_loss_and_take_less_of_the_gpu(runs) -> None:
     on_device, away = runs[CODES], runs[MASTERS]
-    assert away["precision"]["backend"] == "masters"
+    assert away["precision"]["backend"] == "fp8_params"
     assert away["precision"]["evaluation"] == "high, by FP8 weights"
     assert away["loss"] == on_device["loss"]
     # No gradient and no moment of AdamW: 0.040 GiB instead of 0.053.
