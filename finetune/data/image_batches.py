@@ -68,7 +68,7 @@ class ImageBatches:
 
 
 @dataclass(frozen=True)
-class Side:
+class ReadText:
     """A text that a model reads: its ids, which of them count, and its images."""
 
     text: str
@@ -77,19 +77,19 @@ class Side:
     images: list[Any]
 
 
-def sides_of(rows: list[dict[str, Any]]) -> Iterator[Side]:
+def sides_of(rows: list[dict[str, Any]]) -> Iterator[ReadText]:
     """Texts of prepared rows: of pairs the preferred answers, then the others, as TRL has them."""
     images = [_pictures(row) for row in rows]
     if "prompt_ids" not in rows[0]:
         for row, own in zip(rows, images, strict=True):
             on = [label != MASKED for label in row["labels"]]
-            yield Side(row["texts"][0], row["input_ids"], on, own)
+            yield ReadText(row["texts"][0], row["input_ids"], on, own)
         return
     for place, key in enumerate(("chosen_ids", "rejected_ids")):
         for row, own in zip(rows, images, strict=True):
             asked, answer = row["prompt_ids"], row[key]
             on = [False] * len(asked) + [True] * len(answer)
-            yield Side(row["texts"][place], asked + answer, on, own)
+            yield ReadText(row["texts"][place], asked + answer, on, own)
 
 
 def _pictures(row: dict[str, Any]) -> list[Any]:
