@@ -272,7 +272,9 @@ def evaluate(
     ] = None,
     rows: Annotated[
         bool,
-        typer.Option("--rows", help="Also the held-out rows: answers that are the row's own."),
+        typer.Option(
+            "--rows", help="Also the held-out rows: their loss, and answers that are the row's own."
+        ),
     ] = False,
     data: Annotated[
         str | None, typer.Option(help="Folder of rows, TASK/validation.jsonl or .parquet.")
@@ -286,11 +288,12 @@ def evaluate(
 ) -> None:
     """Score a run on lm-eval tasks or held-out rows, and keep it."""
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
+    from finetune.config.methods import method_of
     from finetune.config.schema import EvalConfig
     from finetune.config.sections import BUILTIN
     from finetune.training.asking.reload import loaded, open_trained
 
-    trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
+    trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code, train=rows)
     named = None if tasks is None else tuple(n for name in tasks.split(",") if (n := name.strip()))
     given = {"tasks": named, "data": data, "limit": limit, "shots": shots}
     wanted = trained.config.eval.model_dump() | {k: v for k, v in given.items() if v is not None}
@@ -328,6 +331,9 @@ def evaluate(
             scores |= score_rows(model, reader, held_out, trained.config, limit)
             for name, row in scores.items():
                 console.print(f"{name}: {describe(row)}")
+                if "loss" not in row:
+                    why = "is not on the text of an answer alone"
+                    console.print(f"no loss: that of {method_of(config.train).key} {why}")
         if found:
             scores |= score(model, tokenizer_of(reader), found, config, console)
     if as_json:

@@ -73,15 +73,23 @@ def count(rows: Rows, args: Any, reader: Any, method: Method) -> CountedRows:
     Args:
         reader: tokenizer or processor (`dataset.reader_for`).
     """
-    # The run's own code counts, so that what is shown before is what is trained.
-    trainer: Any = object.__new__(preparing(method))  # preparing rows needs no model
-    trainer.processing_class = reader
+    trainer = preparer(reader, method)
     first: Any = rows.train if rows.sample is None else rows.sample
     prepared = trainer.counts(first, args, "train")
     if rows.eval is not None:
         trainer.counts(rows.eval, args, "eval")
     own = whole_ledger(trainer.ledgers["train"], rows, args, method)
     return CountedRows(rows, prepared, trainer.ledgers | {"train": own}, tokenizer_of(reader), args)
+
+
+def preparer(reader: Any, method: Method) -> Any:
+    """A method's trainer without a model: only its `counts` can be called, and its `ledgers` read.
+
+    It is the run's own code, so that what is counted before is what is trained.
+    """
+    trainer: Any = object.__new__(preparing(method))
+    trainer.processing_class = reader
+    return trainer
 
 
 def ledgers_of(trainer: Any, rows: Rows, reader: Any, method: Method) -> dict[str, Ledger]:

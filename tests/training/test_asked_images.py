@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
 
@@ -269,6 +270,23 @@ def test_generate_answers_each_prompt_about_its_images(run, asked_model, files, 
     assert [one["answer"] for one in json.loads(done.out)["answers"]] == said
 
 
+def loss_by_transformers(model: Any, processor: Any, rows: list[Any]) -> float:
+    """Of (parts of a question, answer): mean over the tokens of all answers and their ends."""
+    losses = list[torch.Tensor]()
+    for parts, said in rows:
+        asked = encode(processor, [turn(*parts)])
+        ids = processor.tokenizer(f"{said}<|im_end|>", return_tensors="pt")["input_ids"]
+        ids = torch.cat([asked["input_ids"], ids], 1)
+        same = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        kinds = {"mm_token_type_ids"} & {*asked}  # none of the answer's tokens is an image's
+        same |= {key: F.pad(asked[key], (0, ids.shape[1] - asked[key].shape[1])) for key in kinds}
+        count = ids.shape[1] - asked["input_ids"].shape[1]
+        with torch.no_grad():
+            logits = model(**asked | same).logits[0, -count - 1 : -1]
+        losses.append(F.cross_entropy(logits, ids[0, -count:], reduction="none"))
+    return float(torch.cat(losses).mean())
+
+
 def test_evaluate_counts_held_out_rows_whose_answer_is_their_own(
     run, asked_model, files, cli, tmp_path
 ) -> None:
@@ -308,6 +326,11 @@ def test_evaluate_counts_held_out_rows_whose_answer_is_their_own(
     assert done.code == 0, done.err
     scores = json.loads(done.out)["held_out_rows"]
     assert (scores["exact_match"], scores["n"]) == (pytest.approx(2 / 3), 3)
+    asked = [(painted("red"), "Which?"), (painted("blue"), "Which?"), ("Hello?",)]
+    rows = list(zip(asked, (said, "No.", hello), strict=True))
+    loss = loss_by_transformers(model, processor, rows)
+    assert scores["loss"] == pytest.approx(loss, rel=1e-5)
+    assert abs(loss_by_transformers(model, processor, rows[:1]) - loss) > 1e-3 * loss
     kept = json.loads((copy / "report.json").read_text())["tasks"]
     assert kept["held_out_rows"] == scores
     first = json.loads(cli("evaluate", copy, "--rows", "--limit", "1", "--json").out)

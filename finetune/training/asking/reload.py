@@ -40,16 +40,21 @@ class TrainedRun:
 
 
 def open_trained(
-    folder: Path, checkpoint: str | None = None, *, trust_remote_code: bool = False
+    folder: Path,
+    checkpoint: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    train: bool = False,
 ) -> TrainedRun:
     """Find a run's weights; a `ConfigError` lists its checkpoints.
 
     Args:
         checkpoint: a step, or `last`; default: the weights at the run's end.
         trust_remote_code: the model's own code may run, if the run's recipe says so too.
+        train: check the section `train`, too, of which nothing is needed to answer, and which loads
+            TRL; unchecked, its numbers are texts.
     """
-    # Nothing of the section `train` is needed to answer, and its checks load TRL.
-    config = read_recipe(str(folder / "config.yaml"), check_train=False).config
+    config = read_recipe(str(folder / "config.yaml"), check_train=train).config
     refuse_scores(config, folder)
     # Before anything of the folder is loaded, since loading it is what runs the code.
     refuse_foreign_code(config, folder, trust_remote_code)
