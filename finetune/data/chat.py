@@ -51,7 +51,21 @@ class BadRowError(ValueError):
 
 
 class ImageRowError(BadRowError):
-    """Row with an image, for a model or a method that is trained on text alone."""
+    """Row with an image, where text alone is trained on; its position is added by the same."""
+
+    why = (
+        "the model reads no images, or its training method takes none; without its image an answer "
+        "about it would be a guess"
+    )
+    fix = "a model that reads images, or rows of text"
+
+    @classmethod
+    def late(cls, first: str) -> ImageRowError:
+        """The error for rows that were taken for text by the first ones, which `first` names."""
+        found = cls(f"it has an image, and {first} have none")
+        found.why = f"{first} have none, and the run was taken for one of text"
+        found.fix = "put a row with an image among them; data.streaming=false looks at all rows"
+        return found
 
 
 def turn_of(turn: Any, *, exact: bool = False) -> dict[str, Any]:

@@ -194,7 +194,11 @@ def load_data(
     sources = sources_of(data)
     _refuse_hub_settings(data)
     shown = images and any(_shows_images(one, data, sample) for one, _ in sources)
-    form = Form(tokenizer, data, vocabulary, method, images=shown)
+    seen = (
+        f"the first {SAMPLE:,} training rows" if data.streaming or sample else "the training rows"
+    )
+    text_by = seen if images and not shown else ""
+    form = Form(tokenizer, data, vocabulary, method, images=shown, text_by=text_by)
     parts = [_part(one, weight, form, seed, sample) for one, weight in sources]
     notes = list[str]()
     settings: dict[str, Any] = {}
@@ -207,10 +211,10 @@ def load_data(
                 "the rejected ones are not used (train.method=dpo learns from both)"
             )
         if pictures := [name for name in unused if name in COLUMNS]:
-            notes.append(
+            notes += [
                 f"the images of {part.source.label}, column {pictures[0]!r}, are not read: this "
                 "run trains on text alone"
-            )
+            ] * (not images)  # each row of which would be refused
             unused = [name for name in unused if name not in pictures]
         if unused:
             names = some([repr(name) for name in unused])

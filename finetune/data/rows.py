@@ -50,6 +50,7 @@ from finetune.data.image_forms import (
     Rules,
     files_state,
     marked,
+    shows_images,
     with_images,
 )
 from finetune.data.images import references
@@ -80,6 +81,8 @@ class Form:
     """What is worth a warning."""
     images: bool = False
     """Contents are in parts, and rows have a column of images (`finetune.data.image_forms`)."""
+    text_by: str = ""
+    """Rows without an image, by which a model that takes images trains on text: others raise."""
 
 
 def formatted(
@@ -92,8 +95,8 @@ def formatted(
     if form.images:
         read = _text_columns(kind, rows.column_names)
         rules = replace(rules, state=files_state(rows, read, rules))
-        convert = _showing(kind, convert, read, rules, source)
-        kind = CAPTIONS if kind == "text" else kind
+    convert = _with_images(kind, convert, rows, form, rules, source)
+    kind = CAPTIONS if form.images and kind == "text" else kind
     skips, tokenized = form.data.on_bad_row == "skip", kind == "tokenized"
     refused: dict[int, str] = {}
     if skips or tokenized:
@@ -161,9 +164,7 @@ def formatted_stream(
 
     rows = _renamed(rows, form.data.columns, source)
     kind, convert = _recognize(rows, form, source)
-    if form.images:
-        read = _text_columns(kind, rows.column_names)
-        convert = _showing(kind, convert, read, rules, source)
+    convert = _with_images(kind, convert, rows, form, rules, source)
     features = Features(like.features)
     if kind == "messages":
         features[TRAINED_TURNS] = List(Value("bool"))
@@ -201,18 +202,16 @@ def _numbered(
         return convert(row)
     except BadRowError as error:
         if isinstance(error, ImageRowError):
-            raise _text_alone(source, first + index) from error
+            raise _text_alone(source, first + index, error) from error
         raise _refused(source, first + index, str(error)) from error
 
 
-def _text_alone(source: str, index: int) -> DataError:
+def _text_alone(source: str, index: int, error: ImageRowError) -> DataError:
     return DataError(
         f"row {index + 1} of {source} has an image, and this run trains on text alone",
         where=f"{source}: row {index + 1}",
-        why="the model reads no images, or its training method takes none; without its image an "
-        "answer about it would be a guess",
-        fix="a model that reads images, or rows of text; to skip and count such rows: "
-        "data.on_bad_row=skip",
+        why=error.why,
+        fix=f"{error.fix}; to skip and count such rows: data.on_bad_row=skip",
     )
 
 
@@ -331,10 +330,13 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     )
 
 
-def _showing(
-    kind: str, convert: Converter, read: tuple[str, ...], rules: Rules, source: str
+def _with_images(
+    kind: str, convert: Converter, rows: Any, form: Form, rules: Rules, source: str
 ) -> Converter:
-    """A converter of text that serves rows with images."""
+    """A converter of text that serves rows with images, or refuses them where it would not see."""
+    if not form.images:
+        guarded = partial(_refusing_images, rules.columns, form.text_by, convert)
+        return guarded if form.text_by else convert
     if kind == "tokenized":
         raise DataError(
             f"rows of {source} were tokenized before, and others have images",
@@ -342,7 +344,15 @@ def _showing(
             why="the model's processor makes tokens of an image and its text together",
             fix="give the rows as they were before, or train on them in a run of their own",
         )
-    return partial(with_images, convert, read, rules)
+    return partial(with_images, convert, _text_columns(kind, rows.column_names), rules)
+
+
+def _refusing_images(
+    columns: tuple[str, ...], text_by: str, convert: Converter, row: dict[str, Any]
+) -> dict[str, Any]:
+    if shows_images([row], columns):
+        raise ImageRowError.late(text_by)
+    return convert(row)
 
 
 def _text_columns(kind: str, given: Any) -> tuple[str, ...]:

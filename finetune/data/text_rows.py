@@ -30,7 +30,7 @@ TURNS = {"messages", "conversations", "prompt", "completion", "chosen"}
 MAIN = {*TURNS, "text", "input_ids"}
 """Columns that make a format."""
 READ = {*MAIN, "labels", "tools", "chat_template_kwargs", "system", "system_prompt", "history"}
-READ |= {"input", "context", "label", "kto_tag"}
+READ |= {"input", "context", "label", "kto_tag", "images", "image"}
 """Columns that change what is trained on, wherever in a file they begin."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 A_ROW = "a JSON file of rows is a list of objects, or an object a line"

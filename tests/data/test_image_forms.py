@@ -19,7 +19,7 @@ from PIL import Image
 
 from finetune.config.methods import METHODS
 from finetune.config.sections import DataConfig
-from finetune.data import image_forms
+from finetune.data import dataset, image_forms
 from finetune.data.chat import BadRowError
 from finetune.data.dataset import load_data
 from finetune.data.image_forms import Rules, fetched, reference
@@ -377,6 +377,58 @@ def test_places_and_pictures_agree_or_the_row_is_refused(reader, folder) -> None
         else:
             with pytest.raises(DataError, match="row 2"):
                 read(reader)
+
+
+LATE: dict[str, dict[str, Any]] = {
+    "column": {"images": [RED], "messages": [user("<image>What?"), ANSWER]},
+    "column, no place": {"image": RED, "messages": [user("What?"), ANSWER]},
+    "part": {"messages": [user([WHAT, PARTS["path"]]), ANSWER]},
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize("held_out", [0.0, 0.3])
+@pytest.mark.usefixtures("folder")
+def test_no_picture_is_lost_of_a_stream_that_begins_with_text(
+    tokenizer, monkeypatch, kind, held_out
+) -> None:
+    """At any row behind those that are looked at: an error that names it, or a row that counts."""
+    monkeypatch.setattr(dataset, "SAMPLE", 2)
+    text, given = {"messages": [user("Who?"), ANSWER]}, {"streaming": True, "shuffle_buffer": 1}
+
+    def rows_of(at: int, **more: Any) -> tuple[Any, int]:
+        write(*[text] * at, LATE[kind], *[text] * (6 - at))
+        found = read(tokenizer, **given, eval_fraction=held_out, **more)
+        count = 7 - len(found.eval or ())
+        return found, sum(1 for _ in zip(range(count), found.train, strict=False))
+
+    for at in (2, 6):
+        with pytest.raises(DataError, match=f"row {at + 1} of .* has an image") as error:
+            rows_of(at)
+        assert "put a row with an image among them" in error.value.fix
+        found, _ = rows_of(at, on_bad_row="skip")
+        assert found.refused + sum(map(int, found.late)) == 1
+        assert not any("are not read" in note for note in found.notes)
+    monkeypatch.setattr(tokenizer, "chat_template", IN_PARTS)
+    write(text, LATE[kind])  # among the first
+    assert read(tokenizer, **given).images
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_picture_to_evaluate_on_is_not_lost_of_a_run_of_text(tokenizer) -> None:
+    write({"messages": [user("Who?"), ANSWER]})
+    write(LATE["column"], to="eval.jsonl")
+    with pytest.raises(DataError, match=r"row 1 of eval.jsonl has an image"):
+        read(tokenizer, eval_path="eval.jsonl")
+
+
+def test_a_column_of_pictures_that_begins_behind_the_known_ones_is_refused(
+    tokenizer, folder, monkeypatch
+) -> None:
+    monkeypatch.setattr("finetune.data.sources.CHECKED", 2)
+    write(*[{"messages": [user("Who?"), ANSWER]}] * 3, LATE["column"])
+    with pytest.raises(DataError, match=r"has a column 'images' that its first rows do not have"):
+        read(tokenizer, streaming=True)
 
 
 @pytest.mark.slow
