@@ -106,7 +106,7 @@ def fitting(rows: Any, limit: int | None) -> Any:
         return rows
 
     def fits(row: dict[str, Any]) -> bool:
-        if max(row["image_ends"], default=0) > limit:
+        if _cuts(limit, row["image_ends"]):
             return False
         if "prompt_ids" in row:
             return len(row["prompt_ids"]) < limit
@@ -127,7 +127,7 @@ def fitting(rows: Any, limit: int | None) -> Any:
 def counted(rows: Dataset, args: Any, tokenizer: Any, **facts: Any) -> Ledger:
     """The ledger of prepared rows: one whose image would be cut is dropped."""
     limit = TrainerArguments(args).max_length
-    lost = {i for i, ends in enumerate(rows["image_ends"]) if max(ends, default=0) > (limit or 1e9)}
+    lost = {i for i, ends in enumerate(rows["image_ends"]) if _cuts(limit, ends)}
     of_text = rows.select_columns(["input_ids", "labels"])
     whole = found = account(of_text, args, tokenizer, **facts)
     if lost:
@@ -136,17 +136,29 @@ def counted(rows: Dataset, args: Any, tokenizer: Any, **facts: Any) -> Ledger:
             return {"labels": [MASKED] * len(row["labels"])} if index in lost else {}
 
         found = account(of_text.map(unlearned, with_indices=True), args, tokenizer, **facts)
-    own = {"images_cut": len(lost), "lengths": whole.lengths, **of_images(rows)}
-    return replace(found, **own)
+    return replace(found, lengths=whole.lengths, **of_images(rows, limit))
 
 
-def of_images(rows: Dataset) -> dict[str, int]:
-    """What a ledger says of images: how many there are, their tokens, and rows without any."""
+def _cuts(limit: int | None, ends: list[int]) -> bool:
+    """True if an image of a row, behind whose last token each end is, would be cut."""
+    return limit is not None and max(ends, default=0) > limit
+
+
+def of_images(rows: Dataset, limit: int | None) -> dict[str, int]:
+    """What a ledger says of images: how many there are, their tokens, rows without and cut ones.
+
+    Args:
+        rows: all that were prepared, those that `limit` drops, too.
+    """
     if COLUMN not in rows.column_names:
         return {}
-    begins, ends = ([n for row in rows[key] for n in row] for key in ("image_begins", "image_ends"))
-    alone = sum(not row for row in rows["image_ends"])
-    return {"images": len(ends), "image_tokens": sum(ends) - sum(begins), "text_alone": alone}
+    begins, ends = rows["image_begins"], rows["image_ends"]
+    return {
+        "images": sum(map(len, ends)),
+        "image_tokens": sum(map(sum, ends)) - sum(map(sum, begins)),
+        "text_alone": sum(not row for row in ends),
+        "images_cut": sum(_cuts(limit, row) for row in ends),
+    }
 
 
 # ------------------------------------------------------------------------------------ whole rows

@@ -81,7 +81,7 @@ class AccountedPairs(Accounted):
         if not self.method.prepares:  # ORPO makes its own of those it was handed
             mapped: Any = self.train_dataset
             return list(mapped.select(picked))
-        return list(self.made(rows.select(picked), self.args, "look"))
+        return list(self._fitting(self.made(rows.select(picked), self.args, "look"), self.args))
 
     def counts(self, rows: Dataset, args: Any, name: str) -> Dataset:
         """A row for each answer."""
@@ -106,11 +106,10 @@ class AccountedPairs(Accounted):
         return kept, kept
 
     def made(self, rows: Any, args: Any, name: str, **settings: Any) -> Any:
-        """TRL's preparation."""
+        """TRL's preparation, but that rows with images are not cut or dropped yet."""
         tokenizer = tokenizer_of(self.processing_class)
         if COLUMN in (rows.column_names or ()) and self.method.prepared_by:
-            done = read(rows, self.processing_class, as_pair, AS_PAIRS)
-            return fitting(done, TrainerArguments(args).max_length)
+            return read(rows, self.processing_class, as_pair, AS_PAIRS)
         if not self.method.prepared_by:
             return rows.map(partial(asked, tokenizer, args=args))
         if not self.method.prepares:  # ORPO would keep rows without an answer
@@ -120,12 +119,20 @@ class AccountedPairs(Accounted):
     def counted(self, dataset: Any, args: Any, name: str, **settings: Any) -> Any:
         """TRL's preparation; what it leaves is counted."""
         try:
-            done = self.made(dataset, args, name, **settings)
+            whole = self.made(dataset, args, name, **settings)
         except TRAPPED as error:
             raise not_formatted(name, error) from error
+        done = self._fitting(whole, args)
         if isinstance(dataset, Dataset):
-            self.ledgers[name] = self._ledger(cast("Dataset", done), len(dataset), args, name)
+            found = self._ledger(cast("Dataset", done), len(dataset), args, name)
+            images = of_images(whole, TrainerArguments(args).max_length)
+            self.ledgers[name] = replace(found, **images)
         return done
+
+    def _fitting(self, rows: Any, args: Any) -> Any:
+        """Rows as they are trained on: those without images TRL has cut."""
+        images = COLUMN in (rows.column_names or ()) and self.method.prepared_by
+        return fitting(rows, TrainerArguments(args).max_length) if images else rows
 
     def _ledger(self, done: Dataset, given: int, args: Any, name: str) -> Ledger:
         """Counts of prepared rows, of which `given` there were."""
@@ -154,7 +161,6 @@ class AccountedPairs(Accounted):
             answers=answers,
             lengths=found.lengths.of_rows(answers),
             good=sum(done["label"]) if isinstance(self, BothLabels) else None,
-            **of_images(done),
         )
 
 

@@ -239,6 +239,26 @@ def test_rows_whose_image_would_be_cut_are_dropped_and_counted(tmp_path: Path):
     assert counted(recipe(tmp_path, home, max_length=None)).ledger.dropped == 0
 
 
+def test_pairs_whose_image_would_be_cut_are_counted_as_rows_are(tmp_path: Path):
+    """By any limit: images and their tokens of all rows, those dropped, those with one cut."""
+    home = tiny_image_model("llava_next", tmp_path, weights=False)
+
+    def facts(limit: int | None, *, pairs: bool) -> tuple[int, ...]:
+        config = recipe(tmp_path, home, max_length=limit, **{"method": "dpo"} if pairs else {})
+        file = Path(str(config.data.path))
+        if pairs:
+            rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+            rows = [row | {"chosen": row.pop("completion"), "rejected": "A cow."} for row in rows]
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        found = counted(config).ledger
+        names = ("rows", "dropped", "images", "image_tokens", "text_alone", "images_cut")
+        return tuple(getattr(found, name) for name in names)
+
+    expected = [facts(limit, pairs=False) for limit in (30, 80, None)]
+    assert [one[-1] for one in expected] == [2, 1, 0]
+    assert [facts(limit, pairs=True) for limit in (30, 80, None)] == expected
+
+
 def test_tokens_of_images_are_counted_by_their_pixels(tmp_path: Path):
     home = tiny_image_model("qwen3_vl", tmp_path, weights=False)
     few, many = (
