@@ -5,7 +5,7 @@ each frees and costs and whether the run then fits (`finetune.estimator.variants
 of out-of-memory errors (`finetune.estimator.gate`) and presets of `cp` name them. Ranks:
 
     same        same training: gradients equal up to rounding, or equal in expectation
-    otherwise   same weights in other formats: 8-bit optimizer states, a 4-bit base
+    otherwise   same weights in other formats or of other rows: a 4-bit base, smaller images
     adapters    adapters train instead of all weights
     devices     same training on more GPUs
 """
@@ -40,6 +40,7 @@ IN_FP8 = (FP8, "precision.scaling=rowwise")
 FP8_PARAMS = "precision.fp8_params=true"
 IN_FOUR_BITS = (BF16, "model.storage=nf4")
 UNMASKED = "model.attention=auto"
+IMAGES = "images"
 # Adapters need about ten times the learning rate of full fine-tuning; as in the LoRA recipes.
 LORA_RATE = 2e-4
 FUSED = "adamw_torch_fused"
@@ -58,6 +59,7 @@ class Change:
         rank: Effect on the training, see the module docstring.
         gpus: Required number of GPUs; None leaves it unchanged.
         memory: It may free memory; else it is about time, or shows what a setting brings.
+        tokens: Tokens of a row after it for each one before, where both say the same.
     """
 
     kind: str
@@ -66,6 +68,7 @@ class Change:
     rank: Rank = "same"
     gpus: int | None = None
     memory: bool = True
+    tokens: float = 1.0
 
     @property
     def typed(self) -> tuple[str, ...]:
@@ -140,12 +143,18 @@ def with_rows(rows: int, times: int) -> tuple[str, str]:
 
 
 def changes(
-    config: RunConfig, device: Device, gpus: int = 1, *, compiled: bool | None = None
+    config: RunConfig,
+    device: Device,
+    gpus: int = 1,
+    *,
+    compiled: bool | None = None,
+    image_tokens: int = 0,
 ) -> tuple[Change, ...]:
     """Every change that applies, by rank and roughly from cheapest to most expensive in speed.
 
     Args:
         compiled: decoder layers are compiled; None leaves that out.
+        image_tokens: tokens of a row that are of images; 0 leaves them out.
     """
     found = (
         *free_of_charge(config, device),
@@ -156,6 +165,7 @@ def changes(
         *_compiled(device, compiled),
         *_head(config),
         *_narrower(config),
+        *(_sized(config, image_tokens) if image_tokens else ()),
         *_shorter(config),
         *_engines(config, device),
         *_adapters(config, device),
@@ -164,9 +174,12 @@ def changes(
     return tuple(sorted(found, key=lambda change: RANKS.index(change.rank)))
 
 
-def freeing(config: RunConfig, device: Device, gpus: int = 1) -> tuple[Change, ...]:
+def freeing(
+    config: RunConfig, device: Device, gpus: int = 1, image_tokens: int = 0
+) -> tuple[Change, ...]:
     """The changes that may free memory."""
-    return tuple(change for change in changes(config, device, gpus) if change.memory)
+    found = changes(config, device, gpus, image_tokens=image_tokens)
+    return tuple(change for change in found if change.memory)
 
 
 def attends_by_mask(config: RunConfig, device: Device) -> bool:
@@ -302,6 +315,21 @@ def _narrower(config: RunConfig) -> Iterator[Change]:
     if moments is not None and moments.count == 2 and not moments.blockwise:
         why = "both moments of AdamW in 8 bits, BF16 weights rounded by chance"
         yield Change("optimizer", ("train.optim=adamw_torch_8bit",), why, "otherwise")
+
+
+def _sized(config: RunConfig, tokens: int) -> Iterator[Change]:
+    """Images of fewer or more pixels, in rows of as much text, where a processor counts pixels."""
+    from finetune.estimator.images import other_sizes  # loads torch
+
+    length, multiple = length_of(config), config.train.row_multiple
+    for pixels, other in other_sizes(config, tokens):
+        row = -(-(length - tokens + other) // multiple) * multiple
+        overrides = (f"train.max_pixels={pixels}",)
+        overrides += (f"train.max_length={row}",) if row != length else ()
+        less = other < tokens
+        why = f"{'smaller' if less else 'larger'} images, {other:,} tokens of a row instead of "
+        why += f"{tokens:,}, beside as much text"
+        yield Change(IMAGES, overrides, why, "otherwise", memory=less, tokens=row / length)
 
 
 def _shorter(config: RunConfig) -> Iterator[Change]:

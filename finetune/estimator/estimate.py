@@ -298,6 +298,7 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
         "precision": prediction.resolution.label,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable,
+        "image_tokens_per_row": prediction.image_tokens,
         "compiled": prediction.compiled,
         "memory": {name: getattr(memory, name) for name in _IN_JSON}
         | {"peak_phase": memory.highest, "peak_owner": memory.owner},

@@ -14,6 +14,8 @@ import contextlib
 import functools
 import io
 import itertools
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from finetune.config.methods import method_of
@@ -22,12 +24,14 @@ from finetune.data.chat import BadRowError
 from finetune.data.dataset import rules_of
 from finetune.data.image_forms import ORDER, marked
 from finetune.data.sources import sources_of
-from finetune.errors import FinetuneError
+from finetune.errors import ConfigError, FinetuneError
 from finetune.storage.pretrained import load_shape
-from finetune.storage.processors import takes_images
+from finetune.storage.processors import counts_pixels, image_processor, takes_images
 
 FIRST = 64
 """Rows of each source that are looked at."""
+SMALLER, LARGER = 2, 2
+"""Powers of two below and above the pixels of an image that are looked at."""
 
 
 class Images(NamedTuple):
@@ -82,3 +86,30 @@ def with_images(config: RunConfig, count: int | None, size: str | None) -> RunCo
     given = {"images_per_row": count, "image_size": size}
     data = config.data.model_dump() | {k: v for k, v in given.items() if v is not None}
     return config.model_copy(update={"data": type(config.data).model_validate(data)})
+
+
+def other_sizes(config: RunConfig, tokens: int) -> Iterator[tuple[int, int]]:
+    """Powers of two for `train.max_pixels`, and the tokens of a row's images with each.
+
+    An image of 640 x 480 has 300 tokens of 32 x 32 pixels: 131,072 pixels leave 117, 65,536 54.
+    More pixels than it has change nothing, so that 524,288 are one for larger images alone.
+
+    Args:
+        tokens: that they have now.
+    """
+    images = images_of(config)
+    if images is None:
+        return
+    size = images.height, images.width
+    own, seen = image_processor(config.model, **config.train.pixels), {tokens}
+    if not counts_pixels(own):
+        return
+    now = own.get_number_of_image_patches(*size)
+    first = math.floor(math.log2(min(own.size["longest_edge"], images.width * images.height)))
+    for power in range(first - SMALLER, first + LARGER + 1):
+        with contextlib.suppress(ConfigError):  # fewer than `min_pixels`
+            other = image_processor(config.model, **config.train.pixels | {"max_pixels": 2**power})
+            found = tokens * other.get_number_of_image_patches(*size) // now
+            if found not in seen:
+                seen.add(found)
+                yield 2**power, found

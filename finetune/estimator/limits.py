@@ -20,7 +20,7 @@ from finetune.hardware.requirements import TAKEN, pays_to_compile
 from finetune.hardware.versions import torch_of_gpus
 from finetune.storage.pretrained import load_shape
 from finetune.storage.processors import takes_images
-from finetune.units import GIB
+from finetune.units import GIB, plural
 
 ONE_MACHINE = (
     "all GPUs are taken to be in one machine: over a network communication takes longer than "
@@ -165,11 +165,7 @@ def _with_figures(of: Prediction) -> Iterator[str]:
             "8.0): torch converts each operand, and steps take longer than predicted, which is for "
             "FP16; precision.compute=fp16"
         )
-    if takes_images(load_shape(config.model)):
-        images = images_of(config)
-        said = f"each row is taken to have {images}" if images else "rows are taken to be text"
-        said = "images of prompts are not counted" if _writes(of) else said
-        yield f"{said}; --images and --image-size (of the data's largest) say otherwise"
+    yield from of_images(of)
     if _writes(of):
         answer, length = config.train.max_completion_length, length_of(config)
         yield (
@@ -178,6 +174,17 @@ def _with_figures(of: Prediction) -> Iterator[str]:
         )
     if why := _too_short(of):
         yield f"a run this short is not compiled ({why}); precision.compile=on is predicted"
+
+
+def of_images(of: Prediction) -> Iterator[str]:
+    """What images the rows of a model that reads some are taken to have, with their tokens."""
+    if not takes_images(load_shape(of.config.model)):
+        return
+    images = images_of(of.config)
+    said = f"each row is taken to have {images}" if images else "rows are taken to be text"
+    said += f", {plural(of.image_tokens, 'token')}" * bool(of.image_tokens)
+    said = "images of prompts are not counted" if _writes(of) else said
+    yield f"{said}; --images and --image-size (of the data's largest) say otherwise"
 
 
 def _too_short(of: Prediction) -> str:

@@ -52,6 +52,7 @@ class Prediction:
         first: memory of the first micro-step, which runs uncompiled while FP8 is proven. None where
             its layers are not compiled later, and without gradient checkpointing: then it alone has
             that (`finetune.precision.model.compiling.recomputed`), and holds less than the others.
+        image_tokens: tokens of a row that are of images.
     """
 
     config: RunConfig
@@ -63,6 +64,7 @@ class Prediction:
     trainable: int
     compiled: bool
     first: Footprint | None = None
+    image_tokens: int = 0
 
     @property
     def fit(self) -> Fit:
@@ -229,8 +231,8 @@ def _step(
         rehearsal = _compiled(rehearsal)
     memory = device_footprint(rehearsal, config, machine)
     timing = timing_of_one(rehearsal, config, machine, compiled=compiled)
-    counts = rehearsal.parameters, rehearsal.trainable
-    return Prediction(config, machine, resolution, memory, timing, *counts, compiled, first)
+    counts, images = (rehearsal.parameters, rehearsal.trainable), rehearsal.image_tokens
+    return Prediction(config, machine, resolution, memory, timing, *counts, compiled, first, images)
 
 
 def in_eager_kernels(trace: Trace) -> Trace:

@@ -33,6 +33,7 @@ from finetune.estimator.changes import (
     CHECKPOINTED,
     COMPILED,
     FP8,
+    IMAGES,
     IN_FP8,
     RANKS,
     Change,
@@ -73,6 +74,7 @@ class Variant:
         prediction: memory and time; None if it cannot run.
         why: effect and drawbacks of the change, or why it cannot run.
         rank: effect on the training (`finetune.estimator.changes`).
+        tokens: tokens of a row with it for each one without, where both say the same.
     """
 
     asked: Prediction
@@ -81,6 +83,7 @@ class Variant:
     why: str = ""
     label: str = ""
     rank: Rank = "same"
+    tokens: float = 1.0
 
     @property
     def fit(self) -> Fit:
@@ -107,10 +110,10 @@ class Variant:
 
     @property
     def times(self) -> float | None:
-        """Speed of each device relative to the run's; None if unknown."""
+        """Speed of each device relative to the run's, on the same text; None if unknown."""
         if self.timing is None or self.asked.timing is None:
             return None
-        return self.timing.tokens_per_s / self.asked.timing.tokens_per_s
+        return self.timing.tokens_per_s / self.asked.timing.tokens_per_s / self.tokens
 
     @property
     def speed_shown(self) -> str:
@@ -162,7 +165,7 @@ def with_changes(asked: Prediction, made: Sequence[Change]) -> Variant:
 
     found, why_not = tried(predict)
     why = "; ".join(c.why for c in made) if found else why_not
-    return Variant(asked, change, found, why, label, rank)
+    return Variant(asked, change, found, why, label, rank, math.prod(c.tokens for c in made))
 
 
 def changed(asked: Prediction, made: Iterable[Change]) -> tuple[RunConfig, Machine]:
@@ -249,16 +252,20 @@ def changes_of(
     Args:
         pair: the run beside its twin, which make the first rows of one that fits.
         every: of all ranks, also where the run fits; by default those that train the same, one of
-            each kind, and where it does not fit all that free memory.
+            each kind, with sizes of images, and where it does not fit all that free memory.
     """
     fits = asked.fit == "fits"
     offered = changes(
-        asked.config, asked.machine.device, asked.machine.count, compiled=asked.compiled
-    )
+        asked.config, asked.machine.device, asked.machine.count,
+        compiled=asked.compiled, image_tokens=asked.image_tokens,
+    )  # fmt: skip
     if fits and not every:
-        same = [one for one in offered if one.rank == "same"] if asked.timing else []
-        # Reversed: of several changes of one kind the first stays, the mildest.
-        offered = tuple({one.kind: one for one in reversed(same)}.values())
+        shown = (one for one in offered if one.rank == "same" or one.kind == IMAGES)
+        # Reversed: of several changes of one kind the first stays, the mildest; all of images.
+        mild = {
+            one.overrides if one.kind == IMAGES else one.kind: one for one in reversed([*shown])
+        }
+        offered = tuple(mild.values()) if asked.timing else ()
     elif not every:
         offered = tuple(one for one in offered if one.memory)
     alone = sorted((with_changes(asked, (one,)) for one in offered), key=_cost)
@@ -285,7 +292,7 @@ def _together(asked: Prediction, alone: Sequence[Variant]) -> Variant | None:
         config, machine = changed(asked, before)
         # Asked for again after each step: what applies depends on what was changed before (a base
         # is stored otherwise once there are adapters).
-        offered = freeing(config, machine.device, machine.count)
+        offered = freeing(config, machine.device, machine.count, asked.image_tokens)
         alike = [(*before, one) for one in offered if one.kind == kinds[-1]]
         return next((some for some in reversed(alike) if tried(some).prediction), before)
 

@@ -170,6 +170,11 @@ def do_without(package: str, kind: Any) -> None:
         setattr(module, package, str)
 
 
+def counts_pixels(images: Any) -> bool:
+    """True of an image processor that takes a least and a largest number of pixels."""
+    return {*SIZES} <= {*images.valid_kwargs.__annotations__}
+
+
 def _sized(images: Any, pixels: dict[str, int | None], name: str) -> Any:
     """An image processor with a least and a largest number of pixels of an image.
 
@@ -181,7 +186,7 @@ def _sized(images: Any, pixels: dict[str, int | None], name: str) -> Any:
         return images
     where = ", ".join(f"train.{key}={value}" for key, value in given.items())
     sizes = dict(images.size or {})
-    if not {*SIZES} <= {*images.valid_kwargs.__annotations__}:
+    if not counts_pixels(images):
         raise ConfigError(
             f"images of {name!r} are not sized by a number of pixels",
             where=where,

@@ -314,6 +314,11 @@ def test_a_change_of_gpus_is_priced_by_the_gpu():
     assert replace(four, rank="same").speed_shown == "0.50x"
 
 
+def test_a_change_to_shorter_rows_of_as_much_text_is_priced_by_the_text():
+    """Half of the tokens of a step in half of its time are the same text in half of the time."""
+    assert replace(made_up("train.max_pixels=65536", slower=0.0), tokens=0.5).times == 2.0
+
+
 def test_a_set_that_fits_is_shown_with_what_it_costs():
     one = made_up("train.optim=adamw_8bit", frees=3 * 2**30, slower=0.02, rank="otherwise")
     said = "fits with train.optim=adamw_8bit (frees 3.0 GiB, 0.98x the speed, changes training)"

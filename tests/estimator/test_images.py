@@ -12,9 +12,12 @@ from PIL import Image
 
 from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
-from finetune.estimator.images import Images, images_of, with_images
+from finetune.estimator.changes import changes
+from finetune.estimator.images import Images, images_of, other_sizes, with_images
 from finetune.estimator.trace.fake_cuda import to_fake, without_memory
 from finetune.estimator.trace.images import add_images, blank_images
+from finetune.hardware.device import Device
+from finetune.storage.processors import image_processor
 from tests.benchmarks.predicted_images import run
 from tests.image_models import FAMILIES, FOUR, processor_of, tiny_image_model
 
@@ -59,6 +62,46 @@ def test_a_row_that_would_end_inside_an_image_is_refused(tmp_path: Path):
     processor = processor_of(home).image_processor
     with pytest.raises(ConfigError, match="images take 17 tokens of a row"):
         _rehearsed(home, processor, Images(9, 96, 64), length=17)
+
+
+def _config_of(home: Path, size: str, **train: Any) -> RunConfig:
+    train = {"max_steps": 1, "max_length": 512, "pad_to_multiple_of": 16, **train}
+    data = {"name": "builtin:harbour", "images_per_row": 2, "image_size": size}
+    sections = {"model": {"name": str(home)}, "data": data, "train": train}
+    return RunConfig.model_validate(sections)
+
+
+def _tokens(batch: dict[str, Any]) -> int:
+    return int((batch["input_ids"] == batch["image"]).sum()) // len(batch["input_ids"])
+
+
+@pytest.mark.slow  # several processors and towers
+def test_other_sizes_of_images_have_the_tokens_that_a_tower_makes_of_them(tmp_path: Path):
+    home = tiny_image_model("qwen3_vl", tmp_path, weights=False)
+    config = _config_of(home, "400x320", max_pixels=2**15)
+
+    def tokens(pixels: int) -> int:
+        processor = image_processor(config.model, max_pixels=pixels)
+        return _tokens(_rehearsed(home, processor, Images(2, 400, 320), length=512))
+
+    now = tokens(2**15)
+    found = dict(other_sizes(config, now))
+    assert min(found) < 2**15 < max(found)
+    assert all(tokens(pixels) == other for pixels, other in found.items())
+    gpu = Device("cuda", "H100", (9, 0), 80.0)
+    sized = {
+        c.overrides[0]: c for c in changes(config, gpu, image_tokens=now) if c.kind == "images"
+    }
+    for pixels, other in found.items():  # as much text
+        made = sized[f"train.max_pixels={pixels}"]
+        text = 512 * made.tokens - other
+        assert 512 - now <= text < 512 - now + 16
+        assert made.memory == (other < now)
+
+
+def test_images_of_one_size_have_no_others(tmp_path: Path):
+    home = tiny_image_model("gemma3", tmp_path, weights=False)
+    assert [*other_sizes(_config_of(home, "400x320"), 32)] == []
 
 
 def test_images_are_those_that_settings_say():

@@ -38,18 +38,21 @@ _LEARNED = {"labels": -100, "completion_mask": 0}
 
 def with_images(
     batches: list[Batch], model: Any, config: RunConfig, arrays: Mapping[str, Tensor] | None
-) -> None:
-    """Put images into the batches, in place, if a run's rows have any.
+) -> int:
+    """Put images into the batches, in place, if a run's rows have any; tokens of those of a row.
 
     Args:
         arrays: of the images of a batch, those on meta without values; None: blank images as the
             run's settings say (`finetune.estimator.images`).
     """
+    tokens = 0
     if arrays is None and (images := images_of(config)) is not None:
         processor = image_processor(config.model, **config.train.pixels)
         arrays = blank_images(processor, images, len(batches[0]["input_ids"]))
     for batch in batches if arrays else ():
-        add_images(batch, model, {name: bare(array) for name, array in (arrays or {}).items()})
+        own = {name: bare(array) for name, array in (arrays or {}).items()}
+        tokens = add_images(batch, model, own) // len(batch["input_ids"])
+    return tokens
 
 
 def blank_images(processor: Any, images: Images, rows: int) -> dict[str, Tensor]:
@@ -72,15 +75,19 @@ def bare(array: Tensor) -> Tensor:
     return torch.empty(array.shape, dtype=array.dtype)
 
 
-def add_images(batch: Batch, model: Any, arrays: Mapping[str, Tensor]) -> None:
+def add_images(batch: Batch, model: Any, arrays: Mapping[str, Tensor]) -> int:
     """Put arrays of images into a batch of real ids, in place, and their tokens into its rows.
+
+    Returns:
+        tokens of all images.
 
     Raises:
         ConfigError: a row has no room for them.
     """
     plain: Any = without_adapters(model)
     arrays = {name: arrays[name] for name in arrays_of(plain) & arrays.keys()}
-    where = _places(_tokens_of(plain, arrays), batch["input_ids"].shape)
+    tokens = _tokens_of(plain, arrays)
+    where = _places(tokens, batch["input_ids"].shape)
     with unset_fake_temporarily():
         batch["input_ids"][where] = plain.config.image_token_id
         for name in _LEARNED.keys() & batch.keys():
@@ -88,6 +95,7 @@ def add_images(batch: Batch, model: Any, arrays: Mapping[str, Tensor]) -> None:
         for name in set(_OF_TOKENS).intersection(inspect.signature(plain.forward).parameters):
             batch[name] = where.long()
     batch |= arrays
+    return sum(tokens)
 
 
 def _places(images: list[int], shape: torch.Size) -> Tensor:

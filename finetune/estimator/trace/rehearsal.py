@@ -103,6 +103,7 @@ class Rehearsal:
         compiles: it has layers that `torch.compile` takes, with numbers of their own.
         answer: tokens of an answer that the model writes first, 0 if it writes none.
         generations: how often it writes in an optimizer step.
+        image_tokens: tokens of a row that are of images.
     """
 
     trace: Trace
@@ -115,6 +116,7 @@ class Rehearsal:
     compiles: bool = True
     answer: int = 0
     generations: float = 0.0
+    image_tokens: int = 0
 
 
 def rehearse(
@@ -188,7 +190,7 @@ def rehearse(
             trainer = rehearsal_trainer(
                 model, config, Path(folder), teacher, padded=padded, documents=documents
             )
-        with_images(trainer.batches, model, config, arrays)
+        image_tokens = with_images(trainer.batches, model, config, arrays)
         # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
         if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)
@@ -241,6 +243,7 @@ def rehearse(
         compiles=any(layer_of(op.module) for op in trainer.recorder.trace.ops),
         answer=trainer.answer,
         generations=trainer.generations,
+        image_tokens=image_tokens,
     )
 
 
