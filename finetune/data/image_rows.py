@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,10 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from trl import apply_chat_template
 
-from finetune.config.train_keys import TrainerArguments
 from finetune.data.chat import BadRowError, turns_of
 from finetune.data.checks import MASKED
 from finetune.data.image_forms import COLUMN
 from finetune.data.images import opened, references
-from finetune.data.ledger import Ledger, account
 from finetune.data.masks import Span, answers, rendered_turns, shared, trained_characters
 from finetune.data.rows import made_by, workers
 from finetune.errors import ConfigError, DataError
@@ -122,21 +119,6 @@ def fitting(rows: Any, limit: int | None) -> Any:
     light: Any = rows.select_columns([name for name in rows.column_names if name != COLUMN])
     kept = rows.select([i for i, row in enumerate(light) if fits(row)])
     return kept.map(cut) if max(kept["length"], default=0) > limit else kept
-
-
-def counted(rows: Dataset, args: Any, tokenizer: Any, **facts: Any) -> Ledger:
-    """The ledger of prepared rows: one whose image would be cut is dropped."""
-    limit = TrainerArguments(args).max_length
-    lost = {i for i, ends in enumerate(rows["image_ends"]) if _cuts(limit, ends)}
-    of_text = rows.select_columns(["input_ids", "labels"])
-    whole = found = account(of_text, args, tokenizer, **facts)
-    if lost:
-
-        def unlearned(row: dict[str, Any], index: int) -> dict[str, Any]:
-            return {"labels": [MASKED] * len(row["labels"])} if index in lost else {}
-
-        found = account(of_text.map(unlearned, with_indices=True), args, tokenizer, **facts)
-    return replace(found, lengths=whole.lengths, **of_images(rows, limit))
 
 
 def _cuts(limit: int | None, ends: list[int]) -> bool:

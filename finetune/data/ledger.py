@@ -209,7 +209,7 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
     """Count a tokenized data set with the columns `input_ids` and `labels`.
 
     Args:
-        rows: before truncation and packing.
+        rows: before truncation and packing; with `image_ends`, in tokens, an image is never cut.
         tokenizer: what its special and added tokens are ends an answer.
 
     Raises:
@@ -225,7 +225,8 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
         ("rows", "dropped", "truncated", "tokens", "cut", "trained", "longest", "stops"), 0
     )
     ends, every, needed, trained = Counter[int](), [], [], np.zeros(0, np.int64)
-    tables: Any = rows.with_format("arrow").iter(batch_size=BATCH)
+    read = [key for key in ("input_ids", "labels", "image_ends") if key in rows.column_names]
+    tables: Any = rows.select_columns(read).with_format("arrow").iter(batch_size=BATCH)
     for batch in tables:
         ids = batch["input_ids"].combine_chunks()
         given = batch["labels"].combine_chunks()
@@ -248,6 +249,9 @@ def account(rows: Dataset, args: Any, tokenizer: Any, *, packing: bool, vocabula
         if limit is not None and not splits:
             skipped = 0 if at_start else np.repeat(np.maximum(lengths - limit, 0), lengths)
             inside = (position >= skipped) & (position < skipped + limit)
+        if limit is not None and "image_ends" in read:
+            lost = [max(row, default=0) > limit for row in batch["image_ends"].to_pylist()]
+            inside &= ~np.repeat(lost, lengths)
         distance = position if at_start else np.repeat(lengths, lengths) - 1 - position
         more = np.bincount(distance[labels != MASKED], minlength=trained.size)
         more[: trained.size] += trained

@@ -32,7 +32,7 @@ from finetune.data.checks import UNKNOWN
 from finetune.data.doubled_tokens import each_once
 from finetune.data.image_batches import ImageBatches
 from finetune.data.image_forms import COLUMN
-from finetune.data.image_rows import AS_TEXT, as_sequences, counted, fitting, read
+from finetune.data.image_rows import AS_TEXT, as_sequences, fitting, of_images, read
 from finetune.data.ledger import Ledger, account
 from finetune.data.masks import TRAINED_TURNS, masked, refuse_weights
 from finetune.data.repeats import EvaluatesOnce
@@ -213,33 +213,28 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
         pairs = "prompt" in row and bool(args.completion_only_loss)
         answers = is_conversational(row) and (self.only_answers or pairs)
         made = partial(prepared, self.method, args=args.own, tokenizer=tokenizer)
-        images = COLUMN in row
+        finish, images = partial(made, packing=packing), COLUMN in row
         try:
             if images:
                 how = {"only_answers": answers, "completion_only": pairs}
-                dataset = read(dataset, self.processing_class, as_sequences, AS_TEXT, **how)
-            elif answers:
-                mask = partial(masked, tokenizer=tokenizer, completion_only=pairs)
-                processes |= {"batched": True, "remove_columns": [*row], "features": TOKENIZED}
-                dataset = dataset.map(mask, **processes)
-            elif TRAINED_TURNS in row:
-                dataset = dataset.map(refuse_weights, **processes)
-            # Nothing is cut yet, so that what will be can be counted.
-            tokenized: Any = (
-                dataset if images else made(dataset, max_length=None, shuffle_dataset=False)
-            )
+                tokenized = read(dataset, self.processing_class, as_sequences, AS_TEXT, **how)
+                finish = partial(fitting, limit=args.max_length)
+            else:
+                if answers:
+                    mask = partial(masked, tokenizer=tokenizer, completion_only=pairs)
+                    processes |= {"batched": True, "remove_columns": [*row], "features": TOKENIZED}
+                    dataset = dataset.map(mask, **processes)
+                elif TRAINED_TURNS in row:
+                    dataset = dataset.map(refuse_weights, **processes)
+                # Nothing is cut yet, so that what will be can be counted.
+                tokenized = made(dataset, max_length=None, shuffle_dataset=False)
         except TRAPPED as error:
             raise not_formatted(name, error) from error
-        finish = partial(made, packing=packing)
-        if images:
-            finish = partial(fitting, limit=args.max_length)
-        elif not answers:
+        if not (images or answers):
             tokenized, doubled = each_once(tokenized, tokenizer, **processes)
         if not in_memory:
             return finish(tokenized)
-        facts: dict[str, Any] = {"packing": packing, "vocabulary": self.vocabulary}
-        count = counted if images else account
-        found = count(tokenized, args, tokenizer, **facts)
+        found = account(tokenized, args, tokenizer, packing=packing, vocabulary=self.vocabulary)
         # A look at single rows may meet some that are cut.
         if not found.trained and name != "look":
             raise nothing_trained(found, name)
@@ -262,6 +257,7 @@ class AccountedTrainer(Accounted, EvaluatesOnce, SFTTrainer):
             on=" (the assistant's turns)" if self.only_answers else "",
             split=len(tokenized) - len(given),
             pad_is_stop=tokenizer.pad_token_id == tokenizer.eos_token_id,
+            **of_images(tokenized, args.max_length),
         )
         return done
 
