@@ -18,16 +18,15 @@ frame would be trained on, and of numbers without a known white any brightness.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat
-import struct
 import warnings
-import zlib
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.chat import BadRowError
-from finetune.errors import ConfigError, install_hint
+from finetune.storage.processors import require_pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,14 +53,12 @@ SEEN_AS: dict[bytes, str] = {
     **dict.fromkeys((b"\xff\xd8\xff", b"\x89png", b"gif8"), "cut off or damaged"),
     b"pk\x03\x04": "a ZIP archive",
     b"\x1f\x8b": "a gzip file",
+    **dict.fromkeys(
+        (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1"),
+        "HEIC, which Pillow does not read: save it as JPEG or PNG",
+    ),
 }
-"""First bytes, in lower case -> what a file is that Pillow does not open."""
-HEIC = (b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1")
-_UNREADABLE = (
-    *(OSError, SyntaxError, ValueError, EOFError, LookupError, AttributeError, TypeError),
-    *(ArithmeticError, NotImplementedError, struct.error, zlib.error, RuntimeError, MemoryError),
-)
-"""What Pillow's decoders raise for damaged files."""
+"""First bytes, in lower case, perhaps behind four of a size -> what Pillow does not open."""
 
 
 def opened(reference: Reference) -> Image:
@@ -126,42 +123,30 @@ def _refuse_irregular(path: Any, name: str) -> None:
 
 
 def _decoded(source: Any, name: str) -> Image:
-    pillow = _pillow()
+    pillow = require_pillow()
+    from PIL import ImageOps
+
+    pillow.init()
+    known = [kind for kind in FORMATS if kind in pillow.OPEN]  # that this Pillow was built with
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata, and about sizes that are refused here
-            with pillow.open(source, formats=_known(pillow)) as image:
+            with pillow.open(source, formats=known) as image:
                 _refuse_shape(image, name)
                 image.load()
-                return _in_rgb(_upright(image), name)
+                # An EXIF that cannot be read turns nothing; one that cannot be written has turned.
+                with contextlib.suppress(Exception):
+                    ImageOps.exif_transpose(image, in_place=True)
+                return _in_rgb(image, name)
     except BadRowError:
         raise
     except pillow.DecompressionBombError:
         raise BadRowError(f"{name} has more than {MOST_PIXELS:,} pixels") from None
     except pillow.UnidentifiedImageError:
         raise BadRowError(f"{name} is {_seen_as(source)}") from None
-    except _UNREADABLE as error:
+    except Exception as error:  # of a damaged file a decoder raises whatever comes up
         said = str(error).strip() or type(error).__name__
-        raise BadRowError(f"{name} is cut off or damaged: {said.splitlines()[0][:200]}") from None
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError(
-            "rows with images need Pillow",
-            where="data",
-            why=str(error),
-            fix=install_hint("images"),
-        ) from error
-    return Image
-
-
-def _known(pillow: Any) -> list[str]:
-    """Formats that this Pillow was built with."""
-    pillow.init()
-    return [name for name in FORMATS if name in pillow.OPEN]
+        raise BadRowError(f"{name} is cut off or damaged: {said.splitlines()[0][:200]}") from error
 
 
 def _refuse_shape(image: Image, name: str) -> None:
@@ -187,27 +172,10 @@ def _seen_as(source: Any) -> str:
         with open(source, "rb") as file:
             start = file.read(64)
     head = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if found := next((what for mark, what in SEEN_AS.items() if head.startswith(mark)), ""):
-        return found
-    if any(mark in start[:16] for mark in HEIC):
-        return "HEIC, which Pillow does not read: save it as JPEG or PNG"
+    for mark, what in SEEN_AS.items():
+        if mark in (head[: len(mark)], head[4 : 4 + len(mark)]):
+            return what
     return f"no image, or damaged: it begins with {start[:16]!r}"
-
-
-def _upright(image: Image) -> Image:
-    """Turned as the camera was held; `PIL.ImageOps.exif_transpose` writes EXIF again, and fails."""
-    from PIL.Image import Transpose
-
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }  # fmt: skip
-    try:
-        turn = turns.get(image.getexif().get(0x0112, 1))
-    except _UNREADABLE:  # viewers show such a picture as it is stored
-        turn = None
-    return image if turn is None else image.transpose(turn)
 
 
 def _in_rgb(image: Image, name: str) -> Image:
@@ -219,7 +187,7 @@ def _in_rgb(image: Image, name: str) -> Image:
             f"{name} has numbers of 32 bits ({image.mode}), of which none is known to be white"
         )
     if image.has_transparency_data:
-        pillow, image = _pillow(), image.convert("RGBA")
+        pillow, image = require_pillow(), image.convert("RGBA")
         white = pillow.new("RGBA", image.size, "white")
         image = pillow.alpha_composite(white, image)
     return image.copy() if image.mode == "RGB" else image.convert("RGB")
@@ -230,4 +198,4 @@ def _from_16_bits(image: Image) -> Image:
     import numpy as np
 
     numbers = np.asarray(image).astype(np.uint32)
-    return _pillow().fromarray(((numbers + 128) // 257).astype(np.uint8))
+    return require_pillow().fromarray(((numbers + 128) // 257).astype(np.uint8))

@@ -131,12 +131,7 @@ def _libraries(name: str) -> bool:
     Raises:
         ConfigError: Pillow is missing, or torchvision cannot be imported.
     """
-    if importlib.util.find_spec("PIL") is None:
-        raise ConfigError(
-            "images need Pillow, and it is not installed",
-            where=f"model.name: {name}",
-            fix=install_hint("images"),
-        )
+    require_pillow()
     if importlib.util.find_spec("torchvision") is None:
         return False
     try:
@@ -151,6 +146,17 @@ def _libraries(name: str) -> bool:
             "your torch (https://pytorch.org)",
         ) from error
     return True
+
+
+def require_pillow() -> Any:
+    """Pillow's module of images; a `ConfigError` where it cannot be imported."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(
+            "images need Pillow", where="import PIL", why=str(error), fix=install_hint("images")
+        ) from error
+    return Image
 
 
 def without_videos(kind: Any) -> Any:
