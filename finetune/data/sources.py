@@ -101,7 +101,7 @@ class Source:
         """
         rows: Any = self._read(streaming)
         # Pictures stay what their files are: they are opened where they are used, once.
-        undecoded(rows.features)
+        undecoded(rows.info.features)
         if not streaming:
             if not len(rows):
                 raise self.empty()
@@ -111,7 +111,7 @@ class Source:
                 raise self.empty()
             # A stream without types is read in its first rows, which decide them.
             rows = rows if rows.features else rows._resolve_features()
-            undecoded(rows.features)
+            undecoded(rows.info.features)
             return rows
 
     def empty(self) -> DataError:
