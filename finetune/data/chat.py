@@ -126,8 +126,8 @@ def _joined(parts: list[Any]) -> str:
 
 
 def is_image(part: Any) -> bool:
-    """True of a part of a content that is a picture."""
-    if not isinstance(part, dict):
+    """True of a part of a content that is a picture, and of no turn."""
+    if not isinstance(part, dict) or part.get("content") or part.get("value"):
         return False
     kind = part.get("type")
     return kind in IMAGE_PARTS or (kind is None and any(map(part.get, IMAGE_PARTS)))
@@ -252,6 +252,12 @@ def parsed(text: Any, name: str) -> Any:
         return json.loads(text) if text.strip() else None
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"{name!r} is not JSON: {error}") from None
+
+
+def from_cell(value: Any, name: str) -> Any:
+    """A list or a mapping that is JSON in a cell, as CSV and some Parquet files have them."""
+    is_json = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+    return parsed(value, name) if is_json else value
 
 
 def _tool(given: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from finetune.data.chat import (
     Takes,
     beside,
     check_answer,
+    from_cell,
     is_trained,
     parsed,
     plain,
@@ -75,11 +76,8 @@ def text_of(row: dict[str, Any], column: str) -> str:
 def messages(column: str, exact: bool, takes: Takes | None, row: dict[str, Any]) -> dict[str, Any]:
     """Turns, whole, and the tools that they may call."""
     _refuse_unwanted(row)
-    given = row[column] or ()
-    # Turns as JSON in a cell, as CSV and some Parquet files have them; other text is a turn's
-    # mistake.
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
-        exact, given = True, parsed(given, column)
+    given = from_cell(row[column] or (), column)
+    exact = exact or given is not row[column]  # else what other rows have is there, with None
     given = given if isinstance(given, list | tuple) else (given,)
     given = [*given, row["chosen"]] if isinstance(row.get("chosen"), dict) else given
     turns = [turn_of(turn, exact=exact) for turn in given]

@@ -10,8 +10,8 @@
                                                              question's text, as TRL and LLaVA do
 
 The column is `images`, `image`, or `file_name` as in the metadata of an image folder. A picture in
-it, or in a part, is a path, a data URL, a URL (`data.image_urls`), bytes, `{"bytes", "path"}` or a
-`PIL.Image`. What comes out are the converted rows of text, with contents in parts:
+it, or in a part, is a path, a data URL, a URL (`data.image_urls`), bytes or `{"bytes", "path"}`.
+What comes out are the converted rows of text, with contents in parts:
 
     {"messages": [{"role": "user", "content": "<image>\\nWhich ship?"}, ...], "image": "tug.jpg"}
     {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", ...}]}, ...],
@@ -27,7 +27,6 @@ import base64
 import binascii
 import contextlib
 import hashlib
-import io
 import itertools
 import os
 import re
@@ -39,7 +38,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
-from finetune.data.chat import BadRowError, is_image, parsed
+from finetune.data.chat import BadRowError, from_cell, is_image
 from finetune.data.converters import ASKED, CONTEXT, PAIRS, SYSTEM, TURNS, Converter
 from finetune.data.images import Reference, opened
 
@@ -49,8 +48,11 @@ COLUMNS, IN_METADATA = (COLUMN, "image"), ("file_name", "file_names")
 """Columns of pictures beside the text of a row; the others in the metadata of an image folder."""
 OTHERS = ("videos", "video", "audios", "audio")
 """Columns beside text that nothing is trained on."""
-HOLDS = ("image", "image_url", "url", "path", "base64", "source")
-"""Keys of such a part under which the picture may be."""
+TEXTS = ("content", "value", "text")
+"""Keys of a turn, or of a part, under which there may be places for pictures."""
+BARE = ("data", "base64")
+HOLDS = ("image", "image_url", "url", "path", "source", *BARE)
+"""Keys of a part, or of a mapping in it, under which the picture may be; of base64 alone."""
 PLACE = "<image>"
 """What stands for a picture in a text."""
 MARK = "\ufdd0"
@@ -58,6 +60,7 @@ MARK = "\ufdd0"
 _PAIRED = tuple(dict.fromkeys(itertools.chain(*PAIRS.values())))
 ORDER = (*SYSTEM, "history", *ASKED, *CONTEXT, *TURNS, "text", *_PAIRED, "chosen")
 """Columns that may have places for pictures, in the order of what they become."""
+WALKED = (*ORDER, "rejected")
 TURN_LISTS = ("messages", "prompt", "completion", "chosen", "rejected")
 _BEHIND = re.compile(f"{MARK}(\r?\n)?")
 _LAST = re.compile(f"\r?\n({MARK})$")
@@ -111,29 +114,25 @@ def marked(
 
     Pictures that no place is for are the last ones, without a mark.
     """
-    _refuse_others(row)
-    text = {key: value for key, value in row.items() if key not in rules.columns}
-    walk = _Walk(rules, _column(rules, row))
-    names = [key for key in dict.fromkeys(ORDER) if key in read and key in row]
-    if isinstance(row.get("prompt"), str) and isinstance(row.get("chosen"), list):
-        names = [key for key in names if key not in ASKED]  # the turns hold the prompt
-    for key in names:
-        text[key] = walk.value(key, row[key])
-    found = walk.finished()
-    if "rejected" in read and "rejected" in row:
-        # Of the two answers each may repeat its question, with the same pictures.
-        other = _Walk(rules, walk.given)
-        for key in [*(key for key in names if key != "chosen"), "rejected"]:
-            text[key] = other.value(key, row[key])
-        if other.finished() != found:
-            raise BadRowError("'chosen' and 'rejected' have different images")
-    return text, found
-
-
-def _refuse_others(row: dict[str, Any]) -> None:
     for name in OTHERS:
         if row.get(name):
             raise BadRowError(f"it has {name!r}, and text and images are trained on alone")
+    text = {key: value for key, value in row.items() if key not in rules.columns}
+    names = [key for key in dict.fromkeys(ORDER) if key in read and key in row]
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("chosen"), list):
+        names = [key for key in names if key not in ASKED]  # the turns hold the prompt
+    sides, given = [names], _column(rules, row)
+    if "rejected" in read and "rejected" in row:
+        # Of the two answers each may repeat its question, with the same pictures.
+        sides.append([*(key for key in names if key != "chosen"), "rejected"])
+    found = list[list[Reference]]()
+    for side in sides:
+        walk = _Walk(rules, given)
+        text |= {key: walk.column(key, row[key]) for key in side}
+        found.append(walk.finished())
+    if found[0] != found[-1]:
+        raise BadRowError("'chosen' and 'rejected' have different images")
+    return text, found[0]
 
 
 def _column(rules: Rules, row: dict[str, Any]) -> list[Reference]:
@@ -143,8 +142,7 @@ def _column(rules: Rules, row: dict[str, Any]) -> list[Reference]:
         names = " and in ".join(repr(key) for key, _ in given)
         raise BadRowError(f"it has images in {names}: give them in one")
     for key, value in given:
-        if isinstance(value, str) and value.lstrip()[:1] == "[":  # a list in a cell of a CSV
-            value = parsed(value, key)
+        value = from_cell(value, key)
         value = value if isinstance(value, list | tuple) else [value]
         return [reference(one, rules) for one in value]
     return []
@@ -159,43 +157,25 @@ class _Walk:
         self.used = set[int]()
         self.next = 0
 
-    def value(self, key: str, value: Any) -> Any:
-        """A column's value, with marks."""
-        if isinstance(value, str) and key in (*TURNS, "history"):
-            value = parsed(value, key) if value.lstrip()[:1] in ("[", "{") else value
+    def column(self, key: str, value: Any) -> Any:
+        """A column's value, with marks; turns that are JSON in a cell as such."""
+        return self.value(from_cell(value, key) if key in (*TURNS, "history") else value)
+
+    def value(self, value: Any) -> Any:
+        """A text, a part, a turn, or a list of these, with marks."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list | tuple):
-            return [self.turn(one) for one in value]
-        return self.turn(value)
+            return [self.value(one) for one in value]
+        if is_image(value):
+            return self.picture(value)
+        inside = [key for key in TEXTS if key in value] if isinstance(value, dict) else ()
+        return value | {key: self.value(value[key]) for key in inside} if inside else value
 
-    def turn(self, turn: Any) -> Any:
-        if isinstance(turn, list | tuple):  # a question and an answer of `history`
-            return [self.text(one) if isinstance(one, str) else one for one in turn]
-        if not isinstance(turn, dict):
-            return turn
-        return {
-            key: self.content(value) if key in ("content", "value") else value
-            for key, value in turn.items()
-        }
-
-    def content(self, content: Any) -> Any:
-        if isinstance(content, str):
-            return self.text(content)
-        return [self.part(one) for one in content] if isinstance(content, list) else content
-
-    def part(self, part: Any) -> Any:
-        """A part of text; a mark in the place of a picture."""
-        if isinstance(part, str):
-            return self.text(part)
-        if not isinstance(part, dict):
-            return part
-        if not is_image(part):
-            return {**part, "text": self.text(part["text"])} if _is_text(part) else part
-        own = next((key for key in HOLDS if part.get(key) not in (None, "")), None)
-        if own is not None:
-            given = {own: part[own]} if own == "base64" else part[own]
-            self.found.append(reference(given, self.rules))
+    def picture(self, part: dict[str, Any]) -> dict[str, str]:
+        """A mark in the place of a picture."""
+        if any(part.get(key) not in (None, "") for key in HOLDS):
+            self.found.append(reference(part, self.rules))
         elif part.get("file_id"):
             raise BadRowError("an image is a file_id, which OpenAI alone can read")
         else:
@@ -214,8 +194,9 @@ class _Walk:
         """The next picture of the column, or the one that the place names by its index."""
         place = self.next if index is None else index
         if not isinstance(place, int) or not 0 <= place < len(self.given):
+            shown = place + 1 if isinstance(place, int) else repr(place)
             raise BadRowError(
-                f"its text has a place for image {_count(place)}, and there are {len(self.given)}"
+                f"its text has a place for image {shown}, and there are {len(self.given)}"
             )
         self.used.add(place)
         self.next = place + 1
@@ -230,14 +211,6 @@ class _Walk:
                 f"{left} of its {len(self.given)} images have no place in its text, and others do"
             )
         return self.found
-
-
-def _count(place: Any) -> Any:
-    return place + 1 if isinstance(place, int) else repr(place)
-
-
-def _is_text(part: dict[str, Any]) -> bool:
-    return isinstance(part.get("text"), str)
 
 
 def _in_parts(row: dict[str, Any], images: int) -> dict[str, Any]:
@@ -308,22 +281,19 @@ def caches() -> tuple[Path, ...]:
 def shows_images(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> bool:
     """True if any of the rows has a picture, in one of these columns or in a part of a turn."""
     names = tuple(columns)
-    return any(any(row.get(key) for key in names) or _shows(row) for row in rows)
+    return any(
+        any(map(row.get, names)) or any(_shows(row[key]) for key in WALKED if row.get(key))
+        for row in rows
+    )
 
 
-def _shows(row: dict[str, Any]) -> bool:
-    turns = (turn for key in (*ORDER, "rejected") if key in row for turn in _turns(row[key]))
-    contents = (turn.get("content") or turn.get("value") for turn in turns)
+def _shows(turns: Any) -> bool:
+    """True of turns, also as JSON in a cell, of which one has a part that is a picture."""
+    with contextlib.suppress(BadRowError):  # said where the row is converted
+        turns = from_cell(turns, "turns")
+    given = turns if isinstance(turns, list) else [turns]
+    contents = (one.get("content") or one.get("value") for one in given if isinstance(one, dict))
     return any(isinstance(one, list) and any(map(is_image, one)) for one in contents)
-
-
-def _turns(value: Any) -> list[dict[str, Any]]:
-    """Turns of a column, also of those that are JSON in a cell; none of a text."""
-    if isinstance(value, str):
-        with contextlib.suppress(BadRowError):  # said where the row is converted
-            value = parsed(value, "turns") if value.lstrip().startswith("[{") else None
-    value = [value] if isinstance(value, dict) else value
-    return [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
 
 
 def files_state(rows: Iterable[Any], read: tuple[str, ...], rules: Rules) -> str:
@@ -352,32 +322,28 @@ def reference(given: Any, rules: Rules) -> Reference:
         return _of_struct(given, rules)
     if isinstance(given, bytes | bytearray):
         return {"bytes": bytes(given), "path": None}
-    if isinstance(given, os.PathLike):
-        given = os.fspath(given)
     if isinstance(given, str):
-        return _of_text(given.strip(), rules)
-    if hasattr(given, "save") and hasattr(given, "getbands"):  # a PIL.Image, of a notebook
-        file = io.BytesIO()
-        given.save(file, "PNG")
-        return {"bytes": file.getvalue(), "path": None}
+        return _of_text(given, rules)
     raise BadRowError(f"an image is {type(given).__name__}: {given!r:.80}")
 
 
 def _of_struct(given: dict[str, Any], rules: Rules) -> Reference:
-    """Of Hugging Face's struct, OpenAI's `{"url": ...}` or Anthropic's source."""
+    """Of Hugging Face's struct, a part, OpenAI's `{"url": ...}` or Anthropic's source."""
     content, path = given.get("bytes"), given.get("path")
     if content is not None:  # as text, in JSON, they can only be base64
         content = _from_base64(content) if isinstance(content, str) else bytes(content)
         # Of the path the name is left, by which a message calls it.
         return {"bytes": content, "path": path if isinstance(path, str) else None}
-    for key in ("url", "path", "data", "base64", "image_url"):
-        if isinstance(given.get(key), str):
-            return _of_text(given[key].strip(), rules, bare=key in ("data", "base64"))
+    for key in HOLDS:
+        if (found := given.get(key)) not in (None, ""):
+            bare = key in BARE and isinstance(found, str)
+            return _of_text(found, rules, bare=True) if bare else reference(found, rules)
     raise BadRowError(f"an image has neither bytes nor a path: {sorted(given)!r}")
 
 
 def _of_text(text: str, rules: Rules, *, bare: bool = False) -> Reference:
     """Of a path, a URL, a data URL or base64 alone (`bare`, or where it begins as a file does)."""
+    text = text.strip()
     scheme = urlsplit(text[:300].lower()).scheme if "://" in text[:40] else ""
     if not text:
         raise BadRowError("the path of an image is empty")
@@ -385,10 +351,9 @@ def _of_text(text: str, rules: Rules, *, bare: bool = False) -> Reference:
         return {"bytes": _of_data_url(text), "path": None}
     if bare or text.startswith(BASE64_OF):
         return {"bytes": _from_base64(text), "path": None}
-    if scheme in ("http", "https"):
+    streamed = rules.inside and text.rpartition("::")[2].startswith("hf://")  # from the hub
+    if scheme in ("http", "https") or streamed:
         return {"bytes": fetched(text, rules), "path": text}
-    if rules.inside and text.rpartition("::")[2].startswith("hf://"):  # streamed from the hub
-        return {"bytes": _from_hub(text), "path": text}
     if scheme == "file":
         text, scheme = url2pathname(urlsplit(text).path), ""
     if scheme:
@@ -470,46 +435,38 @@ TRIES, WAITS, TIME_LIMIT = 3, 1.0, 20.0
 """Times that a server is asked, seconds between, and seconds that it may be silent."""
 
 
-def _from_hub(address: str) -> bytes:
-    """A file of a data set on the hub, perhaps in an archive, which `datasets` names like this."""
-    import fsspec
+def fetched(address: str, rules: Rules) -> bytes:
+    """The file at a URL, or of a data set on the hub, perhaps in an archive, as `datasets` has it.
 
-    try:
-        with fsspec.open(address, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise BadRowError(f"the image {address[:200]!r} could not be fetched: {error}") from None
-    if len(content) > MOST_BYTES:
-        raise BadRowError(f"the image {address[:200]!r} has more than {MOST_BYTES >> 20} MiB")
-    return content
-
-
-def fetched(url: str, rules: Rules) -> bytes:
-    """The file behind a URL; `BadRowError` where it cannot be had, or none may be."""
+    Raises:
+        BadRowError: it cannot be had, or none may be.
+    """
     from http.client import HTTPException
-    from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    shown = url[:200]
-    if not rules.urls:
+    import fsspec
+
+    shown, content, why = address[:200], None, ""
+    remote = address.lower().startswith(("http://", "https://"))
+    if remote and not rules.urls:
         raise BadRowError(
             f"the image {shown!r} is on the network, which is not asked unless data.image_urls=true"
         )
-    why = ""
     for number in range(TRIES):
         time.sleep(WAITS * number)
         try:
-            request = Request(url, headers={"User-Agent": "fp8-finetune"})
-            with urlopen(request, timeout=TIME_LIMIT) as answer:
-                content = answer.read(MOST_BYTES + 1)
-        except HTTPError as error:
-            why = f"HTTP {error.code} {error.reason}"
-            if error.code < 500 and error.code != 429:
-                break
+            asked = Request(address, headers={"User-Agent": "fp8-finetune"}) if remote else None
+            there: Any = urlopen(asked, timeout=TIME_LIMIT) if asked else fsspec.open(address, "rb")
+            with there as file:
+                content = file.read(MOST_BYTES + 1)
+            break
         except (OSError, HTTPException, ValueError) as error:
-            why = str(getattr(error, "reason", "") or error)
-        else:
-            if len(content) > MOST_BYTES:
-                raise BadRowError(f"the image {shown!r} has more than {MOST_BYTES >> 20} MiB")
-            return content
-    raise BadRowError(f"the image {shown!r} could not be fetched: {why}")
+            why = str(error) or type(error).__name__
+            code = getattr(error, "code", 404 if isinstance(error, FileNotFoundError) else 503)
+            if code < 500 and code != 429:
+                break
+    if content is None:
+        raise BadRowError(f"the image {shown!r} could not be fetched: {why}")
+    if len(content) > MOST_BYTES:
+        raise BadRowError(f"the image {shown!r} has more than {MOST_BYTES >> 20} MiB")
+    return content
