@@ -118,31 +118,25 @@ def reader_for(config: RunConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase
         ConfigError: sizes of images are set, or what reads them trains, and no row has one; or
             there is no processor.
     """
-    pixels = config.train.pixels
+    pixels, trained = config.train.pixels, config.model.train_vision
     if rows.images:
         return load_processor(config.model, tokenizer, **pixels)
-    if (trained := config.model.train_vision) != "none":
+    given = {f"train.{key}": value for key, value in pixels.items() if value}
+    given |= {"model.train_vision": trained} if trained != "none" else {}
+    for key, value in given.items():
         raise ConfigError(
-            "what reads images was to train, and no row has an image",
-            where=f"model.train_vision={trained}",
-            why="it would get no gradient, and stay as it is",
-            fix="~model.train_vision; or rows with images, and a model that reads them",
-        )
-    for key in filter(pixels.get, pixels):
-        raise ConfigError(
-            "a size of images is set, and no row has an image",
-            where=f"train.{key}={pixels[key]}",
-            fix=f"~train.{key}; or rows with images, and a model that reads them",
+            f"{key} is about images, and no row has an image",
+            where=f"{key}={value}",
+            why="nothing would read one, or learn from it",
+            fix=f"~{key}; or rows with images, and a model that reads them",
         )
     return tokenizer
 
 
+_PACKED = True, "their positions in packed rows are not the model's own in every family"
 BESIDE_IMAGES: dict[str, Any] = {
-    "packing": (True, "their positions in packed rows are not the model's own in every family"),
-    "eval_packing": (
-        True,
-        "their positions in packed rows are not the model's own in every family",
-    ),
+    "packing": _PACKED,
+    "eval_packing": _PACKED,
     "padding_free": (True, "TRL pads each batch of them"),
     "truncation_mode": ("keep_end", "the images would be cut, whose place is before the answer"),
     "precompute_ref_log_probs": (True, "TRL opens images as batches are made"),
