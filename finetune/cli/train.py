@@ -181,14 +181,16 @@ def generate(
     """Talk with a trained model, or answer prompts."""
     words = generation(max_new_tokens, temperature, top_p, top_k, seed)
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
+    from finetune.storage.pretrained import load_shape
+    from finetune.storage.processors import reads_text, takes_images
     from finetune.training.asking.chat import converse, lines, sides_of
     from finetune.training.asking.questions import image_in
-    from finetune.training.asking.reload import loaded, open_trained, refuse_images_of, untrained
+    from finetune.training.asking.reload import loaded, open_trained, untrained
 
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     config, keeps, notes = trained.config, not prompts, output(stderr=True)
-    if image:  # before weights are loaded
-        refuse_images_of(trained)
+    if image and not takes_images(load_shape(config.model)):  # before weights are loaded
+        raise reads_text(config.model.name)
     images = [image_in(name) for name in image or ()]
     if notes.is_terminal:
         notes.print(whole(f"loading {trained.weights}", "dim"), crop=False)

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 IMAGES, VIDEO = "image_processor", "video_processor"
 PARTS = {
-    IMAGES: "AutoImageProcessor",
     VIDEO: "AutoVideoProcessor",
     "feature_extractor": "AutoFeatureExtractor",
 }
-"""Part of a processor beside its tokenizer -> Transformers' class that loads it."""
+"""Other parts of a processor than tokenizer and images -> Transformers' class that loads them."""
 FOR_VIDEOS = "num2words"
 """Package that SmolVLM's processor asks for, to say how many frames a video has."""
 SIZES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}
@@ -71,20 +70,19 @@ def load_processor(
     """
     import transformers
 
-    kind, source = processor_class(load_shape(model)), locate(model)
-    if kind is None:
-        raise _reads_text(model.name)
-    videos = _libraries(model.name)
+    source = locate(model)
+    images = _image_processor(model, source, pixels)
+    kind = processor_class(load_shape(model))
+    videos = importlib.util.find_spec("torchvision") is not None
     options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with loading(source):
         settings, _ = kind.get_processor_dict(source, revision=model.revision)
         stored, template = settings.pop(VIDEO, None), settings.pop("chat_template", None)
         tokenizer.chat_template = tokenizer.chat_template or template
-        parts: dict[str, Any] = {"tokenizer": tokenizer, VIDEO: stored}
+        parts: dict[str, Any] = {IMAGES: images, "tokenizer": tokenizer, VIDEO: stored}
         for name, loads in PARTS.items():
             if name in kind.get_attributes() and (videos or name != VIDEO):
                 parts[name] = getattr(transformers, loads).from_pretrained(source, **options)
-        parts[IMAGES] = _sized(parts[IMAGES], pixels, model.name)
         given = [parts[name] for name in kind.get_attributes()]
         do_without(FOR_VIDEOS, kind)
         made = (kind if videos else without_videos(kind)).from_args_and_dict(given, settings)
@@ -100,40 +98,39 @@ def image_processor(model: ModelConfig, **pixels: int | None) -> Any:
     That of a shape in the package is packaged beside it. Arguments and errors are those of
     `load_processor`.
     """
+    source = locate(model)
+    packaged = SHAPES / "processors" / source.replace("/", "--")
+    return _image_processor(model, str(packaged) if packaged.is_dir() else source, pixels)
+
+
+def _image_processor(model: ModelConfig, source: str, pixels: dict[str, int | None]) -> Any:
     from transformers import AutoImageProcessor
 
     if not takes_images(load_shape(model)):
-        raise _reads_text(model.name)
-    _libraries(model.name)
-    source = locate(model)
-    packaged = SHAPES / "processors" / source.replace("/", "--")
+        raise reads_text(model.name)
+    _refuse_libraries(model.name)
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with loading(source):
-        found = AutoImageProcessor.from_pretrained(
-            str(packaged) if packaged.is_dir() else source,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
+        found = AutoImageProcessor.from_pretrained(source, **options)
     return _sized(found, pixels, model.name)
 
 
-def _reads_text(name: str) -> ConfigError:
+def reads_text(name: str) -> ConfigError:
+    """The error for images that a model is to read which reads text alone."""
     return ConfigError(
-        f"the model {name!r} reads text alone",
+        f"the model {name!r} takes no images",
         where="model.name",
-        why="Transformers knows no image processor for it, and there are images to read",
-        fix="a vision-language model, such as model.name=Qwen/Qwen3-VL-4B-Instruct",
+        why="it reads text alone, and would go on as if there were none",
+        fix="leave them out; or a vision-language model, such as "
+        "model.name=Qwen/Qwen3-VL-4B-Instruct",
     )
 
 
-def _libraries(name: str) -> bool:
-    """True where torchvision is here, which videos need; without Pillow there are no images.
-
-    Raises:
-        ConfigError: Pillow is missing, or torchvision cannot be imported.
-    """
+def _refuse_libraries(name: str) -> None:
+    """Raise `ConfigError` where Pillow is missing, or torchvision cannot be imported."""
     require_pillow()
     if importlib.util.find_spec("torchvision") is None:
-        return False
+        return
     try:
         importlib.import_module("torchvision")
     except Exception as error:  # an operator that is not there, a library that is not found
@@ -145,7 +142,6 @@ def _libraries(name: str) -> bool:
             fix="pip uninstall torchvision, and Pillow reads the images; or install the build of "
             "your torch (https://pytorch.org)",
         ) from error
-    return True
 
 
 def require_pillow() -> Any:

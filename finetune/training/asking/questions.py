@@ -14,17 +14,16 @@ Limits: images of the assistant's turns are not asked with.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.config.paths import user_path
-from finetune.data.chat import BadRowError, rendered
+from finetune.data.chat import BadRowError, as_content, rendered, turns_of
 from finetune.errors import ConfigError, first_line
-from finetune.storage.processors import tokenizer_of
+from finetune.storage.processors import reads_text, tokenizer_of
 
 SIDE, QUALITY = 320, 85
 """Longest side in pixels, and JPEG quality, of the small copies that a report shows: some 15 kB."""
@@ -78,9 +77,11 @@ class Question:
         """The user's turn; its content is text where there is no image."""
         if not self.images:
             return {"role": "user", "content": self.text}
-        texts = ({"type": "text", "text": p} if isinstance(p, str) else None for p in self.parts)
-        pairs = zip(texts, self.parts, strict=True)
-        return {"role": "user", "content": [t or {"type": "image", "image": p} for t, p in pairs]}
+        content = [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
+            for p in self.parts
+        ]
+        return {"role": "user", "content": content}
 
     def keep_copies(self, folder: Path, name: str) -> tuple[str, ...]:
         """Write small copies of the images, `samples/<name>-1.jpg`; return their names."""
@@ -93,25 +94,22 @@ class Question:
         return tuple(names)
 
 
-def question_of(row: Mapping[str, Any]) -> Question:
+def question_of(row: dict[str, Any]) -> Question:
     """A row's question: its first user turn, its prompt, or the start of its text."""
-    turns = row.get("messages") or row.get("prompt") or row.get("text", "")[:BEGINNING]
-    if isinstance(turns, str):
-        return Question((turns,))
-    images = iter(row.get("images") or ())
-    before = list(itertools.takewhile(lambda turn: turn["role"] != "user", turns))
-    earlier = [_parts(turn["content"], images) for turn in before]
-    if len(before) == len(turns):
-        return Question(("".join(p for p in earlier[0] if isinstance(p, str))[:BEGINNING],))
-    parts = _parts(turns[len(before)]["content"], images)
-    if all(isinstance(part, str) for part in parts):
-        return Question(("".join(parts),))
-    answers = row.get("completion") or row.get("chosen") or turns[len(before) + 1 :]
-    said = answers if isinstance(answers, str) else (answers or [{"content": ""}])[0]["content"]
-    return Question(parts, Question(_parts(said, images)).text)
+    given = row.get("messages") or row.get("prompt") or row.get("text", "")[:BEGINNING]
+    if isinstance(given, str):
+        return Question((given,))
+    told = [*_told(row)]
+    place = next((i for i, (role, _) in enumerate(told) if role == "user"), None)
+    if place is None:
+        return Question((told[0][1].text[:BEGINNING],))
+    asked = told[place][1]
+    if not asked.images:
+        return Question((asked.text,))
+    return replace(asked, expected=told[place + 1][1].text if told[place + 1 :] else "")
 
 
-def asked_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def asked_of(row: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Turns before a row's first answer, their images opened, and that answer.
 
     Nothing of a row without turns, and of one whose answer may call a tool.
@@ -119,25 +117,23 @@ def asked_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
     Raises:
         BadRowError: says what is wrong with an image.
     """
-    turns: Any = row.get("messages") or row.get("prompt")
-    answers: Any = row.get("completion") or row.get("chosen") or ()
-    images, asked = iter(row.get("images") or ()), list[dict[str, Any]]()
-    of_turns = isinstance(turns, list) and not isinstance(answers, str) and not row.get("tools")
-    every: Any = [*turns, *answers] if of_turns else ()
-    for turn in every:
-        found = Question(_parts(turn["content"], images))
-        if turn["role"] == "assistant":
+    asked = list[dict[str, Any]]()
+    of_turns = isinstance(row.get("messages") or row.get("prompt"), list)
+    for role, found in _told(row) if of_turns and not row.get("tools") else ():
+        if role == "assistant":
             return asked, found.text
-        asked.append(found.opened().turn | {"role": turn["role"]})
+        asked.append(found.opened().turn | {"role": role})
     return [], ""
 
 
-def _parts(content: Any, images: Iterable[Any]) -> tuple[Any, ...]:
-    """Text and images of a turn, these taken off those of its row."""
-    if not isinstance(content, list):
-        return (content or "",)
-    rest = iter(images)
-    return tuple(next(rest) if p["type"] == "image" else p["text"] or "" for p in content)
+def _told(row: dict[str, Any]) -> Iterator[tuple[str, Question]]:
+    """Turns of a row, by role: text and images, these taken off those of the row."""
+    images = iter(row.get("images") or ())
+    for turn in turns_of(row):
+        content = turn.get("content") or ""
+        content = as_content(content, in_parts=True) if isinstance(content, str) else content
+        parts = (next(images) if p["type"] == "image" else p["text"] or "" for p in content)
+        yield turn["role"], Question(tuple(parts))
 
 
 # -------------------------------------------------------------------------------------- as inputs
@@ -175,26 +171,18 @@ def encode(reader: Any, prompt: str | Question | list[dict[str, Any]]) -> dict[s
     parts = [part for content in contents if isinstance(content, list) for part in content]
     images = [part["image"] for part in parts if part["type"] == "image"]
     if images:
-        return _with_images(reader, turns, images)
-    if tokenizer.chat_template:
-        inputs = tokenizer.apply_chat_template(
-            _as_printed(turns, tokenizer), add_generation_prompt=True, return_tensors="pt",
-            return_dict=True,
-        )  # fmt: skip
-    else:
-        inputs = tokenizer("".join(contents), return_tensors="pt")
-    return {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
-
-
-def _with_images(reader: Any, turns: list[Any], images: list[Any]) -> dict[str, Any]:
-    refuse_images(reader)
-    tokenizer = tokenizer_of(reader)
-    text = tokenizer.apply_chat_template(
-        _as_printed(turns, tokenizer), add_generation_prompt=True, tokenize=False
-    )
+        refuse_images(reader)
+    how: dict[str, Any] = {}
+    if not tokenizer.chat_template:
+        text = "".join(contents)
+    else:  # it writes the special tokens, too
+        how, printed = {"add_special_tokens": False}, _as_printed(turns, tokenizer)
+        text = tokenizer.apply_chat_template(printed, add_generation_prompt=True, tokenize=False)
+    if not images:
+        found = tokenizer(text, return_tensors="pt", **how)
+        return {key: found[key] for key in ("input_ids", "attention_mask") if key in found}
     try:
-        # As rows are: the template has written the special tokens already.
-        made = reader(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+        return dict(reader(text=[text], images=[images], return_tensors="pt", **how))
     except ValueError as error:
         sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
         raise ConfigError(
@@ -203,23 +191,22 @@ def _with_images(reader: Any, turns: list[Any], images: list[Any]) -> dict[str, 
             why=first_line(error),
             fix="an image of usual sides, or fewer of them",
         ) from error
-    return dict(made)
 
 
-def refuse_images(reader: Any, name: str = "") -> None:
-    """Reject images for a model that reads text alone, which would leave them out.
+def refuse_images(reader: Any) -> None:
+    """Reject images for a model that reads text alone, or has no place for them.
 
     Raises:
         ConfigError: it takes none.
     """
-    if not reads_images(reader) or not tokenizer_of(reader).chat_template:
-        text_alone = not reads_images(reader)
+    tokenizer = tokenizer_of(reader)
+    if not reads_images(reader):
+        raise reads_text(str(tokenizer.name_or_path))
+    if not tokenizer.chat_template:
         raise ConfigError(
-            f"{name or 'the model'} takes no images",
-            where=str(tokenizer_of(reader).name_or_path),
-            why="it reads text alone" if text_alone else "there is no chat template to place them",
-            fix="ask without one, or train a vision-language model, such as "
-            "Qwen/Qwen3-VL-4B-Instruct",
+            "there is no chat template to place images",
+            where=str(tokenizer.name_or_path),
+            fix="ask without one, or train the run with train.chat_template_path",
         )
 
 
@@ -231,7 +218,7 @@ def _as_printed(turns: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, A
     """
     roles = ("user", "assistant")
     texts = [{"role": role, "content": f"probed {role}"} for role in roles]
-    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+    parts = [_in_parts(turn) for turn in texts]
     printed = [rendered([*form, form[0]], [], tokenizer) for form in (texts, parts)]
     silent = {t["role"] for t in texts if t["content"] not in printed[0]}
     if not silent or not any(f"probed {role}" in printed[1] for role in silent):
@@ -242,7 +229,7 @@ def _as_printed(turns: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, A
 
 def _in_parts(turn: dict[str, Any]) -> dict[str, Any]:
     text = turn["content"]
-    return turn | {"content": [{"type": "text", "text": text}]} if isinstance(text, str) else turn
+    return turn | {"content": as_content(text, in_parts=True)} if isinstance(text, str) else turn
 
 
 # ------------------------------------------------------------------------------------- from a file
@@ -265,14 +252,10 @@ def image_in(typed: str) -> Any:
     try:
         return opened({"bytes": None, "path": str(file.absolute())})
     except BadRowError as error:
-        remote = names[-1].startswith(("http://", "https://"))
+        why = "a URL is no file: nothing is fetched" if "://" in names[-1] else str(error)
         raise ConfigError(
             f"the image {names[-1]!r} cannot be read",
-            where=names[-1] if remote else str(file.absolute()),
-            why="a URL is no file, and nothing is fetched that was not asked for"
-            if remote
-            else str(error),
-            fix=f"curl -O {shlex.quote(names[-1])}, and give the file"
-            if remote
-            else "give the file of an image",
+            where=str(file.absolute()),
+            why=why,
+            fix="give the file of an image",
         ) from error

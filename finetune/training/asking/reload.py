@@ -98,25 +98,6 @@ def refuse_scores(config: RunConfig, folder: Path) -> None:
         )
 
 
-def refuse_images_of(run: TrainedRun) -> None:
-    """Reject images for a run whose model reads text alone, before its weights are loaded.
-
-    Raises:
-        ConfigError: it does.
-    """
-    from finetune.storage.pretrained import load_shape
-    from finetune.storage.processors import takes_images
-
-    if not takes_images(load_shape(run.config.model)):
-        raise ConfigError(
-            f"the model {run.config.model.name!r} takes no images",
-            where=str(run.folder),
-            why="it reads text alone, and would answer as if there were none",
-            fix="ask without an image, or train a vision-language model, such as "
-            "model.name=Qwen/Qwen3-VL-4B-Instruct",
-        )
-
-
 def _reader(run: TrainedRun, tokenizer: Any, images: bool | None) -> Any:
     """The processor of a run's model around its tokenizer, or the tokenizer alone."""
     from transformers.utils import PROCESSOR_NAME
