@@ -15,7 +15,7 @@ hash of each picture.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from trl import apply_chat_template
 
 from finetune.data.chat import BadRowError, turns_of
 from finetune.data.checks import MASKED
-from finetune.data.image_forms import COLUMN
+from finetune.data.image_forms import COLUMN, images_in
 from finetune.data.images import opened, references
-from finetune.data.masks import Span, answers, rendered_turns, shared, trained_characters
+from finetune.data.masks import Span, answers, each_row, rendered_turns, shared, trained_characters
 from finetune.data.rows import made_by, workers
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError
 from finetune.storage.processors import tokenizer_of
 
 Marked = tuple[str, np.ndarray]
@@ -41,6 +41,7 @@ NOTED = {"texts": List(TEXT), COLUMN: references(), "seen": List(TEXT), "image_b
 AS_TEXT = Features(input_ids=IDS, labels=IDS, **NOTED)
 AS_PAIRS = Features(prompt_ids=IDS, chosen_ids=IDS, rejected_ids=IDS, **NOTED)
 """Columns of prepared rows. An image has the tokens from `image_begins` to before `image_ends`."""
+FIX = "fix or remove that row, or skip and count such rows: data.on_bad_row=skip"
 AT_ONCE = 8
 """Rows whose pictures are in memory together."""
 
@@ -58,43 +59,16 @@ def read(
         DataError: a picture cannot be opened, or a text holds the processor's own marks of images.
         ConfigError: the processor does not say where images stand.
     """
-    each = partial(_each, partial(made, reader=processor, **how))
+    one, what = partial(made, reader=processor, **how), "a row with images cannot be trained on"
+    each = partial(each_row, made=one, what=what, fix=FIX)
     options: dict[str, Any] = {"batched": True, "batch_size": AT_ONCE, "features": features}
     if isinstance(rows, Dataset):
         tokenizer = tokenizer_of(processor)
-        facts = (
-            repr(processor),
-            tokenizer.chat_template,
-            Path(__file__).read_bytes(),
-            made.__name__,
-            how,
-        )
+        code = Path(__file__).read_bytes()
+        facts = (repr(processor), tokenizer.chat_template, code, made.__name__, how)
         options |= {"num_proc": workers(len(rows)), "writer_batch_size": 100}
         options["new_fingerprint"] = made_by(rows, *map(str, facts))
     return rows.map(each, remove_columns=[*next(iter(rows))], **options)
-
-
-def _each(made: Callable[[dict[str, Any]], Iterable[dict[str, Any]]], rows: dict[str, Any]) -> Any:
-    found: dict[str, list[Any]] = {}
-    for values in zip(*rows.values(), strict=True):
-        row = dict(zip(rows, values, strict=True))
-        try:
-            done = list(made(row))
-        except (BadRowError, NotImplementedError) as error:
-            raise _unread(row, str(error)) from error
-        for one in done:
-            for key, value in one.items():
-                found.setdefault(key, []).append(value)
-    return found
-
-
-def _unread(row: dict[str, Any], why: str) -> DataError:
-    return DataError(
-        "a row with images cannot be trained on",
-        where=f"data: the row that begins {str(turns_of(row)[0].get('content'))!r:.80}",
-        why=why,
-        fix="fix or remove that row, or skip and count such rows: data.on_bad_row=skip",
-    )
 
 
 def fitting(rows: Any, limit: int | None) -> Any:
@@ -176,9 +150,7 @@ def _conversations(
         yield (text, np.ones(len(text), bool)), row[COLUMN]
         return
     for count, spans in answers(row, tokenizer, completion_only=completion_only):
-        own = sum(
-            part["type"] == "image" for turn in turns[:count] for part in turn.get("content") or ()
-        )
+        own = sum(map(images_in, turns[:count]))
         yield trained_characters(row, count, spans, tokenizer), row[COLUMN][:own]
 
 

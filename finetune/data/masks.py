@@ -16,7 +16,7 @@ author's word on which part of an answer counts, and take the rest of it away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -135,19 +135,39 @@ def masked(
     Raises:
         DataError: a conversation of which the template makes no answers.
     """
-    done: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+
+    def made(row: dict[str, Any]) -> Iterator[dict[str, list[int]]]:
+        for ids, labels in _tokenized(row, tokenizer, completion_only):
+            yield {"input_ids": ids, "labels": labels}
+
+    what = "a row cannot be trained on the assistant's turns alone"
+    return {"input_ids": [], "labels": []} | each_row(rows, made, what, FIX)
+
+
+def each_row(
+    rows: dict[str, list[Any]],
+    made: Callable[[dict[str, Any]], Iterable[dict[str, Any]]],
+    what: str,
+    fix: str,
+) -> dict[str, list[Any]]:
+    """A batch of what is made of each row of a batch, for `datasets.Dataset.map`.
+
+    Raises:
+        DataError: nothing can be made of one, by `what` and `fix`.
+    """
+    done: dict[str, list[Any]] = {}
     for values in zip(*rows.values(), strict=True):
         row = dict(zip(rows, values, strict=True))
         try:
-            for ids, labels in _tokenized(row, tokenizer, completion_only):
-                done["input_ids"].append(ids)
-                done["labels"].append(labels)
+            for one in made(row):
+                for key, value in one.items():
+                    done.setdefault(key, []).append(value)
         except (BadRowError, NotImplementedError) as error:  # the second of slow tokenizers
             raise DataError(
-                "a row cannot be trained on the assistant's turns alone",
-                where=f"data: the row that begins {turns_of(row)[0]['content']!r:.80}",
+                what,
+                where=f"data: the row that begins {str(turns_of(row)[0].get('content'))!r:.80}",
                 why=str(error),
-                fix=FIX,
+                fix=fix,
             ) from error
     return done
 
