@@ -96,7 +96,6 @@ def formatted(
         read = _text_columns(kind, rows.column_names)
         rules = replace(rules, state=files_state(rows, read, rules))
     convert = _with_images(kind, convert, rows, form, rules, source)
-    kind = CAPTIONS if form.images and kind == "text" else kind
     skips, tokenized = form.data.on_bad_row == "skip", kind == "tokenized"
     refused: dict[int, str] = {}
     if skips or tokenized:
@@ -321,7 +320,7 @@ def _recognize(rows: Any, form: Form, source: str) -> tuple[str, Converter]:
     if "chosen" in columns:
         return PREFERRED, partial(converters.preferred, takes)
     if "text" in columns:
-        return "text", converters.as_text
+        return CAPTIONS if form.images else "text", converters.as_text
     raise DataError(
         f"no prompt and answer columns found in {source}",
         where=source,
@@ -337,13 +336,6 @@ def _with_images(
     if not form.images:
         guarded = partial(_refusing_images, rules.columns, form.text_by, convert)
         return guarded if form.text_by else convert
-    if kind == "tokenized":
-        raise DataError(
-            f"rows of {source} were tokenized before, and others have images",
-            where=source,
-            why="the model's processor makes tokens of an image and its text together",
-            fix="give the rows as they were before, or train on them in a run of their own",
-        )
     return partial(with_images, convert, _text_columns(kind, rows.column_names), rules)
 
 
