@@ -130,12 +130,14 @@ def read_into(model: Any, file: Path) -> None:
     kind = "llama" if architecture in LIKE_LLAMA else architecture
     processor = stock.TENSOR_PROCESSORS.get(kind, stock.TensorProcessor)(config=text.to_dict())
     parts = _text_parts(model)
+    # The blocks of a tower may be called like those of the text.
+    alone = nn.ModuleDict({key: model.get_submodule(name) for key, name in parts.items()})
     names = stock.get_gguf_hf_weights_map(
-        _as_text(parts) if parts else model, processor, architecture, text.num_hidden_layers
+        alone if parts else model, processor, architecture, text.num_hidden_layers
     )
     for theirs, name in names.items() if parts else ():
         first, _, rest = name.partition(".")
-        names[theirs] = f"{parts[first][0]}.{rest}"
+        names[theirs] = f"{parts[first]}.{rest}"
     read: dict[str, Any] = {}
     for tensor in reader.tensors:
         weights, name, _ = processor.process(
@@ -146,7 +148,7 @@ def read_into(model: Any, file: Path) -> None:
         )
         if name in names:
             read[names[name]] = torch.from_numpy(weights.copy())
-    inside = tuple(f"{name}." for name, _ in parts.values()) or ("",)
+    inside = tuple(f"{name}." for name in parts.values()) or ("",)
     parameters = {n: p for n, p in model.named_parameters() if n.startswith(inside)}
     unread = [n for n, p in parameters.items() if n not in read or read[n].shape[1:] != p.shape[1:]]
     if unread:
@@ -161,19 +163,8 @@ def read_into(model: Any, file: Path) -> None:
             parameter[: len(read[name])] = read[name]  # rows beyond the vocabulary are left out
 
 
-def _text_parts(model: Any) -> dict[str, tuple[str, Any]]:
-    """Decoder and head of a model with a tower, and their names in it, by those in a Llama."""
-    decoder = decoder_name(model)
-    if not decoder:
-        return {}
-    head = model.get_output_embeddings()
-    there = next(name for name, module in model.named_modules() if module is head)
-    return {"model": (decoder, model.get_submodule(decoder)), "lm_head": (there, head)}
-
-
-def _as_text(parts: dict[str, tuple[str, Any]]) -> nn.Module:
-    """These as one model: the blocks of a tower may be called like those of the text."""
-    text = nn.Module()
-    for name, (_, module) in parts.items():
-        text.add_module(name, module)
-    return text
+def _text_parts(model: Any) -> dict[str, str]:
+    """Names of decoder and head in a model with a tower, by their names in a Llama."""
+    decoder, head = decoder_name(model), model.get_output_embeddings()
+    there = (name for name, module in model.named_modules() if module is head)
+    return {"model": decoder, "lm_head": next(there)} if decoder else {}
