@@ -18,13 +18,8 @@ from types import MethodType
 from typing import Any
 
 URLS = "--image-urls"
-PARTS = {
-    "image_url": "image_url",
-    "input_image": "image_url",
-    "video_url": "video_url",
-    "audio_url": "audio_url",
-}
-"""Type of a part that is read from somewhere -> its key that says where."""
+PARTS = ("image_url", "input_image", "video_url", "audio_url")
+"""Types of parts that are read from somewhere."""
 
 
 def refusal(messages: Iterable[Any], *, reads: bool, urls: bool) -> str:
@@ -41,7 +36,7 @@ def refusal(messages: Iterable[Any], *, reads: bool, urls: bool) -> str:
             continue
         if not reads:
             return f"the model reads text alone, and would leave {kind!r} out"
-        where = part.get(PARTS[kind])
+        where = part.get("image_url" if kind == "input_image" else kind)
         where = str(where.get("url") if isinstance(where, dict) else where)
         remote = where.startswith(("http://", "https://"))
         if not where.startswith("data:") and not (remote and urls):
