@@ -212,9 +212,10 @@ def without_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return turns
     system, asked = (turn["content"] or "" for turn in turns[:2])
     if isinstance(asked, list):  # with images
-        before = system if isinstance(system, list) else as_content(system, in_parts=True)
-        return [{**turns[1], "content": [*before, *as_content("\n\n", True), *asked]}, *turns[2:]]
-    return [{**turns[1], "content": f"{system}\n\n{asked}"}, *turns[2:]]
+        content: Any = [*as_content(system, True), *as_content("\n\n", True), *asked]
+    else:
+        content = f"{system}\n\n{asked}"
+    return [{**turns[1], "content": content}, *turns[2:]]
 
 
 def is_trained(turn: dict[str, Any]) -> bool:
@@ -328,9 +329,9 @@ def probe(tokenizer: Any, *, in_parts: bool = False) -> Takes:
     return Takes(plainly or forms[0], system=taken)
 
 
-def as_content(text: str, in_parts: bool) -> Any:
-    """A text as the content of a turn."""
-    return [{"type": "text", "text": text}] if in_parts else text
+def as_content(text: Any, in_parts: bool) -> Any:
+    """A text as the content of a turn; what is in parts already as it is."""
+    return [{"type": "text", "text": text}] if in_parts and isinstance(text, str) else text
 
 
 def unused_parts(rows: Iterable[Any], tokenizer: Any, source: str) -> list[str]:

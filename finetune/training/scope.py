@@ -344,20 +344,18 @@ def notes(model: Any, config: RunConfig) -> list[str]:
     """One line for each thing that does not train although one might think so, or the reverse."""
     base, setting = without_adapters(model), config.model.train_vision
     asked = trained_for_images(base, setting)
-    trained: dict[str, int] = {}
-    left: dict[str, int] = {}
+    counts: dict[str, dict[str, int]] = {"frozen": {}, "trained for images": {}}
     for name, part in (beside_text(base) | asked).items():
-        all_of_it = parameters_of(part)
-        numbers = sum(p.numel() for p in all_of_it if p.requires_grad)
-        if name in asked and numbers:
-            trained[name] = numbers
-        else:
-            left[name] = sum(p.numel() for p in all_of_it if not p.requires_grad)
-    lines = []
-    for words, counts in (("frozen", left), ("trained for images", trained)):
-        if counts:
-            of = f"{', '.join(counts)} ({sum(counts.values()):,} parameters)"
-            lines.append(f"{words}: {of}: model.train_vision={setting}")
+        numbers = {True: 0, False: 0}
+        for p in parameters_of(part):
+            numbers[p.requires_grad] += p.numel()
+        trains = name in asked and numbers[True] > 0
+        counts["trained for images" if trains else "frozen"][name] = numbers[trains]
+    lines = [
+        f"{words}: {', '.join(of)} ({sum(of.values()):,} parameters): model.train_vision={setting}"
+        for words, of in counts.items()
+        if of
+    ]
     return lines + (_adapter_notes(base, config, config.lora) if config.lora else [])
 
 

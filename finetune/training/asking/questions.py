@@ -130,8 +130,7 @@ def _told(row: dict[str, Any]) -> Iterator[tuple[str, Question]]:
     """Turns of a row, by role: text and images, these taken off those of the row."""
     images = iter(row.get("images") or ())
     for turn in turns_of(row):
-        content = turn.get("content") or ""
-        content = as_content(content, in_parts=True) if isinstance(content, str) else content
+        content = as_content(turn.get("content") or "", in_parts=True)
         parts = (next(images) if p["type"] == "image" else p["text"] or "" for p in content)
         yield turn["role"], Question(tuple(parts))
 
@@ -216,20 +215,18 @@ def _as_printed(turns: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, A
     LLaVA's loops over the parts of a turn; a text's are its letters, which it leaves out in
     silence. Pixtral's joins an answer to the end token, which only a text can be.
     """
-    roles = ("user", "assistant")
-    texts = [{"role": role, "content": f"probed {role}"} for role in roles]
-    parts = [_in_parts(turn) for turn in texts]
-    printed = [rendered([*form, form[0]], [], tokenizer) for form in (texts, parts)]
-    silent = {t["role"] for t in texts if t["content"] not in printed[0]}
-    if not silent or not any(f"probed {role}" in printed[1] for role in silent):
+    probes = [{"role": role, "content": f"probed {role}"} for role in ("user", "assistant")]
+    forms = probes, [_in_parts(turn) for turn in probes]
+    as_text, as_parts = (rendered([*form, form[0]], [], tokenizer) for form in forms)
+    silent = {turn["role"] for turn in probes if turn["content"] not in as_text}
+    if not any(f"probed {role}" in as_parts for role in silent):
         return turns
     silent |= {"system"} if "user" in silent else set()
     return [_in_parts(turn) if turn["role"] in silent else turn for turn in turns]
 
 
 def _in_parts(turn: dict[str, Any]) -> dict[str, Any]:
-    text = turn["content"]
-    return turn | {"content": as_content(text, in_parts=True)} if isinstance(text, str) else turn
+    return turn | {"content": as_content(turn["content"], in_parts=True)}
 
 
 # ------------------------------------------------------------------------------------- from a file
