@@ -333,9 +333,10 @@ def _source_of(data: Any, out: Path) -> dict[str, Any]:
             where="finetune.trainer(data=...)",
             fix="a path, a hub id, a list of dicts, or a datasets.Dataset",
         )
-    lines = io.BytesIO()
-    data.to_json(lines)
-    file = out / "rows" / f"{hashlib.sha256(lines.getvalue()).hexdigest()[:12]}.jsonl"
+    written, images = io.BytesIO(), "binary" in str(data.features.arrow_schema)
+    (data.to_parquet if images else data.to_json)(written)
+    name = hashlib.sha256(written.getvalue()).hexdigest()[:12]
+    file = out / "rows" / f"{name}.{'parquet' if images else 'jsonl'}"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(lines.getvalue())
+    file.write_bytes(written.getvalue())
     return {"path": str(file)}

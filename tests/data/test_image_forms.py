@@ -25,6 +25,7 @@ from finetune.data.dataset import load_data
 from finetune.data.image_forms import Rules, fetched, reference
 from finetune.data.images import opened
 from finetune.errors import DataError, DataNotFoundError
+from finetune.scripting.calls import _source_of
 
 IN_PARTS = (
     "{% for turn in messages %}<|im_start|>{{ turn['role'] }}\n{% for part in turn['content'] %}"
@@ -262,6 +263,14 @@ def test_parquet_and_saved_sets_hand_out_references(reader, folder, kind, stream
         row = next(iter(found.train))
         assert told(row) == "u:red|What? a:A tug."
         assert row["images"][0]["bytes"] == content
+
+
+def test_pictures_of_rows_in_memory_are_written_with_them(reader, here) -> None:
+    """As a notebook has them: opened, in a list of dicts or in a data set."""
+    row = {"image": Image.new("RGB", (4, 3), "red"), "question": "What?", "answer": "A tug."}
+    for rows in ([row], Dataset.from_list([row])):
+        found = read(reader, **_source_of(rows, here))
+        assert told(next(iter(found.train))) == "u:red|What? a:A tug."
 
 
 def test_rows_of_others_name_no_file_of_the_user(tmp_path) -> None:
