@@ -96,3 +96,14 @@ def test_calibration_sees_the_largest_input(make_llama):
     assert not layer._forward_pre_hooks
     with pytest.raises(ConfigError, match="could not be calibrated"):
         input_amax(model, [name], [])
+
+
+def test_calibration_keeps_packed_documents_apart(make_llama):
+    model, name = make_llama().eval(), "model.layers.1.mlp.down_proj"
+    ids = torch.arange(1, 13).view(1, 12)
+    documents = [{"input_ids": ids[:, :5]}, {"input_ids": ids[:, 5:]}]
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[*range(5), *range(7)]])}
+    apart, whole = (input_amax(model, [name], x)[name] for x in (documents, [packed]))
+    together = input_amax(model, [name], [{"input_ids": ids}])[name]
+    assert whole == pytest.approx(apart, rel=1e-6)
+    assert together != pytest.approx(apart, rel=1e-3)

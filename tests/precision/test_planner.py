@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -245,6 +247,15 @@ def test_first_and_last_blocks_stay_high(make_llama, first, last) -> None:
         assert in_block(found, i) == ({"bf16"} if kept else {"fp8"})
     reasons = {x.reason for x in the_plan.layers if "layers.0" in x.name}
     assert not first or reasons == {f"in a block kept by first_n={first}"}
+
+
+def test_experts_in_a_list_of_their_own_are_no_blocks(make_llama) -> None:
+    model = make_llama()
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(deepcopy(layer.mlp) for _ in range(3))
+    found = computes(model, first_n=1)
+    assert in_block(found, 0) == {"bf16"}
+    assert in_block(found, 1) == {"fp8"}
 
 
 def test_keep_and_first_n_take_fp8_away_and_nothing_else(make_llama) -> None:

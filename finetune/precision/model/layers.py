@@ -83,7 +83,7 @@ def decoder_layers(model: nn.Module | Tree) -> Iterator[nn.Module]:
 
 
 def decoder_blocks(model: nn.Module | Tree, names: list[str], where: str) -> tuple[str, int]:
-    """Name and length of the list of decoder blocks: the longest list that holds these weights.
+    """Name and length of the list of decoder blocks: the outermost that holds these weights.
 
     Raises:
         PlanError: there is none; `where` is the setting that counts them.
