@@ -278,7 +278,7 @@ def caches() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(name).absolute() for name in names))
 
 
-def shows_images(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> bool:
+def shows_images(rows: Iterable[Any], columns: Iterable[str]) -> bool:
     """True if any of the rows has a picture, in one of these columns or in a part of a turn."""
     names = tuple(columns)
     return any(

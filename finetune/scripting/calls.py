@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,8 @@ from finetune.config.recipe import read_recipe
 from finetune.config.sections import BUILTIN
 from finetune.config.train_section import fields_of
 from finetune.data.auto_length import decided
-from finetune.data.dataset import MASKING
+from finetune.data.dataset import MASKING, SAMPLE
+from finetune.data.image_forms import COLUMNS, shows_images
 from finetune.data.sources import LOADERS
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
@@ -333,10 +335,12 @@ def _source_of(data: Any, out: Path) -> dict[str, Any]:
             where="finetune.trainer(data=...)",
             fix="a path, a hub id, a list of dicts, or a datasets.Dataset",
         )
-    written, images = io.BytesIO(), "binary" in str(data.features.arrow_schema)
-    (data.to_parquet if images else data.to_json)(written)
+    written, opened = io.BytesIO(), "binary" in str(data.features.arrow_schema)
+    (data.to_parquet if opened else data.to_json)(written)
     name = hashlib.sha256(written.getvalue()).hexdigest()[:12]
-    file = out / "rows" / f"{name}.{'parquet' if images else 'jsonl'}"
+    file = out / "rows" / f"{name}.{'parquet' if opened else 'jsonl'}"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(written.getvalue())
-    return {"path": str(file)}
+    # Paths of images begin where the script runs, and not beside that file.
+    shown = shows_images(itertools.islice(data, SAMPLE), COLUMNS)
+    return {"path": str(file)} | ({"image_folder": str(Path.cwd())} if shown else {})

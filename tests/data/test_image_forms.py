@@ -265,11 +265,12 @@ def test_parquet_and_saved_sets_hand_out_references(reader, folder, kind, stream
         assert row["images"][0]["bytes"] == content
 
 
-def test_pictures_of_rows_in_memory_are_written_with_them(reader, here) -> None:
-    """As a notebook has them: opened, in a list of dicts or in a data set."""
-    row = {"image": Image.new("RGB", (4, 3), "red"), "question": "What?", "answer": "A tug."}
-    for rows in ([row], Dataset.from_list([row])):
-        found = read(reader, **_source_of(rows, here))
+def test_pictures_of_rows_in_memory_are_found_as_those_of_a_file(reader, folder) -> None:
+    """As a notebook has them: opened, or by paths from where it runs; in a list or a data set."""
+    row = {"question": "What?", "answer": "A tug."}
+    every = [row | {"image": image} for image in (Image.new("RGB", (4, 3), "red"), RED)]
+    for rows in ([every[0]], [every[1]], Dataset.from_list(every[:1])):
+        found = read(reader, **_source_of(rows, folder / "runs"))
         assert told(next(iter(found.train))) == "u:red|What? a:A tug."
 
 
