@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.predicted_images [FAMILY ...] [-- SETTING ...]
 
-Each is a run of three steps on this CPU whose batches get images: rows of text of the data set, in
-which image tokens stand, and the arrays of the model's own processor. The goal is 1 %.
+Each is a run of three steps on this CPU, of rows with two pictures in a file, whose batches the
+model's own processor makes. SETTING: a recipe (`tiny_lora_fp8`) and changes to it. The goal is 1 %.
 """
 
 from __future__ import annotations
@@ -14,64 +14,48 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from PIL import Image
 
-from finetune.estimator.images import Images, images_of, with_images
-from finetune.estimator.trace.images import add_images
-from finetune.storage.processors import image_processor
-from finetune.training.health import monitor
-from finetune.training.run import run as whole_run
+from finetune.config.methods import method_of
+from finetune.config.recipe import Recipe
+from finetune.estimator.images import with_images
 from tests.benchmarks.predicted_memory import Case, measure, predict, recipe_of
 from tests.image_models import FAMILIES, tiny_image_model
 
-LENGTH = 192
+LENGTH, SIZE, COUNT = 192, (128, 96), 2
+"""Tokens of a row, pixels of its pictures, and how many it has."""
+LONG = "a ship, and another ship, " * 20
+"""With what stands before it, of a few tokens more than a row may have."""
 
 
-class Collator:
-    """Puts images into the rows of another collator's batches."""
-
-    def __init__(self, plain: Any, model: Any, processor: Any, images: Images) -> None:
-        self.plain, self.model, self.processor, self.images = plain, model, processor, images
-        self.blank = Image.new("RGB", images[1:], (1, 1, 1))
-
-    def __call__(self, rows: Any) -> Any:
-        batch = self.plain(rows)
-        rows = [[self.blank] * self.images.count] * len(batch["input_ids"])
-        add_images(batch, self.model, self.processor(rows, return_tensors="pt"))
-        return batch
+def image_recipe(family: str, words: list[str], folder: Path) -> Recipe:
+    """A recipe of a tiny model of a family over rows with pictures, with all files in a folder."""
+    home = tiny_image_model(family, folder, weights=False)
+    base, *changes = words
+    settings = (f"model.name={home}", "model.weights=random", f"train.max_length={LENGTH}")
+    recipe = recipe_of(Case(family, base, (*settings, *changes)), home)
+    for number in range(COUNT):
+        Image.new("RGB", SIZE, (9 + number, 99, 199)).save(home / f"{number}.png")
+    asked = [{"type": "image"}] * COUNT + [{"type": "text", "text": "What is it?"}]
+    user, said = {"role": "user", "content": asked}, {"role": "assistant", "content": LONG}
+    row: dict[str, Any] = {"images": [f"{number}.png" for number in range(COUNT)]}
+    if method_of(recipe.config.train).rows[0] == "preference":
+        row |= {"prompt": [user], "chosen": [said], "rejected": [said | {"content": LONG[9:]}]}
+    else:
+        row |= {"messages": [user, said]}
+    (home / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    return recipe
 
 
 def run(family: str, words: list[str]) -> dict[str, Any]:
     """Predicted and measured peak of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        home = tiny_image_model(family, Path(folder), weights=False)
-        base, *changes = words
-        recipe = recipe_of(
-            Case(family, base, (f"model.name={home}", "model.weights=random",
-                 "data.images_per_row=2", "data.image_size=128x96", f"train.max_length={LENGTH}",
-                 *changes)),
-            home,
-        )  # fmt: skip
+        recipe = image_recipe(family, words, Path(folder))
         expected, _ = predict(recipe)
-        config = with_images(recipe.config, 0, None)
-        without, _ = predict(replace(recipe, config=config))
-        processor, images = image_processor(recipe.config.model), images_of(recipe.config)
-        plain = whole_run.make_trainer
-
-        def make(*args: Any, **kwargs: Any) -> Any:
-            trainer = plain(*args, **kwargs)
-            assert images is not None
-            trainer.data_collator = Collator(
-                trainer.data_collator, trainer.model, processor, images
-            )
-            return trainer
-
-        quiet = mock.patch.object(monitor, "check_first_batches", return_value=None)
-        with mock.patch.object(whole_run, "make_trainer", make), quiet:
-            memory = measure(recipe, home)
+        without, _ = predict(replace(recipe, config=with_images(recipe.config, 0, None)))
+        memory = measure(recipe, Path(folder))
     measured = memory["measured_gib"] * 2**30
     in_receipt = memory.get("predicted_gib", 0.0) * 2**30  # tests leave it out
     return {

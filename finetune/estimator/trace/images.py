@@ -46,7 +46,9 @@ def with_images(
             run's settings say (`finetune.estimator.images`).
     """
     tokens = 0
-    if arrays is None and (images := images_of(config)) is not None:
+    with unset_fake_temporarily():  # rows are read
+        images = images_of(config) if arrays is None else None
+    if images is not None:
         processor = image_processor(config.model, **config.train.pixels)
         arrays = blank_images(processor, images, len(batches[0]["input_ids"]))
     for batch in batches if arrays else ():

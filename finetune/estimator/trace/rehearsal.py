@@ -233,7 +233,7 @@ def rehearse(
         with trainer.recorder:
             trainer.train()
     return Rehearsal(
-        trace=trainer.recorder.trace,
+        trace=trainer.recorder.trace.only(lambda storage: not storage.unread),
         tokens=trainer.tokens,
         parameters=sum(size for size, _ in sizes),
         trainable=sum(size for size, trains in sizes if trains),

@@ -124,6 +124,7 @@ def _recorded(method: Method) -> type[Any]:
         recorder: Recorder
         visits: VisitRecorder
         masters: Masters | None = None
+        unread: set[Tensor]
 
         def get_train_dataloader(self) -> Any:
             return self.batches
@@ -153,6 +154,11 @@ def _recorded(method: Method) -> type[Any]:
                 # them.
                 if self.micro_batches == 1:
                     optimizer.zero_grad()
+            # Gradients of masters go elsewhere.
+            groups = (group["params"] for group in optimizer.param_groups)
+            self.unread = {p for group in groups for p in group if id(p) not in buffers}
+            for p in self.unread:
+                p.register_post_accumulate_grad_hook(self.unread.discard)
             if self.masters is not None:
                 with recorder.during("load"):
                     settle_masters(self.masters, optimizer, recorder)
@@ -165,6 +171,12 @@ def _recorded(method: Method) -> type[Any]:
         def _begin_update(self) -> None:
             """Count what follows, from the norm of gradients on, once per optimizer step."""
             self.visits.move("optimizer")
+            for p in self.unread:  # no gradient has come, in any step: there are no states either
+                states: dict[str, Any] = self.optimizer.state[p]  # pyright: ignore
+                held = [x for x in (p.grad, *states.values()) if isinstance(x, Tensor)]
+                for storage in self.recorder.storages_of(held):
+                    storage.unread = True
+                p.grad = None
             # From the end of backward on: the norm and clipping come before `optimizer.step`.
             self.recorder.phase = "optimizer"
 

@@ -90,8 +90,9 @@ class Storage:
     """Phase, module (as of an `Op`) and operator that created a storage, dtype of its first tensor.
 
     `saved` is True if it was alive when a backward began, `passing` if an eager step makes and
-    reads it in one kernel. `stream` names a stream other than the one that computes, if it made it:
-    the allocator keeps memory of each apart.
+    reads it in one kernel, `unread` if it is a gradient or state of a parameter that gets none.
+    `stream` names a stream other than the one that computes, if it made it: the allocator keeps
+    memory of each apart.
     """
 
     nbytes: int
@@ -102,6 +103,7 @@ class Storage:
     kind: Kind = "temporary"
     saved: bool = False
     passing: bool = False
+    unread: bool = False
     memory: Memory = "device"
     stream: str = ""
 
