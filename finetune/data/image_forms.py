@@ -128,7 +128,9 @@ def marked(
     found = list[list[Reference]]()
     for side in sides:
         walk = _Walk(rules, given)
-        text |= {key: walk.column(key, row[key]) for key in side}
+        for key in side:  # turns may be JSON in a cell; a text that looks like it is a text
+            as_turns = key in (*TURNS, "history")
+            text[key] = walk.value(from_cell(row[key], key) if as_turns else row[key])
         found.append(walk.finished())
     if found[0] != found[-1]:
         raise BadRowError("'chosen' and 'rejected' have different images")
@@ -137,15 +139,12 @@ def marked(
 
 def _column(rules: Rules, row: dict[str, Any]) -> list[Reference]:
     """References of the pictures beside the text of a row."""
-    given = [(key, row[key]) for key in rules.columns if row.get(key) not in (None, "", [])]
+    given = [key for key in rules.columns if row.get(key) not in (None, "", [])]
     if len(given) > 1:
-        names = " and in ".join(repr(key) for key, _ in given)
-        raise BadRowError(f"it has images in {names}: give them in one")
-    for key, value in given:
-        value = from_cell(value, key)
-        value = value if isinstance(value, list | tuple) else [value]
-        return [reference(one, rules) for one in value]
-    return []
+        raise BadRowError(f"it has images in {' and in '.join(map(repr, given))}: give them in one")
+    every = [from_cell(row[key], key) for key in given]
+    every = every[0] if every and isinstance(every[0], list | tuple) else every
+    return [reference(one, rules) for one in every]
 
 
 class _Walk:
@@ -156,10 +155,6 @@ class _Walk:
         self.found: list[Reference] = []
         self.used = set[int]()
         self.next = 0
-
-    def column(self, key: str, value: Any) -> Any:
-        """A column's value, with marks; turns that are JSON in a cell as such."""
-        return self.value(from_cell(value, key) if key in (*TURNS, "history") else value)
 
     def value(self, value: Any) -> Any:
         """A text, a part, a turn, or a list of these, with marks."""

@@ -180,22 +180,18 @@ def _seen_as(source: Any) -> str:
 
 def _in_rgb(image: Image, name: str) -> Image:
     """8 bits of RGB: the whole range of other numbers, and white behind what is transparent."""
+    import numpy as np
+
+    pillow = require_pillow()
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        image = _from_16_bits(image)
+        # 65,535 is white. Pillow's `convert` cuts off at 255, or keeps a part.
+        numbers = np.asarray(image).astype(np.uint32)
+        image = pillow.fromarray(((numbers + 128) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise BadRowError(
             f"{name} has numbers of 32 bits ({image.mode}), of which none is known to be white"
         )
     if image.has_transparency_data:
-        pillow, image = require_pillow(), image.convert("RGBA")
-        white = pillow.new("RGBA", image.size, "white")
-        image = pillow.alpha_composite(white, image)
+        image = image.convert("RGBA")
+        image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
     return image.copy() if image.mode == "RGB" else image.convert("RGB")
-
-
-def _from_16_bits(image: Image) -> Image:
-    """Gray of 8 bits: 65,535 is white. Pillow's `convert` cuts off at 255, or keeps a part."""
-    import numpy as np
-
-    numbers = np.asarray(image).astype(np.uint32)
-    return require_pillow().fromarray(((numbers + 128) // 257).astype(np.uint8))

@@ -346,11 +346,10 @@ def notes(model: Any, config: RunConfig) -> list[str]:
     asked = trained_for_images(base, setting)
     counts: dict[str, dict[str, int]] = {"frozen": {}, "trained for images": {}}
     for name, part in (beside_text(base) | asked).items():
-        numbers = {True: 0, False: 0}
-        for p in parameters_of(part):
-            numbers[p.requires_grad] += p.numel()
-        trains = name in asked and numbers[True] > 0
-        counts["trained for images" if trains else "frozen"][name] = numbers[trains]
+        own = parameters_of(part)
+        trains = name in asked and any(p.requires_grad for p in own)
+        numbers = sum(p.numel() for p in own if p.requires_grad == trains)
+        counts["trained for images" if trains else "frozen"][name] = numbers
     lines = [
         f"{words}: {', '.join(of)} ({sum(of.values()):,} parameters): model.train_vision={setting}"
         for words, of in counts.items()
