@@ -17,7 +17,7 @@ import torch
 
 from finetune.data.chat import BadRowError
 from finetune.data.checks import MASKED
-from finetune.data.image_forms import COLUMN
+from finetune.data.image_forms import COLUMN, SEEN
 from finetune.data.image_rows import seen_as
 from finetune.data.images import name_of, opened
 from finetune.errors import DataError
@@ -94,7 +94,7 @@ def sides_of(rows: list[dict[str, Any]]) -> Iterator[ReadText]:
 
 def _pictures(row: dict[str, Any]) -> list[Any]:
     found = list[Any]()
-    for reference, seen in zip(row[COLUMN], row["seen"], strict=True):
+    for reference, seen in zip(row[COLUMN], row[SEEN], strict=True):
         try:
             found.append(opened(reference))
         except BadRowError as error:

@@ -26,7 +26,7 @@ from trl import apply_chat_template
 
 from finetune.data.chat import BadRowError, turns_of
 from finetune.data.checks import MASKED
-from finetune.data.image_forms import COLUMN, images_in
+from finetune.data.image_forms import COLUMN, SEEN, images_in
 from finetune.data.images import opened, references
 from finetune.data.masks import Span, answers, each_row, rendered_turns, shared, trained_characters
 from finetune.data.rows import made_by, workers
@@ -36,7 +36,7 @@ from finetune.storage.processors import tokenizer_of
 Marked = tuple[str, np.ndarray]
 """A text, and for each of its characters whether it is trained on, [characters]."""
 IDS, TEXT = List(Value("int64")), Value("string")
-NOTED = {"texts": List(TEXT), COLUMN: references(), "seen": List(TEXT), "image_begins": IDS,
+NOTED = {"texts": List(TEXT), COLUMN: references(), SEEN: List(TEXT), "image_begins": IDS,
          "image_ends": IDS, "length": Value("int64")}  # fmt: skip
 AS_TEXT = Features(input_ids=IDS, labels=IDS, **NOTED)
 AS_PAIRS = Features(prompt_ids=IDS, chosen_ids=IDS, rejected_ids=IDS, **NOTED)
@@ -180,7 +180,7 @@ def _noted(
     texts: list[str], pictures: list[Any], images: list[Any], places: list[Span]
 ) -> dict[str, Any]:
     return {
-        "texts": texts, COLUMN: pictures, "seen": [seen_as(one) for one in images],
+        "texts": texts, COLUMN: pictures, SEEN: [seen_as(one) for one in images],
         "image_begins": [begin for begin, _ in places], "image_ends": [end for _, end in places],
     }  # fmt: skip
 

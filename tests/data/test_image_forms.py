@@ -26,6 +26,7 @@ from finetune.data.image_forms import Rules, fetched, reference
 from finetune.data.images import opened
 from finetune.errors import DataError, DataNotFoundError
 from finetune.scripting.calls import _source_of
+from finetune.training.checkpoints.resume import rows_hash
 
 IN_PARTS = (
     "{% for turn in messages %}<|im_start|>{{ turn['role'] }}\n{% for part in turn['content'] %}"
@@ -239,6 +240,23 @@ def test_a_name_in_two_folders_is_no_guess(reader, folder) -> None:
     assert "in several folders" in raised.value.why
     (folder / "two" / "x.png").unlink()
     assert len(list(read(reader, "*/rows.jsonl").train)) == 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "base64"])
+@pytest.mark.usefixtures("here")
+def test_bytes_in_a_row_are_part_of_what_a_resumed_run_compares(reader, kind) -> None:
+    def hash_of(colour: str) -> str:
+        row: dict[str, Any] = {"messages": [user("<image>What?"), ANSWER]}
+        if kind == "base64":
+            write(
+                row | {"image": "data:image/png;base64," + base64.b64encode(png(colour)).decode()}
+            )
+            return rows_hash(read(reader).train)
+        row |= {"image": {"bytes": png(colour), "path": None}}
+        Dataset.from_list([row]).to_parquet(f"{colour}.parquet")
+        return rows_hash(read(reader, f"{colour}.parquet").train)
+
+    assert hash_of("red") == hash_of("red") != hash_of("blue")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

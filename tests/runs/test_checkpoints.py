@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerState
@@ -40,9 +41,11 @@ from finetune.training.checkpoints.resume import (
     FIXED,
     FREE,
     RULES,
+    check_images,
     check_resume,
     facts_of,
     fitted_of,
+    images_of,
     moved_rows,
     rows_hash,
 )
@@ -450,6 +453,43 @@ def test_rows_and_processes_are_compared(tmp_path) -> None:
     for rows, processes, key in (("others", 1, "data.rows"), ("rows", 2, "processes")):
         with pytest.raises(ConfigError, match=f"would change {key}"):
             check_resume(checkpoint, BEGAN, facts_of(BEGAN, rows, processes))
+
+
+@pytest.mark.parametrize("most", [3, 1000])
+def test_images_that_changed_under_their_names_are_compared(most, tmp_path, monkeypatch) -> None:
+    """Any of 7 files, each of one row; the last of them is one of two in its row."""
+    monkeypatch.setattr("finetune.training.checkpoints.resume.HASHES", most)
+    files = [tmp_path / f"{number}.png" for number in range(8)]
+    for number, file in enumerate(files):
+        file.write_bytes(b"pixels")
+        os.utime(file, (number, number))
+    own = [*([file] for file in files[:6]), files[6:], []]
+
+    def rows_of(seen: dict[Path, str]) -> Dataset:
+        given = [[{"path": str(file), "bytes": None} for file in some] for some in own]
+        hashes = [[seen.get(file, file.name) for file in some] for some in own]
+        return Dataset.from_dict({"images": given, "seen": hashes})
+
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / MANIFEST).write_text(json.dumps({"images": images_of(rows_of({}))}))
+    assert check_images(Checkpoint(folder), BEGAN, rows_of({})) == {}
+    for file in files:
+        time = file.stat().st_mtime
+        os.utime(file, (100, 100))  # written last
+        changed = rows_of({file: "others"})
+        with pytest.raises(ConfigError, match=r"would change data\.images") as error:
+            check_images(Checkpoint(folder), BEGAN, changed)
+        assert f"other pixels of {file}" in error.value.why
+        for allowed, found in (("data.images", ["data.images"]), ("data.rows", [])):
+            config = load_recipe_like([f"resume.allow=[{allowed}]"])
+            assert [*check_images(Checkpoint(folder), config, changed)] == found
+        os.utime(file, (time, time))
+    with pytest.raises(ConfigError, match=r"would change data\.images"):  # a larger one, left out
+        check_images(Checkpoint(folder), BEGAN, rows_of({}).select(range(7)))
+    (folder / MANIFEST).write_text("{}")  # of before, or of another program
+    assert check_images(Checkpoint(folder), BEGAN, rows_of({files[0]: "others"})) == {}
+    assert images_of(Dataset.from_dict({"input_ids": [[1]]})) == {}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 import finetune
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from tests.image_models import FOUR, tiny_image_model
 
 ROWS = 8
@@ -95,6 +95,16 @@ def test_a_run_with_images_resumes_to_the_bit(data: Path):
     one, other = weights(whole), weights(resumed)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_a_run_does_not_resume_on_another_picture_under_the_same_name(data: Path):
+    whole = trained(data)
+    at = whole.folder / "checkpoints" / "checkpoint-2"
+    (data / "4.png").write_bytes((data / "5.png").read_bytes())
+    with pytest.raises(ConfigError, match=r"would change data\.images") as error:
+        trained(data, resume_from_checkpoint=str(at))
+    assert str(data / "4.png") in error.value.why
 
 
 @pytest.mark.slow

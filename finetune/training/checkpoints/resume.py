@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ FIXED = (
 )
 """Settings that a checkpoint's tensors are shaped by."""
 
+HASHES = 1000
+"""Hashes of images that a manifest keeps at most: one of several rows, where there are more."""
 PIECE = 1000
 """Rows that are hashed at a time: chunks of a table depend on how many processes made it."""
 TOKENIZER = (
@@ -229,7 +232,60 @@ def check_resume(
     # The other way loses nothing: BF16 numbers are float32 numbers.
     if _is_wide(began) and not _is_wide(facts):
         differing["model.dtype"] = ("float32, as FSDP2 trains weights", config.model.dtype)
-    allowed = config.resume.allow
+    _refuse(checkpoint, differing, config.resume.allow, moved_rows(checkpoint, facts))
+    own = RULES["resuming itself"]
+    return {key: pair for key, pair in differing.items() if not _matches(key, own)}
+
+
+def images_of(rows: Any, each: int = 0) -> dict[str, Any]:
+    """What a manifest keeps of the images of prepared rows: hashes of their pixels, in order.
+
+    Example: 2,500 rows are 834 hashes, of `each` 3 rows. None of a stream, or of rows of text.
+    """
+    from finetune.data.image_forms import SEEN
+
+    if SEEN not in (rows.column_names or ()) or not hasattr(rows, "select"):
+        return {}
+    seen = [repr(one) for one in rows[SEEN]]
+    each = each or -(-len(seen) // HASHES)
+    parts = ["".join(seen[at : at + each]) for at in range(0, len(seen), each)]
+    hashes = [hashlib.blake2b(part.encode(), digest_size=4).hexdigest() for part in parts]
+    return {"each": each, "hashes": " ".join(hashes)}
+
+
+def check_images(
+    checkpoint: Checkpoint, config: RunConfig, rows: Any
+) -> dict[str, tuple[Any, Any]]:
+    """`check_resume` for the pixels of prepared rows: files may have others under their names.
+
+    Where other rows are allowed, so are their images.
+    """
+    from finetune.data.image_forms import COLUMN
+
+    began, allowed = checkpoint.manifest.get("images"), config.resume.allow
+    if not began or _matches("data.rows", allowed):
+        return {}
+    now = images_of(rows, began["each"]).get("hashes", "")
+    pairs = enumerate(itertools.zip_longest(began["hashes"].split(), now.split()))
+    if (at := next((i for i, (was, has) in pairs if was != has), None)) is None:
+        return {}
+    first, last = at * began["each"], min((at + 1) * began["each"], len(rows))
+    images = itertools.chain(*rows.select([*range(first, last)])[COLUMN])
+    files = {one["path"] for one in images if one["bytes"] is None}
+    where = max(files, key=lambda path: Path(path).stat().st_mtime, default="images")
+    where += f", or of another in rows {first + 1} to {last}" if len(files) != 1 else ""
+    found = {"data.images": ("the images it was trained on", f"other pixels of {where}")}
+    _refuse(checkpoint, found, allowed, [])
+    return found
+
+
+def _refuse(
+    checkpoint: Checkpoint,
+    differing: dict[str, tuple[Any, Any]],
+    allowed: Sequence[str],
+    moved: list[str],
+) -> None:
+    """Raise for what may not differ; `moved` says what becomes of rows."""
     # Said first: no permission would help.
     fixed = [key for key in differing if key in FIXED]
     refused = [key for key in differing if not _matches(key, (*FREE, *allowed))]
@@ -241,14 +297,12 @@ def check_resume(
         raise ConfigError(
             f"resuming would change {', '.join(shown)}",
             where=f"train.resume_from_checkpoint: {checkpoint.folder}",
-            why="; ".join([*why, *moved_rows(checkpoint, facts)]),
+            why="; ".join([*why, *moved]),
             fix=f"the checkpoint's tensors do not fit: {back}, or start again without "
             "train.resume_from_checkpoint"
             if fixed
             else f"{back}, or 'resume.allow=[{listed}]'",
         )
-    own = RULES["resuming itself"]
-    return {key: pair for key, pair in differing.items() if not _matches(key, own)}
 
 
 def _refuse_ended(checkpoint: Checkpoint, train: TrainSection) -> None:

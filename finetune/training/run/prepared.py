@@ -21,7 +21,7 @@ from finetune.config.yaml import shown
 from finetune.data.dataset import reader_for, refuse_no_eval_rows, rows_for
 from finetune.hardware.requirements import emulates
 from finetune.logging import busy, counting_rows, whole
-from finetune.runs.checkpoints import find_checkpoint
+from finetune.runs.checkpoints import Checkpoint, find_checkpoint
 from finetune.runs.lookup import LAST
 from finetune.storage.pretrained import load_tokenizer
 from finetune.training.asking.evaluate import load_tasks
@@ -124,11 +124,23 @@ class PreparedRun:
         self.console.print(whole(f"resuming from {checkpoint.folder}"), crop=False)
         if not checkpoint.manifest:
             self.warn("it has no manifest: its settings are not compared")
-        loud = {key: pair for key, pair in self.changed.items() if resume.changes_training(key)}
+        self._say(self.changed)
+
+    def _say(self, changed: dict[str, tuple[Any, Any]]) -> None:
+        """Lines on settings that differ from those of the checkpoint, and may."""
+        loud = {key: pair for key, pair in changed.items() if resume.changes_training(key)}
         for key, (before, now) in loud.items():
             self.warn(f"{key}: {before} in the checkpoint, {now} now")
-        if others := [key for key in self.changed if key not in loud]:
+        if others := [key for key in changed if key not in loud]:
             self.console.print(f"changed, without an effect on training: {', '.join(others)}")
+
+    def _check_images(self, rows: Any) -> None:
+        """Note the images of prepared rows for checkpoints; refuse others than one has."""
+        self.facts["images"] = resume.images_of(rows)
+        if self.resume is not None:
+            changed = resume.check_images(Checkpoint(self.resume), self.config, rows)
+            self._say(changed)
+            self.changed |= changed
 
     def _fit_to_rows(self, trainer: Any) -> None:
         """Make steps of less where rows are few; refuse a learning rate that stays near zero."""

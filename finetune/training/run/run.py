@@ -178,6 +178,7 @@ class TrainingRun(PreparedRun):
         refuse_unreadable(self.resume)
         plain = without_adapters(self.trainer.model)
         refuse_broken_weights(plain, config.model.name)
+        self._check_images(self.trainer.train_dataset)
         self._fit_to_rows(self.trainer)
         self.ledgers = ledgers_of(self.trainer, self.rows, self.reader, method_of(config.train))
         if new := stop_at(self.trainer.model, self.ledgers["train"].ends):
