@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from finetune.cli import serving
 from finetune.cli.serving import refusal
+from tests.image_models import FAMILIES, processor_of, tiny_image_model
 
+PARSED = "get_processor_inputs_from_messages"
 DATA = "data:image/png;base64,iVBORw0KGgo="
 
 
@@ -39,3 +49,42 @@ def test_text_is_never_refused() -> None:
         {"role": "user", "content": [{"type": "text", "text": "/etc/passwd"}]},
     ]
     assert refusal(messages, reads=False, urls=False) == ""
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_the_models_inputs_have_the_picture_of_a_request_as_the_processor_reads_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the server's own calls, from turns to tensors; and no file that a request names."""
+    from PIL import Image
+    from transformers import AutoProcessor
+    from transformers.cli.serving.utils import BaseHandler, Modality
+
+    class Refused(Exception):  # noqa: N818
+        pass
+
+    home = tiny_image_model(family, tmp_path, weights=False)
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=Refused))
+    for kind, name in ((BaseHandler, PARSED), (AutoProcessor, "from_pretrained")):
+        monkeypatch.setattr(kind, name, staticmethod(getattr(kind, name)))  # put back afterwards
+    serving._checked(urls=False)
+    serving._without_torchvision()
+    read: Any = getattr(BaseHandler, PARSED)
+
+    numbers = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
+    image, file = Image.fromarray(numbers), io.BytesIO()
+    image.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    turns = read(asked("image_url", {"url": url}), Modality.VLM)
+    processor: Any = AutoProcessor.from_pretrained(str(home), trust_remote_code=False)
+    found = processor.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    place = FAMILIES[family][1]
+    text = f"<|im_start|>user\nWhich?{place}<|im_end|>\n<|im_start|>assistant\n"
+    due = processor_of(home)(text=[text], images=[[image]], return_tensors="pt")
+    assert found.keys() == due.keys() >= {"pixel_values"}
+    assert all(torch.equal(found[key], due[key]) for key in due)
+    image.save(tmp_path / "sea.png")
+    with pytest.raises(Refused, match="is not read"):
+        read(asked("image_url", {"url": str(tmp_path / "sea.png")}), Modality.VLM)
