@@ -173,8 +173,7 @@ def copy_companions(source: Path, out: Path, tokenizer: Path) -> None:
 
 
 def _copy_tokenizer(source: Path, out: Path) -> None:
-    # Sizes of images; and where answers end.
-    for pattern in (*TOKENIZER, "*processor_config.json", "generation_config.json"):
+    for pattern in (*TOKENIZER, "generation_config.json"):  # where answers end
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.paths import SHAPES
@@ -30,6 +31,10 @@ PARTS = {
     "feature_extractor": "AutoFeatureExtractor",
 }
 """Other parts of a processor than tokenizer and images -> Transformers' class that loads them."""
+FILES = "*processor_config.json"
+"""Files of a processor beside those of its tokenizer."""
+NAMED = "image_processor_type"
+"""Key of an image processor's settings that names its class: by Pillow or by torchvision."""
 FOR_VIDEOS = "num2words"
 """Package that SmolVLM's processor asks for, to say how many frames a video has."""
 SIZES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}
@@ -90,6 +95,22 @@ def load_processor(
     if stored is not None and not videos:
         made.video_processor = stored  # a mapping, which is saved as it is
     return made
+
+
+def processor_files(model: ModelConfig) -> list[Path]:
+    """Files by which Transformers loads the processor of stored weights, as their source has them.
+
+    None for a model that reads text alone, or whose shape alone is known.
+    """
+    from huggingface_hub import snapshot_download
+
+    source = locate(model)
+    if not takes_images(load_shape(model)):
+        return []
+    if model.weights == "pretrained" and not Path(source).is_dir():
+        with loading(source):
+            source = snapshot_download(source, revision=model.revision, allow_patterns=[FILES])
+    return sorted(Path(source).glob(FILES))
 
 
 def image_processor(model: ModelConfig, **pixels: int | None) -> Any:

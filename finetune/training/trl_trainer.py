@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,12 @@ class RunTrainer(Trainer):
 
     Attributes:
         embedding_learning_rate: for embeddings and output head, where it is another one.
+        processor_files: copied beside saved weights, where a run on text has the tokenizer alone of
+            a model that reads images.
     """
 
     embedding_learning_rate: float | None = None
+    processor_files: Sequence[Path] = ()
 
     def get_train_dataloader(self) -> Any:
         """TRL's; settings of workers that torch refuses are a `ConfigError`."""
@@ -72,14 +76,17 @@ class RunTrainer(Trainer):
             return super().create_scheduler(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """TRL's; beside an adapter, too, stands where its answers end."""
+        """TRL's; beside an adapter, too, stands where its answers end, and what reads images."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        # PEFT saves adapters without `generation_config.json`; without the ends in it, whoever
-        # loads the adapter would get answers that run on past the token that training taught.
-        if self.args.should_save and hasattr(model, "peft_config"):
+        if self.args.should_save:
             folder = Path(output_dir or str(TrainerArguments(self.args).output_dir))
             folder.mkdir(parents=True, exist_ok=True)
-            save_ends(model, folder)
+            # PEFT saves adapters without `generation_config.json`; without the ends in it, whoever
+            # loads the adapter would get answers that run on past the token that training taught.
+            if hasattr(model, "peft_config"):
+                save_ends(model, folder)
+            for file in self.processor_files:
+                shutil.copyfile(file, folder / file.name)
         super().save_model(output_dir, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import ConfigError, DataError
-from tests.image_models import FOUR, tiny_image_model
+from tests.image_models import FAMILIES, FOUR, tiny_image_model
 
-ROWS = 8
+ROWS, ADAPTERS = 8, {"r": 4}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(data: Path, family: str = "qwen3_vl", **settings: Any) -> Any:
+def trained(data: Path, family: str = "qwen3_vl", *, lora: Any = ADAPTERS, **settings: Any) -> Any:
     """The run of a recipe of four steps in FP8."""
     home = data / family
     if not home.is_dir():
@@ -53,7 +53,7 @@ def trained(data: Path, family: str = "qwen3_vl", **settings: Any) -> Any:
     recipe = {
         "model": {"name": str(home), "weights": "pretrained"},
         "precision": {"compute": "fp8", "backend": "emulated"},
-        "lora": {"r": 4},
+        "lora": lora,
         "data": {"path": str(data / f"{rows}.jsonl"), "eval_fraction": 0.0},
         "eval": {"samples": False},
         "train": steps | settings,
@@ -74,6 +74,27 @@ def test_a_run_with_images_is_proven_and_its_model_has_the_processor(family: str
     assert run.receipt.status == "proven"
     assert run.receipt.data["train"]["images"] == 7
     assert (run.folder / "model" / "processor_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [ADAPTERS, None])
+def test_a_run_on_text_alone_leaves_a_model_that_reads_images(lora: Any, data: Path):
+    """By Transformers alone, of its end, a checkpoint and an export."""
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    from finetune.export.export import export_run
+
+    (data / "rows.jsonl").write_text('{"prompt": "What time?", "completion": "Noon."}\n' * 8)
+    run = trained(data, "llava_next", lora=lora, max_steps=2, packing=False)
+    export_run(run.folder, "merged" if lora else "fp8", data / "export")
+    image, text = Image.open(data / "0.png"), FAMILIES["llava_next"][1] + " What ship?"
+    due = AutoProcessor.from_pretrained(data / "llava_next")(images=image, text=text)
+    at = run.folder / "checkpoints" / "checkpoint-2"
+    for folder in (run.folder / "model", at, data / "export"):
+        found = AutoProcessor.from_pretrained(folder)(images=image, text=text)
+        assert found["input_ids"] == due["input_ids"]
+        assert np.array_equal(found["pixel_values"], due["pixel_values"])
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from finetune.runs.last_model import saved_whole
 from finetune.runs.receipt import Receipt, RunReport, Sample
 from finetune.storage.ends import stop_at
 from finetune.storage.pretrained import keep_generation
+from finetune.storage.processors import processor_files
 from finetune.training.checkpoints.writing import refuse_unreadable
 from finetune.training.faults import explained, write_failure
 from finetune.training.health.finiteness import refuse_broken_weights
@@ -174,6 +175,8 @@ class TrainingRun(PreparedRun):
                 given=self.model,
                 callbacks=self.observers.callbacks,
             )
+        if self.reader is self.tokenizer:
+            self.trainer.processor_files = processor_files(config.model)
         # Before anything is unpickled; the trainer was built without reading the checkpoint.
         refuse_unreadable(self.resume)
         plain = without_adapters(self.trainer.model)
