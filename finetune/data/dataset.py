@@ -187,7 +187,7 @@ def load_data(
     """
     sources = sources_of(data)
     _refuse_hub_settings(data)
-    shown = images and any(_shows_images(one, data, sample) for one, _ in sources)
+    shown = images and has_images(data, sample=sample)
     seen = (
         f"the first {SAMPLE:,} training rows" if data.streaming or sample else "the training rows"
     )
@@ -249,6 +249,15 @@ def load_data(
         shared=0 if held_out is None else shared_rows(first or train, held_out),
         late=tuple(part.late for part in parts if part.late is not None),
     )  # fmt: skip
+
+
+def has_images(data: DataConfig, *, sample: bool = True) -> bool:
+    """True if a row of any source has an image.
+
+    Args:
+        sample: look only at the first rows of large files and of the hub.
+    """
+    return any(_shows_images(source, data, sample) for source, _ in sources_of(data))
 
 
 def rules_of(source: Source, data: DataConfig) -> Rules:

@@ -35,7 +35,7 @@ from finetune.config.recipe import read_recipe
 from finetune.config.sections import BUILTIN
 from finetune.config.train_section import fields_of
 from finetune.data.auto_length import decided
-from finetune.data.dataset import MASKING, SAMPLE
+from finetune.data.dataset import MASKING, SAMPLE, has_images
 from finetune.data.image_forms import COLUMNS, shows_images
 from finetune.data.sources import LOADERS
 from finetune.errors import ConfigError
@@ -49,7 +49,7 @@ from finetune.scripting import saving
 from finetune.scripting.keywords import Settings, by_section, recipe_of, speaks
 from finetune.scripting.run import TRAINED, WAITING, OneRun, abandon
 from finetune.storage.pretrained import load_tokenizer, template_of
-from finetune.storage.processors import tokenizer_of
+from finetune.storage.processors import sizes_of, takes_images, tokenizer_of
 from finetune.training import scope
 from finetune.training.model import load_model
 from finetune.training.run.preflight import check_storage
@@ -219,7 +219,7 @@ def trainer(
     Args:
         model: from `load` or `add_lora`, or a plain one of Transformers or PEFT.
         tokenizer: its tokenizer, or the processor around it: the chat template is used as it is,
-            and images are sized by `max_pixels` and `min_pixels`, for each run alike.
+            and so are the sizes of images, unless `max_pixels` and `min_pixels` set them.
         data: file, folder, glob, hub id, `builtin:harbour`; several as a list, or a mixture by
             weight as a dict; or rows, as a list of dicts or a `datasets.Dataset`.
         precision: as in `load`, of a model that a script has loaded, or instead of what `load` had.
@@ -230,7 +230,8 @@ def trainer(
         force: train even where memory is expected to be too small.
         **settings: any argument of `trl.SFTConfig`, and keys of a recipe's `data` and `checkpoints`
             sections. Left out: as in the recipe `llama_8b_lora_fp8`, of a model without adapters
-            `llama_8b_full_fp8` (`python -m finetune cat` shows them).
+            `llama_8b_full_fp8` (`python -m finetune cat` shows them); rows with images are not
+            packed.
 
     Returns:
         An `SFTTrainer` of TRL, whose `train()` makes a run folder and returns a `Run`.
@@ -241,7 +242,7 @@ def trainer(
     abandon()
     said = settings_of(model)
     typed = by_section("trainer", settings)
-    tokenizer = tokenizer_of(tokenizer)
+    reader, tokenizer = tokenizer, tokenizer_of(tokenizer)
     if precision is not None:
         one = precision if isinstance(precision, Mapping) else {"compute": precision}
         said["precision"] = dict(one)
@@ -269,7 +270,13 @@ def trainer(
         leaves |= {"learning_rate"} | train.keys() - {*arguments(method)}
     train = {key: value for key, value in train.items() if key not in leaves}
     before = said | {"train": train, "data": {"min_steps": usual.data.min_steps}}
-    recipe = decided(recipe_of("trainer", before, typed, _name_of(said)), tokenizer)
+    recipe = recipe_of("trainer", before, typed, _name_of(said))
+    if takes_images(without_adapters(model).config) and has_images(recipe.config.data):
+        if train.pop("packing", False) and "packing" not in typed.get("train", {}):
+            say("packing is off: batches of rows with images are padded")
+        train |= sizes_of(reader, recipe.config.model)
+        recipe = recipe_of("trainer", before, typed, _name_of(said))
+    recipe = decided(recipe, tokenizer)
     if model.device.type == "cuda":  # trained before: what it takes is not taken twice
         on_host: Any = model
         on_host.to("cpu")

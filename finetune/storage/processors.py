@@ -136,6 +136,30 @@ def _image_processor(model: ModelConfig, source: str, pixels: dict[str, int | No
     return _sized(found, pixels, model.name)
 
 
+def sizes_of(reader: Any, model: ModelConfig) -> dict[str, int]:
+    """`max_pixels` and `min_pixels` of a processor that a script gives, if not the model's own.
+
+    Raises:
+        ConfigError: it differs from the model's own in something else, which no recipe says.
+    """
+    if (given := getattr(reader, IMAGES, None)) is None:
+        return {}
+    mine, own = given.to_dict(), image_processor(model).to_dict()
+    others = [key for key in {*mine} & {*own} - {NAMED} if mine[key] != own[key]]
+    if not others:
+        return {}
+    if others == ["size"] and counts_pixels(given):
+        return {key: dict(given.size)[name] for key, name in SIZES.items()}
+    raise ConfigError(
+        "the processor treats images otherwise than the model's own",
+        where=", ".join(f"image_processor.{key}={mine[key]}" for key in sorted(others)),
+        why="the run's recipe would not say so, and who repeats it or asks its model would show it "
+        "other numbers",
+        fix="save it beside the model, processor.save_pretrained(FOLDER) and "
+        "model.save_pretrained(FOLDER), and load that: finetune.load(FOLDER)",
+    )
+
+
 def reads_text(name: str) -> ConfigError:
     """The error for images that a model is to read which reads text alone."""
     return ConfigError(

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,6 +23,7 @@ from finetune.errors import FinetuneError, OrderError, PrecisionError
 from finetune.hardware.device import this_device
 from finetune.scripting.keywords import recipe_of
 from finetune.training.helper import session
+from tests.image_models import processor_of, tiny_image_model
 
 EMULATED: dict[str, Any] = {"precision": "fp8", "emulation": "allow"}
 SHORT: dict[str, Any] = {
@@ -272,3 +275,56 @@ def test_adapters_over_fp8_are_scaled_by_row_unless_said_otherwise():
     chosen = {"precision": {"scaling": "tensorwise"}, "lora": {"r": 8}}
     assert adapted.precision.scaling == "rowwise" != whole.precision.scaling
     assert recipe_of("trainer", said, chosen).config.precision.scaling == "tensorwise"
+
+
+# ----------------------------------------------------------------------------------------- images
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Any:
+    """A tiny Qwen3-VL, its processor with sizes of its own, rows with an image, and settings."""
+    from PIL import Image
+
+    home = tiny_image_model("qwen3_vl", tmp_path)
+    model, _ = finetune.load(home)
+    Image.new("RGB", (400, 300), "navy").save(tmp_path / "sea.png")
+    image = str(tmp_path / "sea.png")
+    rows = [{"prompt": "<image>What?", "completion": "The sea.", "images": [image]}] * 4
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"data": file, "out": tmp_path, **SHORT, "eval_fraction": 0.0, "max_length": None}
+    return model, processor_of(home, max_pixels=84 * 84, min_pixels=56 * 56), rows[0], settings
+
+
+@pytest.mark.slow
+def test_a_trainer_shows_images_by_the_given_processors_sizes_or_those_that_are_set(
+    pictures, capsys
+):
+    """Prepared rows have the ids that the processor itself makes of an image and its text."""
+    from PIL import Image
+
+    model, processor, row, settings = pictures
+    del settings["packing"]  # what is usual of rows of text
+
+    def tokens(reader: Any, **own: Any) -> tuple[int, Any]:
+        made = finetune.trainer(model, reader, **settings, **own)
+        ids = made.train_dataset[0]["input_ids"]
+        return ids.count(reader.tokenizer.convert_tokens_to_ids("<|image_pad|>")), made
+
+    def due(most: int) -> int:
+        image = Image.open(row["images"][0])
+        own = processor_of(Path(model.name_or_path), max_pixels=most)
+        sizes = own.image_processor([image])["image_grid_thw"][0]
+        return int(np.prod(sizes)) // own.image_processor.merge_size**2
+
+    found, made = tokens(processor)
+    assert found == due(84 * 84) < due(112 * 112)
+    assert "packing is off" in capsys.readouterr().out
+    assert made.run.config.train.pixels == {"max_pixels": 84 * 84, "min_pixels": 56 * 56}
+    assert tokens(processor, max_pixels=112 * 112)[0] == due(112 * 112)
+    with pytest.raises(FinetuneError, match="packing=True is not for rows with images"):
+        tokens(processor, packing=True)
+    processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+    with pytest.raises(FinetuneError, match="otherwise than the model's own") as error:
+        tokens(processor)
+    assert "image_mean" in error.value.where
