@@ -218,17 +218,17 @@ def _in_parts(row: dict[str, Any], images: int) -> dict[str, Any]:
         raise BadRowError("rows with images need turns, and a model with a chat template")
     for key in lists:
         row[key] = [_turn_in_parts(turn) for turn in row[key]]
-        if any(turn["role"] == "assistant" and images_in(turn) for turn in row[key]):
+        if any(turn["role"] == "assistant" and places_in(turn) for turn in row[key]):
             raise BadRowError("an answer has an image, which the model cannot write")
     asked = row[lists[0]]
-    if images and not any(map(images_in, asked)):
+    if images and not any(map(places_in, asked)):
         _put_first(asked, images)
-    if (places := sum(map(images_in, asked))) != images:
+    if (places := sum(map(places_in, asked))) != images:
         raise BadRowError(f"it has {images} images, and {places} places for them in its turns")
     return row
 
 
-def images_in(turn: dict[str, Any]) -> int:
+def places_in(turn: dict[str, Any]) -> int:
     """Pictures in a turn whose content is in parts."""
     return sum(part["type"] == "image" for part in turn.get("content") or ())
 

@@ -26,7 +26,7 @@ from trl import apply_chat_template
 
 from finetune.data.chat import BadRowError, turns_of
 from finetune.data.checks import MASKED
-from finetune.data.image_forms import COLUMN, SEEN, images_in
+from finetune.data.image_forms import COLUMN, SEEN, places_in
 from finetune.data.images import opened, references
 from finetune.data.masks import Span, answers, each_row, rendered_turns, shared, trained_characters
 from finetune.data.rows import made_by, workers
@@ -150,7 +150,7 @@ def _conversations(
         yield (text, np.ones(len(text), bool)), row[COLUMN]
         return
     for count, spans in answers(row, tokenizer, completion_only=completion_only):
-        own = sum(map(images_in, turns[:count]))
+        own = sum(map(places_in, turns[:count]))
         yield trained_characters(row, count, spans, tokenizer), row[COLUMN][:own]
 
 
