@@ -138,20 +138,13 @@ def test_each_image_stands_beside_what_was_asked_of_it_and_nothing_else_is_embed
 
     shown = {"prompt": "Which ship?", "answer": "A cutter.", "expected": TRAP, "tokens": 61}
     outside = tmp_path / "secret.jpg"
-    names = (
-        "samples/1-1.jpg",
-        "samples/2-1.jpg",
-        "../secret.jpg",
-        str(outside),
-        "samples/huge.jpg",
-    )
+    names = ("samples/1-1.jpg", "samples/2-1.jpg", "../secret.jpg", str(outside))
     samples: list[dict] = [shown | {"images": [name]} for name in names]
     run = make_run(tmp_path / "r", steps=8, groups=(), samples=samples)
     (run / "samples").mkdir()
     for i in (1, 2):
         Image.new("RGB", (8 * i, 8)).save(run / "samples" / f"{i}-1.jpg")
     Image.new("RGB", (9, 9)).save(outside)
-    (run / "samples" / "huge.jpg").write_bytes(bytes(300_000))
     page = finetune.report(run).html.read_text("utf-8")
     found = [one.partition('"')[0] for one in page.split('src="data:image/jpeg;base64,')[1:]]
     files = [(run / "samples" / f"{i}-1.jpg").read_bytes() for i in (1, 2)]

@@ -47,10 +47,6 @@ SHOWN_ANSWERS = 6
 """Answers to a prompt that are shown: the first, the last, and some between that differ."""
 
 
-LARGEST = 256 << 10
-"""Bytes of an image that is embedded; the copies of a run have some 15 kB."""
-
-
 class ShownQuestion(NamedTuple):
     """A prompt, its images as data URLs, what its row says, and the tokens of the question."""
 
@@ -287,9 +283,8 @@ class RunSource(PageSource):
         """The copy of an image as a data URL; empty if it is gone."""
         # By its last part alone: a name from somebody's metrics leads nowhere else.
         file = self.folder / "samples" / PurePosixPath(name).name
-        if file.suffix != ".jpg" or not file.is_file() or file.stat().st_size > LARGEST:
-            return ""
-        return f"data:image/jpeg;base64,{base64.b64encode(file.read_bytes()).decode()}"
+        content = base64.b64encode(file.read_bytes()).decode() if file.is_file() else ""
+        return content and f"data:image/jpeg;base64,{content}"
 
     # -------------------------------------------------------------------------------------- tables
 
