@@ -5,7 +5,9 @@ That is `trl.SFTConfig`, or what `train.method` names (`finetune.config.methods`
 
 from __future__ import annotations
 
+import functools
 import os
+import typing
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -183,17 +185,8 @@ def convert_train(
     Raises:
         ConfigError: an unknown or reserved key, or a value of the wrong type; others with it.
     """
-    import typing
-
     method = method_of(train, where(("train", "method"))) if method is None else method
-    kind = method.config_class
-    fields, types = arguments(method), typing.get_type_hints(kind)
-    types = {OTHER_NAMES.get(name, name): hint for name, hint in types.items()}
-    types |= {"method": str | None, "embedding_learning_rate": float | None}
-    types |= dict.fromkeys(PIXELS, int | None)
-    types |= {PATIENCE: int | None, THRESHOLD: float | None}
-    types[REWARDS] = list[str]
-    types["pad_to_multiple_of"] = int | None  # TRL's words are `auto`, and `none` for null
+    fields, types = arguments(method), _types(method.config_class)
 
     def converted(key: str, value: Any, at: str) -> Any:
         if key in OWNED_BY_US:
@@ -233,6 +226,19 @@ def convert_train(
     return result
 
 
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    """Argument of a configuration of TRL, or of ours -> its type."""
+    hints = typing.get_type_hints(kind)
+    types = {OTHER_NAMES.get(name, name): hint for name, hint in hints.items()}
+    types |= {"method": str | None, "embedding_learning_rate": float | None}
+    types |= dict.fromkeys(PIXELS, int | None)
+    types |= {PATIENCE: int | None, THRESHOLD: float | None}
+    types[REWARDS] = list[str]
+    types["pad_to_multiple_of"] = int | None  # TRL's words are `auto`, and `none` for null
+    return types
+
+
 def _no_argument(key: str, value: Any, method: Method, where: str) -> ConfigError:
     """The error for a key that the method's configuration does not have."""
     replacement = elsewhere(key, value)
@@ -266,6 +272,9 @@ def _check_checkpointing(given: Any, where: str) -> None:
             )
 
 
+_NUMBERS = {kind: TypeAdapter(kind) for kind in (bool, int, float)}
+
+
 def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
     kinds = _members(annotation)
     try:
@@ -287,10 +296,10 @@ def _convert(key: str, value: Any, annotation: Any, where: str) -> Any:
         return text == "true"  # fields such as `fsdp: str | None` take a truth value too
     if str in kinds and not kinds & {int, float, bool}:
         return text
-    for kind in (bool, int, float):
+    for kind, read in _NUMBERS.items():
         if kind in kinds and not (kind is bool and int in kinds and text in ("0", "1")):
             try:
-                return TypeAdapter(kind).validate_python(text)
+                return read.validate_python(text)
             except ValidationError:
                 continue
     if str in kinds or not kinds & {bool, int, float}:
@@ -400,12 +409,17 @@ def check_words(key: str, value: Any, method: Method, where: str) -> None:
             )
 
 
+@functools.cache  # to make it takes hundreds of readings
+def _range(key: str) -> TypeAdapter[Any]:
+    return TypeAdapter(RANGES.get(key, Annotated[FiniteFloat, Field(ge=0)]))
+
+
 def check_range(key: str, value: Any, where: str) -> None:
     """Reject a NaN, or a number out of the setting's range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     try:
-        TypeAdapter(RANGES.get(key, Annotated[FiniteFloat, Field(ge=0)])).validate_python(value)
+        _range(key).validate_python(value)
     except ValidationError as error:
         said = error.errors()[0]["msg"].removeprefix("Input should be ")
         said = said if said.startswith("a ") else f"a number {said}"
