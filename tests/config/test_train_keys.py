@@ -93,11 +93,30 @@ def test_arguments_that_a_trainer_does_not_have_are_none_or_off_and_are_not_set(
     assert (other.max_steps, plain.max_steps) == (3, -1)
 
 
+def is_args(node: ast.expr) -> bool:
+    """`args`, or `.args` of something."""
+    return "args" in (getattr(node, "id", ""), getattr(node, "attr", ""))
+
+
+def reads_one(node: ast.AST) -> ast.expr | None:
+    """What an argument of the table is read from, where that is called `args`."""
+    owner, name = None, ""
+    if isinstance(node, ast.Attribute):
+        owner, name = node.value, node.attr
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+        owner, name = node.args[0], getattr(node.args[1], "value", "")
+    return owner if owner is not None and name in ARGUMENTS and is_args(owner) else None
+
+
 def reads_by_hand(tree: ast.Module) -> list[int]:
     """Lines that read an argument of the table from something else than `TrainerArguments`."""
-    found, own = [], "\n    args: TrainerArguments\n" in ast.unparse(tree)  # of a data class
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for function in functions:
+    found, own = [], None
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        reads = [(node, owner) for node in ast.walk(function) if (owner := reads_one(node))]
+        if not reads:
+            continue
+        if own is None:
+            own = "\n    args: TrainerArguments\n" in ast.unparse(tree)  # of a data class
         text = ast.unparse(function)
         is_typed = any(f"args: {kind}TrainerArguments" in text for kind in ("", "'"))
         wraps = (
@@ -105,15 +124,9 @@ def reads_by_hand(tree: ast.Module) -> list[int]:
             or is_typed
             or re.search(r"\bargs = .*TrainerArguments\(|\bargs\b.* = .*Trainer", text)
         )
-        for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and node.attr in ARGUMENTS:
-                owner = ast.unparse(node.value)
-                if (owner.endswith(".args") and not own) or (owner == "args" and not wraps):
-                    found.append(node.lineno)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-                owner, name = map(ast.unparse, node.args[:2])
-                if owner == "args" or owner.endswith(".args"):
-                    found += [node.lineno] * (name[1:-1] in ARGUMENTS)
+        for node, owner in reads:
+            is_safe = own if isinstance(owner, ast.Attribute) else wraps
+            found += [] if is_safe and isinstance(node, ast.Attribute) else [node.lineno]
     return found
 
 
