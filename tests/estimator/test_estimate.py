@@ -25,6 +25,7 @@ from finetune.errors import (
 )
 from finetune.estimator import predict as predicting
 from finetune.estimator import variants
+from finetune.estimator.changes import as_typed
 from finetune.estimator.estimate import Estimate, estimate
 from finetune.estimator.limits import limits
 from finetune.estimator.memory.footprint import (
@@ -104,6 +105,16 @@ def forget():
     """Function after which rehearsals are made again; called before the test."""
     predicting._made.cache_clear()
     return predicting._made.cache_clear
+
+
+@pytest.fixture
+def as_the_run(result, monkeypatch):
+    """Predicts changes as the run itself: to rehearse each takes a second."""
+
+    def prediction(config: RunConfig, machine) -> Prediction:
+        return replace(result.prediction, config=config, machine=machine)
+
+    monkeypatch.setattr(variants, "predict_fast", prediction)
 
 
 def text_of(result: Estimate) -> str:
@@ -190,16 +201,11 @@ def test_fp8_that_a_gpu_has_not_is_a_row_with_its_reason(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny_lora_fp8", "tiny_lora_bf16", "tiny_full_fp8"])
 def test_settings_of_a_change_typed_behind_the_recipe_are_what_was_predicted(
-    recipe, result, monkeypatch
+    recipe, result, as_the_run
 ):
     own = ["precision.keep=[k_proj]", "precision.health_every=7"]
     asked = load_recipe(recipe, own).config
     unmeasured = replace(result.prediction, config=asked)
-
-    def prediction(config: RunConfig, machine) -> Prediction:
-        return replace(unmeasured, config=config, machine=machine)
-
-    monkeypatch.setattr(variants, "predict_fast", prediction)
     pair = variants.pair_of(unmeasured)
     assert pair is not None
     every = variants.changes_of(unmeasured, pair, every=True).rows
@@ -210,7 +216,7 @@ def test_settings_of_a_change_typed_behind_the_recipe_are_what_was_predicted(
         assert typed.precision.keep == ("k_proj",)
 
 
-def test_json_says_the_same_as_the_words(result):
+def test_json_says_the_same_as_the_words(result, as_the_run):
     facts = json.loads(result.to_json())
     memory = result.prediction.footprint
     assert facts["memory"]["allocated"] == memory.allocated
@@ -221,6 +227,9 @@ def test_json_says_the_same_as_the_words(result):
     assert duration(result.prediction.timing.seconds) in words
     assert "FP8" in words
     assert all(note in words for note in result.notes)
+    changes = [as_typed(row["change"]) for row in facts["changes"]["rows"]]
+    assert changes
+    assert all(change in words for change in changes)
 
 
 @pytest.mark.long
