@@ -47,25 +47,11 @@ class Takes:
 
 
 class BadRowError(ValueError):
-    """Row that cannot be converted; `finetune.data.rows` adds its position."""
+    """Row that cannot be converted, and what helps; `finetune.data.rows` adds its position."""
 
-
-class ImageRowError(BadRowError):
-    """Row with an image, where text alone is trained on; its position is added by the same."""
-
-    why = (
-        "the model reads no images, or its training method takes none; without its image an answer "
-        "about it would be a guess"
-    )
-    fix = "a model that reads images, or rows of text"
-
-    @classmethod
-    def late(cls, first: str) -> ImageRowError:
-        """The error for rows that were taken for text by the first ones, which `first` names."""
-        found = cls(f"it has an image, and {first} have none")
-        found.why = f"{first} have none, and the run was taken for one of text"
-        found.fix = "put a row with an image among them; data.streaming=false looks at all rows"
-        return found
+    def __init__(self, why: str, fix: str = "fix or remove that row") -> None:
+        super().__init__(why)
+        self.fix = fix
 
 
 def turn_of(turn: Any, *, exact: bool = False) -> dict[str, Any]:
@@ -117,7 +103,11 @@ def _joined(parts: list[Any]) -> str:
     """Text of a content in parts of text: images are marks in it by now, where they are read."""
     for part in parts:
         if is_image(part):
-            raise ImageRowError("it has an image, and is read as text alone")
+            raise BadRowError(
+                "it has an image, and the model or its training method reads text alone: without "
+                "its image an answer about it would be a guess",
+                "a model that reads images, or rows of text",
+            )
         text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind not in TEXT_PARTS or not isinstance(text, str):

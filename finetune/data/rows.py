@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.methods import FORMS, METHODS, Method
 from finetune.config.schema import DataConfig
 from finetune.data import checks, converters
-from finetune.data.chat import TRIED, BadRowError, ImageRowError, Takes, probe, refusal
+from finetune.data.chat import TRIED, BadRowError, Takes, probe, refusal
 from finetune.data.converters import (
     ASKED,
     CONTEXT,
@@ -200,26 +200,15 @@ def _numbered(
     try:
         return convert(row)
     except BadRowError as error:
-        if isinstance(error, ImageRowError):
-            raise _text_alone(source, first + index, error) from error
-        raise _refused(source, first + index, str(error)) from error
+        raise _refused(source, first + index, str(error), error.fix) from error
 
 
-def _text_alone(source: str, index: int, error: ImageRowError) -> DataError:
-    return DataError(
-        f"row {index + 1} of {source} has an image, and this run trains on text alone",
-        where=f"{source}: row {index + 1}",
-        why=error.why,
-        fix=f"{error.fix}; to skip and count such rows: data.on_bad_row=skip",
-    )
-
-
-def _refused(source: str, index: int, why: str) -> DataError:
+def _refused(source: str, index: int, why: str, fix: str = "fix or remove that row") -> DataError:
     return DataError(
         f"row {index + 1} of {source} cannot be trained on",
         where=f"{source}: row {index + 1}",
         why=why,
-        fix="fix or remove that row, or skip and count such rows: data.on_bad_row=skip",
+        fix=f"{fix}, or skip and count such rows: data.on_bad_row=skip",
     )
 
 
@@ -343,7 +332,10 @@ def _refusing_images(
     columns: tuple[str, ...], text_by: str, convert: Converter, row: dict[str, Any]
 ) -> dict[str, Any]:
     if shows_images([row], columns):
-        raise ImageRowError.late(text_by)
+        raise BadRowError(
+            f"it has an image, and {text_by} have none: the run was taken for one of text",
+            "put a row with an image among them (data.streaming=false looks at all rows)",
+        )
     return convert(row)
 
 

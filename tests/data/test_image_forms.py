@@ -316,7 +316,7 @@ def test_rows_of_others_name_no_file_of_the_user(tmp_path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_run_on_text_refuses_parts_and_names_columns_of_images(tokenizer) -> None:
     write({"messages": [user([PARTS["OpenAI"], WHAT]), ANSWER]})
-    with pytest.raises(DataError, match=r"row 1 of rows.jsonl has an image"):
+    with pytest.raises(DataError, match=r"it has an image, and .* reads text alone"):
         load_data(DataConfig.model_validate({"path": "rows.jsonl"}), tokenizer, 0)
     write({"messages": [user("What?"), ANSWER], "images": [RED]})
     found = load_data(DataConfig.model_validate({"path": "rows.jsonl"}), tokenizer, 0)
@@ -432,8 +432,9 @@ def test_no_picture_is_lost_of_a_stream_that_begins_with_text(
         return found, sum(1 for _ in zip(range(count), found.train, strict=False))
 
     for at in (2, 6):
-        with pytest.raises(DataError, match=f"row {at + 1} of .* has an image") as error:
+        with pytest.raises(DataError, match=f"row {at + 1} of .* cannot be trained on") as error:
             rows_of(at)
+        assert "it has an image, and the first 2 training rows have none" in error.value.why
         assert "put a row with an image among them" in error.value.fix
         found, _ = rows_of(at, on_bad_row="skip")
         assert found.refused + sum(map(int, found.late)) == 1
@@ -447,8 +448,9 @@ def test_no_picture_is_lost_of_a_stream_that_begins_with_text(
 def test_a_picture_to_evaluate_on_is_not_lost_of_a_run_of_text(tokenizer) -> None:
     write({"messages": [user("Who?"), ANSWER]})
     write(LATE["column"], to="eval.jsonl")
-    with pytest.raises(DataError, match=r"row 1 of eval.jsonl has an image"):
+    with pytest.raises(DataError, match=r"row 1 of eval.jsonl cannot be trained on") as error:
         read(tokenizer, eval_path="eval.jsonl")
+    assert "it has an image, and the training rows have none" in error.value.why
 
 
 def test_a_column_of_pictures_that_begins_behind_the_known_ones_is_refused(
