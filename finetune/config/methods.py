@@ -189,7 +189,7 @@ METHODS = {
         # A causal loss on all of the answer to give, beside the odds of both.
         _row("orpo", _ORPO, ("preference",), (1e-6, 1e-5), **_ODDS),
         _row("reward", _SCORER, ("preference",), (5e-6, 1e-4), head="score", judged=PAIRS),
-        _row("grpo", "trl.GRPOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
+        _row("grpo", "trl.GRPOTrainer", ("prompts",), (5e-7, 5e-6), images=True, **_REWARDED),
         _row("rloo", "trl.RLOOTrainer", ("prompts",), (5e-7, 5e-6), **_REWARDED),
         _row("distill", "trl.DistillationTrainer", ("prompts",), (1e-6, 2e-5), writes=True),
     )

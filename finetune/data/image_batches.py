@@ -79,7 +79,7 @@ class ReadText:
 
 def sides_of(rows: list[dict[str, Any]]) -> Iterator[ReadText]:
     """Texts of prepared rows: of pairs the preferred answers, then the others, as TRL has them."""
-    images = [_pictures(row) for row in rows]
+    images = [pictures_of(row) for row in rows]
     if "prompt_ids" not in rows[0]:
         for row, own in zip(rows, images, strict=True):
             on = [label != MASKED for label in row["labels"]]
@@ -92,7 +92,7 @@ def sides_of(rows: list[dict[str, Any]]) -> Iterator[ReadText]:
             yield ReadText(row["texts"][place], asked + answer, on, own)
 
 
-def _pictures(row: dict[str, Any]) -> list[Any]:
+def pictures_of(row: dict[str, Any]) -> list[Any]:
     found = list[Any]()
     for reference, seen in zip(row[COLUMN], row[SEEN], strict=True):
         try:

@@ -44,8 +44,11 @@ from finetune.data.images import Reference, opened
 
 COLUMN = "images"
 """Column of references in converted rows."""
-SEEN = "seen"
-"""Column of a hash of each picture's numbers in prepared rows (`image_rows.seen_as`)."""
+SEEN = "images as seen"
+"""Column of a hash of each picture's numbers in prepared rows (`image_rows.seen_as`).
+
+Prompts have it beside columns of any name, for rewards.
+"""
 COLUMNS, IN_METADATA = (COLUMN, "image"), ("file_name", "file_names")
 """Columns of pictures beside the text of a row; the others in the metadata of an image folder."""
 OTHERS = ("videos", "video", "audios", "audio")

@@ -40,6 +40,7 @@ NOTED = {"texts": List(TEXT), COLUMN: references(), SEEN: List(TEXT), "image_beg
          "image_ends": IDS, "length": Value("int64")}  # fmt: skip
 AS_TEXT = Features(input_ids=IDS, labels=IDS, **NOTED)
 AS_PAIRS = Features(prompt_ids=IDS, chosen_ids=IDS, rejected_ids=IDS, **NOTED)
+AS_PROMPTS = Features(prompt_ids=IDS, **NOTED)
 """Columns of prepared rows. An image has the tokens from `image_begins` to before `image_ends`."""
 FIX = "fix or remove that row, or skip and count such rows: data.on_bad_row=skip"
 AT_ONCE = 8
@@ -52,7 +53,7 @@ def read(
     """Rows, of a `Dataset` or a stream, as a processor reads them.
 
     Args:
-        made: makes prepared rows of one (`as_sequences`, `as_pair`).
+        made: makes prepared rows of one (`as_sequences`, `as_pair`, `as_prompt`).
         how: its settings.
 
     Raises:
@@ -174,6 +175,32 @@ def as_pair(row: dict[str, Any], reader: Any) -> Iterator[dict[str, Any]]:
         **_noted(texts, row[COLUMN], images, places),
         "length": max(len(chosen), len(rejected)),
     }
+
+
+def as_prompt(
+    row: dict[str, Any], reader: Any, *, template: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A prepared prompt, whose answers are written later.
+
+    Args:
+        template: arguments of the chat template for all rows.
+    """
+    text: Any = prompted(tokenizer_of(reader), row, template, tokenize=False)
+    images = [opened(one) for one in row[COLUMN]]
+    ids, _, places = tokens_of(reader, (text, np.zeros(len(text), bool)), images)
+    yield {
+        "prompt_ids": ids,
+        **_noted([text], row[COLUMN], images, places),
+        "length": len(ids),
+    }
+
+
+def prompted(tokenizer: Any, row: dict[str, Any], template: dict[str, Any], **how: Any) -> Any:
+    """A prompt of turns under the template's arguments of all rows and of this one."""
+    return tokenizer.apply_chat_template(
+        row["prompt"], add_generation_prompt=True, tools=row.get("tools") or None, **how,
+        **template | (row.get("chat_template_kwargs") or {}),
+    )  # fmt: skip
 
 
 def _noted(

@@ -26,7 +26,25 @@ from finetune.data.both_labels import BothLabels
 from finetune.data.by_trl import as_they_are, prepared
 from finetune.data.checks import MASKED
 from finetune.data.image_forms import COLUMN
-from finetune.data.image_rows import AS_PAIRS, NOTED, as_pair, fitting, of_images, read
+from finetune.data.image_prompts import (
+    beside_notes,
+    reading_prompts,
+    refuse_uneven,
+    streamed,
+    with_pictures,
+    without_empty,
+)
+from finetune.data.image_rows import (
+    AS_PAIRS,
+    AS_PROMPTS,
+    NOTED,
+    as_pair,
+    as_prompt,
+    fitting,
+    of_images,
+    prompted,
+    read,
+)
 from finetune.data.ledger import Ledger, account
 from finetune.data.preparing import (
     TOKENIZED,
@@ -56,6 +74,13 @@ def preparing(method: Method) -> type[Accounted]:
 class AccountedPairs(Accounted):
     """Mixin of a trainer that prepares its rows itself, or reads them as they are."""
 
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        super().__init__(model, args, **kwargs)
+        if self.method.writes and COLUMN in (kwargs["train_dataset"].column_names or ()):
+            bare = partial(without_empty, token=model.config.image_token_id)
+            for one in filter(None, (self.model, getattr(self, "ref_model", None))):
+                one.register_forward_pre_hook(bare, with_kwargs=True)
+
     @contextlib.contextmanager
     def handing(self, args: Any) -> Iterator[None]:
         """Accounted's; texts that have no start token get none."""
@@ -68,6 +93,12 @@ class AccountedPairs(Accounted):
                 yield
         finally:
             tokenizer.bos_token = start
+
+    def for_images(self, model: Any, args: Any) -> dict[str, Any]:
+        """Accounted's; of prompts TRL makes batches itself, by the processor that it is handed."""
+        if not self.method.writes:
+            return super().for_images(model, args)
+        return {"processing_class": reading_prompts(self.processing_class)}
 
     def compute_loss_context_manager(self) -> Any:
         """Autocast around the loss as around the model's forward.
@@ -93,13 +124,21 @@ class AccountedPairs(Accounted):
             done = self.counted(rows, args, name)
             again = TrainerArguments(args).precompute_ref_log_probs  # scores come by `map`
             return done, done if again else as_they_are(done)
+        images = COLUMN in (rows.column_names or ())
         if not isinstance(rows, Dataset):
+            if images:
+                raise streamed(self.method.key)
             return rows, rows
         # Rows that TRL would drop are dropped here, where they are counted; the trainer gets those
         # that are left.
-        kept = self.counted(rows, args, name).select_columns(rows.column_names)
+        done = self.counted(rows, args, name)
+        if images:
+            refuse_uneven(done, self.processing_class, self.method)
+        kept = beside_notes(rows, done) if images else done.select_columns(rows.column_names)
         if name == "train":
             self.given = kept
+        if images:
+            kept = kept.with_transform(with_pictures)
         if self.method.prepared_by:
             told = partial(_as_text, tokenizer_of(self.processing_class))
             kept = kept.map(told, remove_columns=kept.column_names, features=TEXTS)
@@ -107,9 +146,12 @@ class AccountedPairs(Accounted):
 
     def made(self, rows: Any, args: Any, name: str, **settings: Any) -> Any:
         """TRL's preparation, but that rows with images are not cut or dropped yet."""
-        tokenizer = tokenizer_of(self.processing_class)
-        if COLUMN in (rows.column_names or ()) and self.method.prepared_by:
+        tokenizer, columns = tokenizer_of(self.processing_class), rows.column_names or ()
+        if COLUMN in columns and self.method.prepared_by:
             return read(rows, self.processing_class, as_pair, AS_PAIRS)
+        if COLUMN in columns:
+            how = {"template": TrainerArguments(args).chat_template_kwargs or {}}
+            return read(rows, self.processing_class, as_prompt, AS_PROMPTS, **how)
         if not self.method.prepared_by:
             return rows.map(partial(asked, tokenizer, args=args))
         if not self.method.prepares:  # ORPO would keep rows without an answer
@@ -184,14 +226,8 @@ def asked(tokenizer: Any, row: dict[str, Any], args: Any) -> dict[str, Any]:
     """Token ids of a prompt alone, under the template's arguments of all rows and of this one."""
     if isinstance(row["prompt"], str):
         return {"prompt_ids": tokenizer(row["prompt"])["input_ids"]}
-    found = tokenizer.apply_chat_template(
-        row["prompt"],
-        add_generation_prompt=True,
-        return_dict=True,
-        tools=row.get("tools") or None,
-        **(TrainerArguments(args).chat_template_kwargs or {})
-        | (row.get("chat_template_kwargs") or {}),
-    )
+    template = TrainerArguments(args).chat_template_kwargs or {}
+    found = prompted(tokenizer, row, template, return_dict=True)
     return {"prompt_ids": found["input_ids"]}
 
 

@@ -84,10 +84,7 @@ class Accounted(Trainer):
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.only_answers = TrainerArguments(args).assistant_only_loss
         if COLUMN in (kwargs["train_dataset"].column_names or ()):
-            own = TrainerArguments(args)
-            kwargs["data_collator"] = ImageBatches(
-                self.processing_class, limit=own.max_length, multiple=own.pad_to_multiple_of
-            )
+            kwargs |= self.for_images(model, args)
         done: dict[str, Any] = {}
         for key, name in (("train_dataset", "train"), ("eval_dataset", "eval")):
             if kwargs.get(key) is not None:
@@ -97,6 +94,15 @@ class Accounted(Trainer):
         for key, rows in done.items():
             if getattr(self, key) is kwargs[key]:  # not with a reference's scores beside them
                 setattr(self, key, rows)
+
+    def for_images(self, model: Any, args: Any) -> dict[str, Any]:
+        """Arguments of TRL's trainer where rows have images; the model may get hooks."""
+        own = TrainerArguments(args)
+        return {
+            "data_collator": ImageBatches(
+                self.processing_class, limit=own.max_length, multiple=own.pad_to_multiple_of
+            )
+        }
 
     @contextlib.contextmanager
     def handing(self, args: Any) -> Iterator[None]:

@@ -181,9 +181,14 @@ def of_images(of: Prediction) -> Iterator[str]:
     if not takes_images(load_shape(of.config.model)):
         return
     images = images_of(of.config)
+    if _writes(of):
+        yield (
+            "images of prompts are not counted, nor their tower; their tokens are in prompts that "
+            "finetune.estimate(..., length=N) makes longer"
+        )
+        return
     said = f"each row is taken to have {images}" if images else "rows are taken to be text"
     said += f", {plural(of.image_tokens, 'token')}" * bool(of.image_tokens)
-    said = "images of prompts are not counted" if _writes(of) else said
     yield f"{said}; --images and --image-size (of the data's largest) say otherwise"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Json, List
+from datasets import Dataset, Features, Json, List, Value
+from trl import apply_chat_template, prepare_multimodal_messages
 
 from finetune.config.methods import METHODS
 from finetune.config.schema import DataConfig, ModelConfig, RunConfig
 from finetune.data.counting import arguments_for, count
 from finetune.data.dataset import reader_for, rows_for
 from finetune.data.image_batches import ImageBatches
-from finetune.data.image_rows import AS_PAIRS, AS_TEXT, as_pair, as_sequences, read
+from finetune.data.image_forms import SEEN
+from finetune.data.image_prompts import (
+    beside_notes,
+    reading_prompts,
+    refuse_uneven,
+    with_pictures,
+    without_empty,
+)
+from finetune.data.image_rows import (
+    AS_PAIRS,
+    AS_PROMPTS,
+    AS_TEXT,
+    as_pair,
+    as_prompt,
+    as_sequences,
+    read,
+)
 from finetune.data.images import opened, references
 from finetune.errors import ConfigError, DataError
 from finetune.storage.pretrained import load_tokenizer
@@ -199,6 +217,107 @@ def test_pairs_have_the_pictures_of_their_prompt_on_both_sides(tmp_path: Path):
     assert counts == ["A tug.", "A cow."]
 
 
+# ------------------------------------------------------------- prompts, whose answers are written
+
+
+@pytest.fixture
+def prompts(rows: Dataset) -> Dataset:
+    """Two images in two turns, none, and one; without an answer, and with a column of their own."""
+    asked = [messages[:-1] for messages in rows["messages"]]
+    return Dataset.from_dict(
+        {"prompt": asked, "images": list(rows["images"]), "length": ["short"] * 3},
+        features=Features(prompt=List(Json()), images=references(), length=Value("string")),
+    )
+
+
+def with_images(rows: Dataset, index: int) -> list[dict[str, Any]]:
+    """Turns of a prompt with its pictures in them, as TRL has them."""
+    pictures = [opened(one) for one in rows[index]["images"]]
+    return prepare_multimodal_messages(rows[index]["prompt"], images=pictures)
+
+
+@pytest.mark.parametrize("picked", [[0, 2], [1, 2], [1]])
+def test_prompts_are_written_to_and_learned_of_as_the_processor_makes_them(
+    family: str, picked: list[int], prompts: Dataset, tmp_path: Path
+):
+    """Beside Transformers' own batch, padded on the left, of a tokenizer that pads on the right."""
+    home = tiny_image_model(family, tmp_path, weights=False)
+    reading, own = reading_prompts(processor_of(home)), processor_of(home)
+    if family == "smolvlm":  # whose template asks the processor of videos for its frames
+        own.video_processor = type("Frames", (), {"num_frames": 1, "fps": 1})()
+    turns = [with_images(prompts, index) for index in picked]
+    ask = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    due = own.apply_chat_template(
+        turns, **ask, return_tensors="pt",
+        processor_kwargs={"padding": True, "padding_side": "left"},
+    )  # fmt: skip
+    written = reading.apply_chat_template(conversation=turns, tools=None, **ask)
+    whole = [mask.bool() for mask in due["attention_mask"]]
+    ids = [row[on].tolist() for row, on in zip(due["input_ids"], whole, strict=True)]
+    assert written["input_ids"] == ids
+    # As TRL does: nothing stands for no images, and texts are rendered before.
+    images = [[opened(one) for one in prompts[index]["images"]] or None for index in picked]
+    texts = [apply_chat_template({"prompt": one}, reading)["prompt"] for one in turns]
+    learned = reading(images=images, text=texts, padding=True, return_tensors="pt")
+    assert learned.keys() == due.keys() == written.keys()
+    assert all(torch.equal(learned[key], due[key]) for key in due)
+    assert reading.tokenizer.backend_tokenizer.padding is None
+    assert type(reading).__name__ == type(own).__name__
+
+
+def test_pictures_of_prompts_are_opened_as_they_are_read(prompts: Dataset, tmp_path: Path):
+    processor = processor_of(tiny_image_model("qwen3_vl", tmp_path, weights=False))
+    done = read(prompts, processor, as_prompt, AS_PROMPTS, template={})
+    shown = beside_notes(prompts, done).with_transform(with_pictures)
+    assert len(shown) == 3
+    batch = shown[[0, 0, 1]]
+    assert batch.keys() == {"prompt", "images", "length"}
+    assert batch["length"] == ["short"] * 3
+    assert [[one.size for one in images] for images in batch["images"]] == [
+        [(90, 60), (40, 80)], [(90, 60), (40, 80)], []
+    ]  # fmt: skip
+    picture(tmp_path, 90, 60, 7)
+    (tmp_path / "7.png").replace(tmp_path / "0.png")
+    with pytest.raises(DataError, match="changed since"):
+        shown[0]
+
+
+def test_unlike_many_images_are_refused_where_trl_could_mix_them_up(
+    family: str, prompts: Dataset, tmp_path: Path
+):
+    """Of SmolVLM, which fills rows up: 2 + 0 images of 2 rows look like one of each."""
+    processor = processor_of(tiny_image_model(family, tmp_path, weights=False))
+    done = read(prompts, processor, as_prompt, AS_PROMPTS, template={})
+    for picked in ([0, 1], [1, 2], [2, 0]):
+        refused = pytest.raises(DataError, match="as many in each")
+        with refused if family == "smolvlm" else contextlib.nullcontext():
+            refuse_uneven(done.select(picked), processor, METHODS["grpo"])
+    refuse_uneven(done.select([2, 2]), processor, METHODS["grpo"])
+
+
+def test_texts_without_images_come_without_what_is_left_of_pixels():
+    pixels = {"pixel_values": torch.zeros(0, 4), "image_grid_thw": torch.zeros(0, 3)}
+    batch = {"input_ids": torch.tensor([[1, 2]]), "mm_token_type_ids": torch.zeros(1, 2), **pixels}
+    found = without_empty(None, (), batch, token=7)
+    assert found is not None
+    assert found[1].keys() == {"input_ids", "mm_token_type_ids"}
+    assert without_empty(None, (), batch, token=2) is None
+
+
+def test_the_ledger_of_prompts_counts_image_tokens(tmp_path: Path):
+    home = tiny_image_model("llava_next", tmp_path, weights=False)
+    plain = recipe(tmp_path, home)
+    train: Any = {"method": "grpo", "reward_funcs": ["builtin:one_sentence"]}
+    found = counted(RunConfig(model=plain.model, data=plain.data, train=train))
+    assert (found.ledger.rows, found.ledger.images, found.ledger.text_alone) == (3, 3, 1)
+    reader = processor_of(home)
+    marked = [
+        sum(token in reader.image_token_ids for token in ids) for ids in found.prepared["input_ids"]
+    ]
+    assert found.ledger.image_tokens >= sum(marked) > 0
+    assert found.ledger.tokens == sum(map(len, found.prepared["input_ids"]))
+
+
 # ------------------------------------------------------------------------------------- whole runs
 
 
@@ -271,10 +390,10 @@ def test_tokens_of_images_are_counted_by_their_pixels(tmp_path: Path):
 
 def test_a_picture_that_was_replaced_between_two_runs_is_read_anew(tmp_path: Path):
     config = recipe(tmp_path, tiny_image_model("qwen3_vl", tmp_path, weights=False))
-    first = counted(config).prepared["seen"]
+    first = counted(config).prepared[SEEN]
     picture(tmp_path, 120, 120, 7)
     (tmp_path / "7.png").replace(tmp_path / "0.png")
-    again = counted(config).prepared["seen"]
+    again = counted(config).prepared[SEEN]
     assert [one == other for one, other in zip(first[0], again[0], strict=True)] == [False, True]
 
 
@@ -290,7 +409,7 @@ def test_what_rows_with_images_do_not_take_is_refused_by_name(
     assert error.value.where == f"train.{next(iter(setting))}"
 
 
-@pytest.mark.parametrize("method", sorted({*METHODS} - {"sft", "dpo"}))
+@pytest.mark.parametrize("method", sorted({*METHODS} - {"sft", "dpo", "grpo"}))
 def test_other_methods_refuse_images_by_name(method: str, tmp_path: Path):
     home = tiny_image_model("qwen3_vl", tmp_path, weights=False)
     config = recipe(tmp_path, home, method=method)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import TrainerState
 
 from finetune import load_recipe
+from finetune.data.image_forms import SEEN
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import (
     KEPT,
@@ -468,7 +469,7 @@ def test_images_that_changed_under_their_names_are_compared(most, tmp_path, monk
     def rows_of(seen: dict[Path, str]) -> Dataset:
         given = [[{"path": str(file), "bytes": None} for file in some] for some in own]
         hashes = [[seen.get(file, file.name) for file in some] for some in own]
-        return Dataset.from_dict({"images": given, "seen": hashes})
+        return Dataset.from_dict({"images": given, SEEN: hashes})
 
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()

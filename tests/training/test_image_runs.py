@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,16 @@ def data(tmp_path: Path) -> Path:
     for name, given in (("rows", rows), ("pairs", pairs)):
         text = "".join(json.dumps(row) + "\n" for row in given)
         (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
+    (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
     return tmp_path
+
+
+REWARD = """
+def each_other(completions, images, **columns):
+    assert not {*columns} & {"images as seen", "texts"}
+    assert all(picture.mode == "RGB" for own in images for picture in own)
+    return [float(number % 2) for number in range(len(completions))]
+"""
 
 
 def trained(data: Path, family: str = "qwen3_vl", *, lora: Any = ADAPTERS, **settings: Any) -> Any:
@@ -61,6 +71,16 @@ def trained(data: Path, family: str = "qwen3_vl", *, lora: Any = ADAPTERS, **set
     file = data / "images.yaml"
     file.write_text(yaml.safe_dump(recipe), "utf-8")
     return finetune.train(finetune.load_recipe(str(file)), out=data / "runs")
+
+
+def written(data: Path, family: str, **settings: Any) -> Any:
+    """The same by GRPO, of two steps: each a part of rows without images, and one with some."""
+    own = {
+        "method": "grpo", "reward_funcs": [f"{data / 'rewards.py'}:each_other"],
+        "num_generations": 2, "max_completion_length": 4, "max_steps": 2, "save_strategy": "no",
+        "gradient_accumulation_steps": 4, "beta": 0.1,
+    }  # fmt: skip
+    return trained(data, family, **own | settings)
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:
@@ -119,12 +139,14 @@ def test_a_run_with_images_resumes_to_the_bit(data: Path):
 
 
 @pytest.mark.slow
-def test_a_run_does_not_resume_on_another_picture_under_the_same_name(data: Path):
-    whole = trained(data)
+@pytest.mark.parametrize("run", [trained, written])
+def test_a_run_does_not_resume_on_another_picture_under_the_same_name(run: Any, data: Path):
+    run = partial(run, data, "qwen3_vl", max_steps=3, save_strategy="steps")
+    whole = run()
     at = whole.folder / "checkpoints" / "checkpoint-2"
     (data / "4.png").write_bytes((data / "5.png").read_bytes())
     with pytest.raises(ConfigError, match=r"would change data\.images") as error:
-        trained(data, resume_from_checkpoint=str(at))
+        run(resume_from_checkpoint=str(at))
     assert str(data / "4.png") in error.value.why
 
 
@@ -152,3 +174,78 @@ def test_another_picture_than_the_model_is_shown_is_an_error(
     monkeypatch.setattr(ImageBatches, "__call__", brighter)
     with pytest.raises(DataError, match="other pixels"):
         trained(data, "gemma3", save_strategy="no")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava_next"])
+def test_answers_to_prompts_with_images_are_learned_in_fp8(family: str, data: Path):
+    run = written(data, family)
+    assert run.receipt.status == "proven"
+    ledger = run.receipt.data["train"]
+    assert (ledger["images"], ledger["text_alone"]) == (7, 3)
+    assert not [name for name in weights(run) if "vis" in name]
+    assert (run.folder / "model" / "processor_config.json").is_file()
+    # The tokenizer pads as it did: a state of it is saved, for all who load it.
+    assert (
+        json.loads((run.folder / "model" / "tokenizer.json").read_text("utf-8"))["padding"] is None
+    )
+
+
+@pytest.mark.slow
+def test_smolvlm_answers_prompts_that_have_as_many_images_each(data: Path):
+    file = data / "rows.jsonl"
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    one = [row | {"prompt": "<image>Ship?", "images": ["1.png"]} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in one), "utf-8")
+    assert written(data, "smolvlm").receipt.status == "proven"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "swapped"), [("qwen2_5_vl", "pixel_values"), ("gemma3", "token_type_ids")]
+)
+def test_prompts_that_are_learned_of_with_others_images_are_an_error(
+    family: str, swapped: str, data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A batch in another order than its pixels, or than the tokens that are marked as images'."""
+    from trl.trainer import grpo_trainer
+
+    whole = grpo_trainer.shuffle_sequence_dict
+
+    def mixed(batch: Any) -> Any:
+        batch = whole(batch)
+        found = batch[swapped]
+        return batch | {swapped: found[::-1] if isinstance(found, list) else found.flip(0)}
+
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", mixed)
+    with pytest.raises(DataError, match="other pixels"):
+        written(data, family)
+
+
+@pytest.mark.slow
+def test_the_packaged_model_of_images_learns_by_a_reward(tmp_path: Path):
+    settings = (
+        "train.method=grpo", "train.reward_funcs=[builtin:one_sentence]", "train.max_steps=2",
+        "train.per_device_train_batch_size=4", "train.num_generations=4", "~train.max_length",
+        "train.max_completion_length=8", "train.eval_strategy=no", "train.temperature=2",
+        "train.lr_scheduler_type=constant",
+    )  # fmt: skip
+    recipe = finetune.load_recipe("tiny_vision_lora_fp8", settings)
+    assert finetune.train(recipe, out=tmp_path).receipt.status == "proven"
+
+
+@pytest.mark.slow
+def test_a_processor_that_makes_more_than_trl_takes_is_refused_by_name(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from transformers import Gemma3Processor
+
+    whole = Gemma3Processor.__call__
+
+    def more(self: Any, *args: Any, **how: Any) -> Any:
+        made = whole(self, *args, **how)
+        return made | {"aspect_ratio_ids": torch.ones(len(made["input_ids"]), 1)}
+
+    monkeypatch.setattr(Gemma3Processor, "__call__", more)
+    with pytest.raises(ConfigError, match="takes no images of Gemma3Processor"):
+        written(data, "gemma3")

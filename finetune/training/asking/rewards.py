@@ -56,7 +56,14 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     # TRL gives turns where prompts are turns, and texts where they are texts.
-    return "\n".join(str(turn.get("content") or "") for turn in completion)
+    return "\n".join(_content(turn.get("content") or "") for turn in completion)
+
+
+def _content(content: Any) -> str:
+    """Text of a turn's content, which is in parts beside images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or f"<{part['type']}>" for part in content)
 
 
 def last_number_of(text: str) -> float | None:

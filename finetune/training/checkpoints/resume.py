@@ -246,7 +246,7 @@ def images_of(rows: Any, each: int = 0) -> dict[str, Any]:
 
     if SEEN not in (rows.column_names or ()) or not hasattr(rows, "select"):
         return {}
-    seen = [repr(one) for one in rows[SEEN]]
+    seen = [repr(one) for one in rows.with_format(None)[SEEN]]
     each = each or -(-len(seen) // HASHES)
     parts = ["".join(seen[at : at + each]) for at in range(0, len(seen), each)]
     hashes = [hashlib.blake2b(part.encode(), digest_size=4).hexdigest() for part in parts]
@@ -270,7 +270,8 @@ def check_images(
     if (at := next((i for i, (was, has) in pairs if was != has), None)) is None:
         return {}
     first, last = at * began["each"], min((at + 1) * began["each"], len(rows))
-    images = itertools.chain(*rows.select([*range(first, last)])[COLUMN])
+    part = rows.with_format(None).select([*range(first, last)])  # not the opened images
+    images = itertools.chain(*part[COLUMN])
     files = {one["path"] for one in images if one["bytes"] is None}
     where = max(files, key=lambda path: Path(path).stat().st_mtime, default="images")
     where += f", or of another in rows {first + 1} to {last}" if len(files) != 1 else ""

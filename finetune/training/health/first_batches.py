@@ -26,7 +26,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,12 +37,13 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from finetune.config.train_keys import TrainerArguments
-from finetune.data.image_batches import sides_of
+from finetune.data.image_batches import pictures_of, sides_of
 from finetune.data.image_forms import COLUMN
-from finetune.data.image_rows import as_pair, as_sequences
+from finetune.data.image_prompts import with_pictures
+from finetune.data.image_rows import as_pair, as_prompt, as_sequences
 from finetune.data.masks import MASKED, as_trained, shared
 from finetune.data.preparing import Accounted
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError, DataError, first_line
 from finetune.hardware.unpromised import READS_PROMPTS, stands
 from finetune.logging import counting_rows, output
 from finetune.precision.model.layers import without_adapters
@@ -90,13 +91,18 @@ def check_first_batches(trainer: Any) -> None:
         # The longest one beside short ones makes the padding that is to be looked at.
         rows.append(max(_some(given).values(), key=lambda row: len(str(row["prompt"]))))
         words = tokenizer_of(trainer.processing_class)
+        if COLUMN in given.column_names:
+            if stands("prompts"):
+                _check_prompts(trainer, rows)
+            return
         read = [asked(words, row, trainer.args)["prompt_ids"] for row in rows]
         if stands("prompts"):
             found = getattr(trainer, READS_PROMPTS)([row["prompt"] for row in rows])[0]
             for row, said, ids in zip(rows, read, found, strict=True):
                 _compare(trainer, [row], [_untrained(said)], [_untrained(ids)])
         with _evaluating(trainer):
-            _score_alike(trainer, sorted(read, key=len))
+            read.sort(key=len)
+            _score_alike(trainer, read, partial(_padded, words.pad_token_id))
         return
     if TrainerArguments(trainer.args).precompute_ref_log_probs:
         return  # its loss takes scores of a reference, which noise has none of
@@ -208,12 +214,117 @@ def _compare_pixels(
         )
         if _ids(tokens)[: len(ids)] == ids and same:
             return
-    raise DataError(
+    raise _other_pixels(trainer)
+
+
+def _other_pixels(trainer: Any) -> DataError:
+    return DataError(
         "the model sees other pixels than the rows have",
         where=f"{trainer.method.key} and the first rows",
         why="an image reaches it otherwise than the model's processor makes it",
         fix="look at the rows: python -m finetune data RECIPE --show 5; leave the files of a data "
         "set as they are while a run reads them",
+    )
+
+
+def _check_prompts(trainer: Any, rows: list[dict[str, Any]]) -> None:
+    """Compare prompts with images, as a step learns of them, with what the processor makes.
+
+    Raises:
+        DataError: as `check_first_batches`.
+        ConfigError: the same; or the trainer takes no images of this family.
+    """
+    template = TrainerArguments(trainer.args).chat_template_kwargs or {}
+    said = [next(as_prompt(row, trainer.processing_class, template=template)) for row in rows]
+    # Of two with the same ids one: of both, nobody could tell which is which.
+    known = {tuple(one["prompt_ids"]): at for at, one in enumerate(said)}
+    batch = partial(_read, trainer.processing_class)
+    with _evaluating(trainer):
+        seen = _learned(trainer, [rows[at] for at in known.values()])
+        found = [tuple(ids[:-1].tolist()) for ids in _unpadded(seen, "input_ids")]
+        if others := [one for one in found if one not in known]:
+            due = [_untrained(one["prompt_ids"]) for one in said]
+            _compare(trainer, rows, due, [*map(_untrained, others)])
+        made = batch([said[known[ids]] for ids in found if ids in known])
+        # Others than these were refused, but for their ends.
+        if len(made["input_ids"]) != len(found) or not all(_same(made, seen, key) for key in made):
+            raise _other_pixels(trainer)
+        _score_alike(trainer, sorted(said, key=lambda one: one["length"]), batch)
+
+
+def _same(made: dict[str, Tensor], seen: dict[str, Any], name: str) -> bool:
+    """True if a batch that reached the model has what was made of its prompts under this name."""
+    if name not in seen:
+        return False
+    if made[name].shape[:2] != made["input_ids"].shape:
+        return torch.equal(made[name], seen[name].cpu())
+    pairs = zip(_unpadded(made, name), _unpadded(seen, name), strict=True)
+    return all(torch.equal(one, other[:-1]) for one, other in pairs)  # the last is an answer's
+
+
+def _unpadded(batch: dict[str, Any], name: str) -> list[Tensor]:
+    """Rows of what a batch has of each token."""
+    rows = zip(batch[name].cpu(), batch["attention_mask"].cpu().bool(), strict=True)
+    return [row[on] for row, on in rows]
+
+
+def _read(reader: Any, prompts: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch of prompts with images, which stand on its right, as the processor makes it."""
+    images = [pictures_of(one) for one in prompts]
+    texts = [one["texts"][0] for one in prompts]
+    return dict(reader(images=images, text=texts, padding=True, return_tensors="pt"))
+
+
+def _learned(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """What reaches the model of rows when it learns: two answers to each, the end token alone.
+
+    All of it is TRL's but the writing and the judging: of the two one is rewarded.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    end = tokenizer_of(trainer.processing_class).eos_token_id
+
+    def written(prompts: list[Any], _: Any) -> dict[str, Any]:
+        asked = getattr(trainer, READS_PROMPTS)(prompts)[0]
+        answers = {"completion_ids": [end], "logprobs": [0.0]}
+        return {"prompt_ids": asked} | {key: [one] * len(asked) for key, one in answers.items()}
+
+    def judged(completions: list[Any], **_: Any) -> list[float]:
+        return [float(at % 2) for at in range(len(completions))]
+
+    columns = with_pictures({key: [row[key] for row in rows] for key in rows[0]})
+    shown = [dict(zip(columns, one, strict=True)) for one in zip(*columns.values(), strict=True)]
+    aside: list[tuple[Any, str, Any]] = [
+        (trainer, "rollout_func", written),
+        (trainer, "reward_funcs", [judged] * len(trainer.reward_funcs)),
+        (trainer, "num_generations", 2),
+        (trainer, "use_vllm", False),
+        (trainer.args, "steps_per_generation", 1),
+        (trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
+    ]  # the last is counted
+    calls: list[tuple[dict[str, Any], Tensor]] = []
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in aside:
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(torch.no_grad())
+        trainer.model.train()  # an evaluation goes another way
+        try:
+            inputs = trainer._prepare_inputs([row for row in shown for _ in range(2)])
+        except TypeError as error:  # the processor's own keys are arguments of TRL's
+            raise _not_taken(trainer, error) from error
+        trainer.model.eval()
+        stack.enter_context(_as_noise(without_adapters(model).base_model, calls))
+        stack.enter_context(trainer.compute_loss_context_manager())
+        trainer.compute_loss(model, inputs)
+    return calls[0][0]
+
+
+def _not_taken(trainer: Any, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{trainer.method.trainer} takes no images of {type(trainer.processing_class).__name__}",
+        where=trainer.method.key,
+        why=first_line(error),
+        fix="a model of another family, such as Qwen/Qwen3-VL-4B-Instruct; or train.method=sft or "
+        "dpo, which take it",
     )
 
 
@@ -278,12 +389,16 @@ def _unended(tokens: Tokens, tokenizer: Any) -> Tokens:
 # ------------------------------------------------------------------------- what the trainer sees
 
 
+_OWN = ("metrics", "_logs", "_buffered_inputs")
+"""Ends of names of what a trainer keeps of its batches."""
+
+
 @contextlib.contextmanager
 def _evaluating(trainer: Any) -> Iterator[None]:
     """High precision, no dropout; the trainer's own metrics are as they were."""
     import copy
 
-    kept = {key: copy.deepcopy(value) for key, value in vars(trainer).items() if "metrics" in key}
+    kept = {key: copy.deepcopy(value) for key, value in vars(trainer).items() if key.endswith(_OWN)}
     running = session.in_force()
     with contextlib.ExitStack() as stack:
         if running is not None and running.proof is not None:
@@ -368,16 +483,26 @@ def _sequences(inputs: dict[str, Any], gradient: Tensor) -> Iterator[Tokens]:
 # --------------------------------------------------------------------------- behind padding
 
 
-def _score_alike(trainer: Any, prompts: list[list[int]]) -> None:
-    """Make positions of the mask where a prompt is scored otherwise behind padding than alone."""
-    if len(prompts) < 2 or len(prompts[0]) == len(prompts[-1]):
+def _score_alike(trainer: Any, prompts: list[Any], batch: Callable[[list[Any]], Any]) -> None:
+    """Make positions of the mask where a prompt is scored otherwise behind padding than alone.
+
+    Args:
+        prompts: the shortest first, the longest last.
+        batch: makes a batch of some, padded on the left.
+    """
+    alone, beside = (dict(batch(some)) for some in (prompts[:1], [prompts[0], prompts[-1]]))
+    if alone["input_ids"].shape[1] == beside["input_ids"].shape[1]:
         return
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
-    changed = partial(_change, trainer, prompts[0], prompts[-1])
+    changed = partial(_change, trainer, alone, beside)
     low = trainer.accelerator.native_amp or model.dtype != torch.float32
     if changed() <= (limit := ROUNDED if low else EXACT):
         return
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    # Images have places of their own in some families, which no mask tells.
+    if (
+        "position_ids" in inspect.signature(model.forward).parameters
+        and "pixel_values" not in beside
+    ):
         # It stays: training needs the same positions as this look.
         model.register_forward_pre_hook(place_by_mask, with_kwargs=True)
         if changed() <= limit:
@@ -401,25 +526,29 @@ def place_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
     return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 
 
-def _change(trainer: Any, short: list[int], long: list[int]) -> float:
-    """Change of a short prompt's scores behind padding: the largest, as a part of all."""
-    from accelerate.utils import send_to_device
+def _padded(pad: int, prompts: list[list[int]]) -> dict[str, Tensor]:
+    """A batch of prompts, which stand on its right."""
     from torch.nn.utils.rnn import pad_sequence
 
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    rows, size = [torch.tensor(row) for row in (short, long)], len(short)
+    rows = [torch.tensor(row) for row in prompts]
+    left = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    mask = left([torch.ones_like(row) for row in rows])
+    return {"input_ids": left(rows, padding_value=pad), "attention_mask": mask}
+
+
+def _change(trainer: Any, alone: dict[str, Tensor], beside: dict[str, Tensor]) -> float:
+    """Change of a short prompt's scores behind padding: the largest, as a part of all."""
+    from accelerate.utils import send_to_device
+
+    size = alone["input_ids"].shape[1]
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     # Of a long prompt all scores would take gigabytes: those behind the padding are enough.
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     kept = {"logits_to_keep": size} if keeps else {}
-    both = {
-        "input_ids": pad(rows, padding_value=tokenizer_of(trainer.processing_class).pad_token_id),
-        "attention_mask": pad([torch.ones_like(row) for row in rows]),
-    }
     with torch.no_grad():
-        alone, beside = (
+        one, other = (
             trainer.model(**send_to_device(batch, trainer.accelerator.device), **kept)
-            for batch in ({key: value[:1, -size:] for key, value in both.items()}, both)
+            for batch in (alone, beside)
         )
-    alone, beside = (output.logits[0, -size:] for output in (alone, beside))
-    return float((alone - beside).float().abs().max() / alone.float().abs().max())
+    one, other = (output.logits[0, -size:] for output in (one, other))
+    return float((one - other).float().abs().max() / one.float().abs().max())
