@@ -2,8 +2,8 @@
 
     python -m tests.host_gpu.memory FOLDER "precision.fp8_params=true precision.compile=off" ...
 
-Each is a small Llama in full over rows of one length; peaks are of steps in which nothing is proven
-any more.
+Each is a small Llama in full over rows of one length, or the model of tests.image_models that the
+first word names, over rows with pictures; peaks are of steps in which nothing is proven any more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from finetune.hardware.gpus import this_machine
 from finetune.precision.convert import conversion_of
 from finetune.training.health.memory_meter import LiveTensors, known
 from finetune.training.run import run as whole_run
+from tests.benchmarks.predicted_images import image_recipe
 from tests.benchmarks.predicted_memory import SMALL, Case, recipe_of
 from tests.host_gpu.worker import SETTLED
+from tests.image_models import FAMILIES
 from tests.run_folders import trained
 
 SHAPE = SMALL | {"hidden_act": "relu"}
@@ -74,15 +76,21 @@ class Peaks(TrainerCallback):
             return
         self.live.__exit__(None, None, None)
         self.device, self.live = self.live.peak, None
-        masters = [one.parameter for one in conversion_of(model).engine.masters.each]
+        engine: Any = getattr(conversion_of(model), "engine", None)
+        held = getattr(engine, "masters", None)
+        masters = [] if held is None else [one.parameter for one in held.each]
         self.pinned = 2 * sum(pinned_bytes(p.nbytes) for p in masters)
         states = (x for p in masters for x in optimizer.state[p].values())
         self.pageable = sum(x.nbytes for x in states if x.dim())
 
 
 def run(words: list[str], folder: Path) -> dict[str, Any]:
+    family = words.pop(0) if words[0] in FAMILIES else None
     changes = ("train.max_steps=7", "data.eval_fraction=0", "model.attention=eager", *words)
-    recipe = recipe_of(Case("small", "tiny_full_fp8", changes, SHAPE), folder)
+    if family is None:
+        recipe = recipe_of(Case("small", "tiny_full_fp8", changes, SHAPE), folder)
+    else:
+        recipe = image_recipe(family, ["tiny_full_fp8", *changes], folder)
     seen, plain = Peaks(), whole_run.make_trainer
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +102,7 @@ def run(words: list[str], folder: Path) -> dict[str, Any]:
     trained(recipe, out=str(folder), console=Console(quiet=True), save=False)
     whole_run.make_trainer = plain
     return {
-        "case": " ".join(words),
+        "case": " ".join([family or "small", *words]),
         "device": [found.tensors, seen.device],
         "pinned": [found.pinned, seen.pinned],
         "pageable": [found.pageable, seen.pageable],

@@ -55,11 +55,12 @@ MEMORY = (
     f"{AWAY} precision.scaling=tensorwise",
     f"{AWAY} precision.scaling=rowwise train.gradient_checkpointing=true "
     "train.gradient_accumulation_steps=2",
+    "qwen3_vl precision.compile=off precision.scaling=tensorwise model.train_vision=projector",
 )
 
 
 @pytest.mark.long
-def test_masters_in_host_memory_take_what_is_predicted_on_either_side(tmp_path) -> None:
+def test_a_gpu_and_its_host_take_what_is_predicted(tmp_path) -> None:
     done = on_gpu("tests.host_gpu.memory", str(tmp_path), *MEMORY)
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
@@ -68,7 +69,8 @@ def test_masters_in_host_memory_take_what_is_predicted_on_either_side(tmp_path) 
         predicted, measured = run["device"]
         assert abs(predicted / measured - 1) < 0.01, run
         assert run["pinned"][0] == run["pinned"][1], run
-        assert 1 <= run["pageable"][0] / run["pageable"][1] < 1.2, run  # one weight's temporaries
+        states, held = run["pageable"]
+        assert held <= states <= 1.2 * held, run  # one weight's temporaries
 
 
 @pytest.mark.long
