@@ -40,7 +40,7 @@ from finetune.estimator.changes import (
     rows_in_groups,
     rows_of,
 )
-from finetune.estimator.limits import ONE_MACHINE
+from finetune.estimator.limits import ONE_MACHINE, of_images
 from finetune.estimator.memory.footprint import Fit
 from finetune.estimator.predict import Prediction, check_sizes, predict, predict_fast, tried
 from finetune.hardware.gpus import Gpu, Machine, gpus_with_own, machine_of
@@ -259,8 +259,16 @@ class GpuChoices:
         first = self.choices[0] if self.choices else None
         return first if first is not None and first.fit == "fits" else None
 
+    @property
+    def notes(self) -> list[str]:
+        """What the choices have in common: images of rows, and GPUs in one machine."""
+        found = next((one.prediction for one in self.choices if one.prediction), None)
+        many = any(choice.machine.count > 8 for choice in self.choices)
+        return [*(of_images(found) if found else ()), *([ONE_MACHINE] if many else ())]
+
     def facts(self) -> dict[str, Any]:
-        return {"order": self.order, "choices": [choice.facts() for choice in self.choices]}
+        choices = [choice.facts() for choice in self.choices]
+        return {"order": self.order, "choices": choices, "notes": self.notes}
 
     def __rich__(self) -> RenderableType:
         priced = any(choice.usd_per_million is not None for choice in self.choices)
@@ -280,9 +288,7 @@ class GpuChoices:
         lines: list[RenderableType] = [table]
         if self.best is not None and self.best.change:
             lines.append(Text(f"settings: {as_typed(self.best.change)}"))
-        if any(choice.machine.count > 8 for choice in self.choices):
-            lines.append(Text(f"! {ONE_MACHINE}", "yellow"))
-        return Group(*lines)
+        return Group(*lines, *(Text(f"! {note}", "yellow") for note in self.notes))
 
 
 def cheapest_gpu(config: RunConfig, *, gpus: tuple[Gpu, ...] | None = None) -> GpuChoices:

@@ -14,9 +14,12 @@ from finetune.config.schema import RunConfig
 from finetune.errors import ConfigError
 from finetune.estimator.changes import changes
 from finetune.estimator.images import Images, images_of, other_sizes, with_images
+from finetune.estimator.predict import Prediction
+from finetune.estimator.search import GpuChoice, GpuChoices
 from finetune.estimator.trace.fake_cuda import to_fake, without_memory
 from finetune.estimator.trace.images import add_images, blank_images
 from finetune.hardware.device import Device
+from finetune.hardware.gpus import machine_of
 from finetune.storage.processors import image_processor
 from tests.benchmarks.predicted_images import run
 from tests.image_models import FAMILIES, FOUR, processor_of, tiny_image_model
@@ -113,6 +116,26 @@ def test_images_are_those_that_settings_say():
     assert images_of(with_images(config, 2, "640x480")) == (2, 640, 480)
     sized = config.model_copy(update={"train": type(config.train)({"max_pixels": 65536})})
     assert images_of(sized) == (1, 1024, 768)
+
+
+def _assumed(config: RunConfig) -> list[str]:
+    """What a table of GPUs says of images."""
+    unknown: Any = None
+    machine = machine_of("H100")
+    found = Prediction(config, machine, *[unknown] * 5, compiled=False, image_tokens=600)
+    return GpuChoices((GpuChoice((), machine, None), GpuChoice((), machine, found)), "").notes
+
+
+def test_a_table_of_gpus_says_what_images_are_taken_and_what_is_not_counted():
+    sections = {"model": {"name": "Qwen/Qwen3-VL-8B-Instruct"}, "data": {"name": "builtin:harbour"},
+                "train": {"max_steps": 1}}  # fmt: skip
+    config = with_images(RunConfig.model_validate(sections), 2, "640x480")
+    assert "2 images of 640x480, 600 tokens" in _assumed(config)[0]
+    writes = config.model_copy(update={"train": config.train | {"method": "grpo"}})
+    assert _assumed(writes)[0].startswith("images of prompts are not counted")
+    assert "--images" not in _assumed(writes)[0]
+    of_text = with_images(config, 0, None)
+    assert _assumed(of_text)[0].startswith("rows are taken to be text")
 
 
 def test_images_that_nothing_says_are_those_of_rows_in_files(tmp_path: Path):
