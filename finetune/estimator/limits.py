@@ -180,9 +180,6 @@ def of_images(of: Prediction) -> Iterator[str]:
     """What images the rows of a model that reads some are taken to have, with their tokens."""
     if not takes_images(load_shape(of.config.model)):
         return
-    if _writes(of):
-        yield "images of prompts are not counted: with some it takes more memory and time than this"
-        return
     images = images_of(of.config)
     if _writes(of):
         yield (
