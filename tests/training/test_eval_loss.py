@@ -13,7 +13,8 @@ from finetune import load_recipe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_eval_loss_is_of_tokens_whatever_batches_they_are_in(packing, tmp_path) -> None:
+def test_an_eval_loss_is_of_tokens_whatever_batches_they_are_in(packing, tmp_path, cli) -> None:
+    """Also those of one row each, of the run that is loaded again."""
     rows = [{"prompt": "Say it.", "completion": " no" * (1 + 13 * (i % 4))} for i in range(22)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     losses = []
@@ -30,3 +31,5 @@ def test_an_eval_loss_is_of_tokens_whatever_batches_they_are_in(packing, tmp_pat
         )
         losses.append(report.eval_loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    again = json.loads(cli("evaluate", report.folder, "--rows", "--json").out)
+    assert again["held_out_rows"]["loss"] == pytest.approx(losses[1], rel=1e-6)
