@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import sft
-from finetune.config.methods import TEACHER, arguments, method_of
+from finetune.config.methods import TEACHER, Method, arguments, method_of
 from finetune.config.optimizers import chosen
 from finetune.config.reward_names import reward_names
 from finetune.config.schema import RunConfig
@@ -23,6 +25,7 @@ from finetune.storage.processors import tokenizer_of
 from finetune.training import scope
 from finetune.training.asking.rewards import rewards_of
 from finetune.training.helper.optimizer import low_bit
+from finetune.training.helper.replacing import replaced
 from finetune.training.helper.varlen import fix_documents
 from finetune.training.model import VARLEN, Attention, load_model, take_model, teacher_of
 from finetune.training.trl_trainer import trainer_of
@@ -98,7 +101,8 @@ def make_trainer(
     if method.reference and config.lora is None and again:
         beside["ref_model"] = deepcopy(model)  # TRL would read another revision from the hub
     try:
-        with nf4.masters_kept(model), scope.false_warnings_ignored():
+        copying = reference_copied(method, model)
+        with nf4.masters_kept(model), scope.false_warnings_ignored(), copying:
             trainer = (kind or trainer_of(method))(
                 model=model,
                 args=args,
@@ -125,3 +129,15 @@ def make_trainer(
     if attention.implementation == VARLEN:
         fix_documents(trainer)
     return trainer
+
+
+def reference_copied(method: Method, model: Any) -> contextlib.AbstractContextManager[None]:
+    """Make the trainer of a method that writes copy the model, where it would load a reference.
+
+    TRL (1.16) loads it by its name: of another revision, in float32, and with towers that train,
+    so that it would be another model than the policy began as.
+    """
+    if not method.writes:
+        return contextlib.nullcontext()
+    module = sys.modules[method.trainer_class.__module__]
+    return replaced(module, "create_model_from_path", lambda *_, **__: deepcopy(model))

@@ -192,6 +192,15 @@ def test_answers_to_prompts_with_images_are_learned_in_fp8(family: str, data: Pa
 
 
 @pytest.mark.slow
+def test_the_reference_of_a_full_run_computes_as_the_policy(data: Path):
+    """TRL would load it again, with a tower that trains: another model, in high precision."""
+    run = written(data, "gemma3", lora=None)
+    assert run.receipt.status == "proven"
+    (line,) = run.receipt.precision["references"]
+    assert line.endswith("in the precision of the policy, FP8 in training")
+
+
+@pytest.mark.slow
 def test_smolvlm_answers_prompts_that_have_as_many_images_each(data: Path):
     file = data / "rows.jsonl"
     rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]

@@ -11,7 +11,6 @@ is recorded from the first forward on:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from copy import deepcopy
@@ -33,9 +32,10 @@ from finetune.estimator.trace.batch import DOCUMENTS, Batch, collated, synthetic
 from finetune.estimator.trace.fsdp_groups import VisitRecorder
 from finetune.estimator.trace.stand_ins import settle_masters
 from finetune.estimator.trace.trace import Phase, Recorder
-from finetune.estimator.trace.writing import PROMPT, nothing, settle, writing, written_beside
+from finetune.estimator.trace.writing import PROMPT, nothing, settle, writing
 from finetune.precision.stored.masters import Masters
 from finetune.training.helper.optimizer import low_bit
+from finetune.training.trainer import reference_copied
 
 
 def rehearsal_trainer(
@@ -57,10 +57,9 @@ def rehearsal_trainer(
     micro_batches = int(train.pop("gradient_accumulation_steps", 1))
     if config.train.fsdp and fsdp_settings(config.train).checkpointing:
         train["gradient_checkpointing"] = True  # FSDP's own, of the same layers
-    method, own = method_of(config.train), contextlib.nullcontext()
+    method = method_of(config.train)
     if method.writes:
         settle(train, method, micro_batches)
-        own = written_beside(method, model)
     only = config.model_copy(update={"train": train})
     settings = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     args = sft_config(only, folder, settings, on_cpu=True)
@@ -76,7 +75,7 @@ def rehearsal_trainer(
         beside["reward_funcs"] = [nothing for _ in config.train.reward_funcs or [""]]
     if teacher is not None:
         beside["teacher_model"] = teacher
-    with own:
+    with reference_copied(method, model):
         trainer: Any = _recorded(method)(
             model=model,
             args=args,

@@ -16,14 +16,12 @@ them. Rewards are a constant; reward models are not there.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 
 from finetune.config.methods import Method, arguments
@@ -49,12 +47,6 @@ def settle(train: dict[str, Any], method: Method, micro_batches: int) -> None:
 def nothing(prompts: list[str], **_: Any) -> list[float]:
     """A reward."""
     return [0.0] * len(prompts)
-
-
-def written_beside(method: Method, model: nn.Module) -> AbstractContextManager[None]:
-    """Make a trainer copy `model` where it would load it again, as a reference."""
-    module = sys.modules[method.trainer_class.__module__]
-    return replaced([(module, "create_model_from_path", lambda *_, **__: deepcopy(model))])
 
 
 def writing(trainer: type[Any]) -> type[Any]:
