@@ -10,6 +10,7 @@ import shlex
 import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,17 @@ def test_a_best_checkpoint_that_is_gone_is_said_and_forgotten(tmp_path) -> None:
     with pytest.warns(UserWarning, match="checkpoint-2, the best until here, is gone"):
         CheckpointKeeper("BF16", {}, saved).on_train_begin(None, state, None)
     assert (state.best_global_step, state.best_metric) == (None, None)
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {2, 3}), (1, {3})])
+def test_a_limit_of_the_trainer_is_how_many_checkpoints_stay(limit, left, tmp_path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    (tmp_path / SAVING).mkdir()
+    keeper = CheckpointKeeper("BF16", {}, None)
+    keeper.trainer = SimpleNamespace(state=TrainerState())
+    keeper._delete_older(tmp_path, limit)
+    assert set(checkpoints_in(tmp_path)) == left
 
 
 # ------------------------------------------------------------------------------- what may differ

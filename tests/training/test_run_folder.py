@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import namedtuple
 from pathlib import Path
 
@@ -150,6 +151,17 @@ def test_a_lost_process_is_no_fault_of_a_row(wrapped, tmp_path, monkeypatch) -> 
     own.__cause__ = error  # of another library, which answers for what it makes of it
     with pytest.raises(ValueError, match="its own"), faults.explained(tmp_path, lambda: ""):
         raise own
+
+
+def test_a_full_disk_is_a_fault_of_the_run_and_a_missing_file_where_it_is_its_own(tmp_path) -> None:
+    saved = tmp_path / "checkpoints"
+    for error in (OSError(errno.ENOSPC, "full"), PermissionError(errno.EACCES, "no", str(saved))):
+        with pytest.raises(CheckpointError), faults.explained(tmp_path, lambda: ""):
+            raise error
+    other = FileNotFoundError(errno.ENOENT, "no such file", "/elsewhere/chat.jinja")
+    with pytest.raises(FileNotFoundError) as caught, faults.explained(tmp_path, lambda: ""):
+        raise other
+    assert caught.value is other
 
 
 def test_only_an_error_that_says_so_is_one_of_memory(tmp_path) -> None:
