@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,12 @@ from finetune.estimator.predict import Prediction
 from finetune.estimator.search import GpuChoice, GpuChoices
 from finetune.estimator.trace.fake_cuda import to_fake, without_memory
 from finetune.estimator.trace.images import add_images, blank_images
+from finetune.estimator.variants import Variant, changes_of
 from finetune.hardware.device import Device
 from finetune.hardware.gpus import machine_of
 from finetune.storage.processors import image_processor
 from tests.benchmarks.predicted_images import run
-from tests.image_models import FAMILIES, FOUR, processor_of, tiny_image_model
+from tests.image_models import FAMILIES, processor_of, tiny_image_model
 
 
 def _rehearsed(home: Path, processor: Any, images: Images, length: int = 128) -> dict[str, Any]:
@@ -102,6 +105,23 @@ def test_other_sizes_of_images_have_the_tokens_that_a_tower_makes_of_them(tmp_pa
         assert made.memory == (other < now)
 
 
+def test_a_run_that_fits_is_shown_all_sizes_of_images_and_the_mildest_of_other_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    home = tiny_image_model("qwen3_vl", tmp_path, weights=False)
+    config = _config_of(home, "400x320", max_pixels=2**15, per_device_train_batch_size=4)
+    facts = {"compiled": False, "timing": 1, "fit": "fits", "image_tokens": 60}
+    asked: Any = SimpleNamespace(config=config, machine=machine_of("H100"), **facts)
+
+    def unpredicted(asked: Any, made: Any) -> Variant:
+        return Variant(asked, made[0].overrides, None, label=made[0].kind)
+
+    monkeypatch.setattr("finetune.estimator.variants.with_changes", unpredicted)
+    kinds = Counter(row.label for row in changes_of(asked).rows)
+    assert kinds.pop("images") == len([*other_sizes(config, 60)]) > 2
+    assert set(kinds.values()) == {1}
+
+
 def test_images_of_one_size_have_no_others(tmp_path: Path):
     home = tiny_image_model("gemma3", tmp_path, weights=False)
     assert [*other_sizes(_config_of(home, "400x320"), 32)] == []
@@ -154,20 +174,20 @@ def test_images_that_nothing_says_are_those_of_rows_in_files(tmp_path: Path):
     assert images_of(RunConfig.model_validate(of_text)) is None
 
 
-@pytest.mark.slow  # a run each
-@pytest.mark.parametrize("family", FOUR)
-def test_memory_of_a_step_on_images_is_predicted_within_a_thousandth(family: str):
-    found = run(family, ["tiny_lora_fp8"])
-    assert abs(found["error"]) < 0.001
-    assert found["without"] < -0.01  # of which the images are more than that
+ALL = ("tiny_full_fp8", "model.train_vision=all")
+"""Weights of two towers are not read to the last: these get neither gradients nor states."""
+RUNS = [
+    ("qwen3_vl", "tiny_lora_fp8"),
+    ("smolvlm", "tiny_lora_fp8", "train.method=dpo", "~train.pad_to_multiple_of"),
+    ("llava_next", *ALL),
+    ("gemma3", *ALL, "train.gradient_accumulation_steps=2"),
+]
 
 
 @pytest.mark.slow  # a run each
 @pytest.mark.filterwarnings("ignore:.*trainable parameters have had no gradient")
-@pytest.mark.parametrize(("family", "times"), [("llava_next", 1), ("gemma3", 2)])
-def test_weights_of_a_tower_that_nothing_reads_have_neither_gradients_nor_states(
-    family: str, times: int
-):
-    accumulated = f"train.gradient_accumulation_steps={times}"
-    found = run(family, ["tiny_full_fp8", "model.train_vision=all", accumulated])
+@pytest.mark.parametrize("words", RUNS, ids=lambda words: words[0])
+def test_memory_of_a_step_on_images_is_predicted_within_a_thousandth(words: tuple[str, ...]):
+    found = run(words[0], [*words[1:]])
     assert abs(found["error"]) < 0.001
+    assert found["without"] < -0.01  # of which the images are more than that
