@@ -200,6 +200,21 @@ def test_prompts_keep_the_columns_that_a_reward_reads(reader) -> None:
     assert "image" not in found
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_a_broken_picture_is_counted_by_each_method(reader, method: str) -> None:
+    Path("sub/cut.png").write_bytes(png("red")[:40])
+    answers = {"answer": "A tug.", "chosen": "A tug.", "rejected": "A cow."}
+    keys = {"sft": ["answer"], "dpo": ["chosen", "rejected"], "grpo": []}[method]
+    row = {"question": "What?", **{key: answers[key] for key in keys}}
+    write({**row, "image": RED}, {**row, "image": "sub/cut.png"}, {**row, "image": None})
+    found = read(reader, method=method, on_bad_row="skip")
+    assert (len(found.train), found.refused) == (2, 1)
+    with pytest.raises(DataError, match="row 2") as error:
+        read(reader, method=method)
+    assert "cut off or damaged" in error.value.why
+
+
 # ---------------------------------------------------------------------------------- where they lie
 
 

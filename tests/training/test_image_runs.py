@@ -258,3 +258,29 @@ def test_a_processor_that_makes_more_than_trl_takes_is_refused_by_name(
     monkeypatch.setattr(Gemma3Processor, "__call__", more)
     with pytest.raises(ConfigError, match="takes no images of Gemma3Processor"):
         written(data, "gemma3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_an_export_of_another_method_is_compared_on_its_rows_with_images(
+    method: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of pairs the better answers, of prompts all that is there: as rows of SFT."""
+    from finetune.export import parity
+
+    looked = list[Any]()
+    whole = parity._as_answers
+    monkeypatch.setattr(parity, "_as_answers", lambda rows: looked.append(whole(rows)) or looked[0])
+    how: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
+    run = (
+        written(data, "gemma3")
+        if method == "grpo"
+        else trained(data, "gemma3", method="dpo", **how)
+    )
+    found = finetune.export_run(run.folder, "merged", tmp_path / "merged")
+    assert found.rows == f"{ROWS} of {ROWS} training rows (the run kept none for evaluation)"
+    turns = [row.get("messages") or row["prompt"] + row["completion"] for row in looked[0].train]
+    roles = [turn["role"] for turn in turns[0]]
+    assert roles == ["user", "assistant"][: 1 + (method == "dpo")]
+    assert sum(len(row["images"]) for row in looked[0].train) == 7
+    assert found.parity.positions > 0
