@@ -52,23 +52,21 @@ def with_images(
         processor = image_processor(config.model, **config.train.pixels)
         arrays = blank_images(processor, images, len(batches[0]["input_ids"]))
     for batch in batches if arrays else ():
-        own = {name: bare(array) for name, array in (arrays or {}).items()}
-        tokens = add_images(batch, model, own) // len(batch["input_ids"])
+        tokens = add_images(batch, model, arrays or {}) // len(batch["input_ids"])
     return tokens
 
 
 def blank_images(processor: Any, images: Images, rows: int) -> dict[str, Tensor]:
-    """What a processor makes of a batch's rows of blank images. Inside `without_memory`."""
+    """What a processor makes of a batch's rows of blank images."""
     from PIL import Image
 
     # Not quite black: rows and images of zeros are padding for some models.
     blank = Image.new("RGB", (images.width, images.height), (1, 1, 1))
     with unset_fake_temporarily():
-        made = dict(processor([[blank] * images.count] * rows, return_tensors="pt"))
-    return {name: bare(array) for name, array in made.items()}
+        return dict(processor([[blank] * images.count] * rows, return_tensors="pt"))
 
 
-def bare(array: Tensor) -> Tensor:
+def _bare(array: Tensor) -> Tensor:
     """An array that may be read on this machine, but without values if none are needed."""
     kept = without_values(array)
     if not kept.is_meta:
@@ -80,6 +78,8 @@ def bare(array: Tensor) -> Tensor:
 def add_images(batch: Batch, model: Any, arrays: Mapping[str, Tensor]) -> int:
     """Put arrays of images into a batch of real ids, in place, and their tokens into its rows.
 
+    Inside of `without_memory`.
+
     Returns:
         tokens of all images.
 
@@ -87,7 +87,7 @@ def add_images(batch: Batch, model: Any, arrays: Mapping[str, Tensor]) -> int:
         ConfigError: a row has no room for them.
     """
     plain: Any = without_adapters(model)
-    arrays = {name: arrays[name] for name in arrays_of(plain) & arrays.keys()}
+    arrays = {name: _bare(arrays[name]) for name in arrays_of(plain) & arrays.keys()}
     tokens = _tokens_of(plain, arrays)
     where = _places(tokens, batch["input_ids"].shape)
     with unset_fake_temporarily():
