@@ -14,6 +14,7 @@ from finetune.config.optimizers import chosen
 from finetune.config.reward_names import reward_names
 from finetune.config.schema import RunConfig
 from finetune.config.train_keys import TrainerArguments
+from finetune.data.image_forms import COLUMN
 from finetune.data.masks import answer_end
 from finetune.errors import FinetuneError
 from finetune.precision.model.layers import without_adapters
@@ -69,7 +70,8 @@ def make_trainer(
     method, beside = method_of(config.train), dict[str, Any]()
     tokenizer = tokenizer_of(reader)
     if method.rewarded:
-        beside["reward_funcs"] = rewards_of(reward_names(config.train), tokenizer)
+        images = COLUMN in (train.column_names or ())
+        beside["reward_funcs"] = rewards_of(reward_names(config.train), tokenizer, images=images)
     # A teacher's probabilities are compared token by token, so its ids have to mean the same words.
     # It stays as its checkpoint has it: none of the run's layers is stored or adapted in it.
     if TEACHER in arguments(method):

@@ -16,7 +16,7 @@ from finetune.config.paths import ASSETS
 from finetune.config.reward_names import reward_names
 from finetune.config.train_keys import TrainSection
 from finetune.errors import ConfigError, DataError, ProofError
-from finetune.training.asking.rewards import EARLY, FLAT, RewardWatch, rewards_of
+from finetune.training.asking.rewards import EARLY, FLAT, RewardWatch, rewards_of, text_of
 from finetune.training.run.hints import hints
 from tests.asset_makers.make_sums import sums
 from tests.data.shapes import tokenizer_of
@@ -207,6 +207,20 @@ SHORT = (
     "train.max_steps=2", "train.max_completion_length=4", "train.eval_strategy=no",
     "train.per_device_train_batch_size=4", "eval.samples=false",
 )  # fmt: skip
+
+
+def test_a_reward_model_does_not_score_answers_to_images():
+    assert rewards_of(["me/reward-model"]) == ["me/reward-model"]
+    names = ["builtin:one_sentence", "me/reward-model"]
+    with pytest.raises(ConfigError, match="without the images") as refused:
+        rewards_of(names, images=True)
+    assert refused.value.where.endswith("me/reward-model")
+    assert len(rewards_of(names[:1], images=True)) == 1
+
+
+def test_a_prompt_with_images_is_told_as_text():
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "What ship?"}]
+    assert text_of([{"role": "user", "content": parts}]) == "<image>What ship?"
 
 
 def run(method: str, folder: Any, *more: str) -> Any:

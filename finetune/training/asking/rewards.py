@@ -96,15 +96,17 @@ PACKAGED: dict[str, Callable[..., list[float]]] = {
 }
 
 
-def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
+def rewards_of(names: Sequence[str], tokenizer: Any = None, *, images: bool = False) -> list[Any]:
     """The functions of `train.reward_funcs`, checked at each call; reward models by their name.
 
     Args:
         names: as of `reward_names`.
         tokenizer: reads completions as turns where TRL's decoding loses the template's marks.
+        images: prompts have some.
 
     Raises:
-        ConfigError: there is none, or no such function, or its file cannot be run.
+        ConfigError: there is none, or no such function, or its file cannot be run; or a reward
+            model would score answers to images.
     """
     if not names:
         raise ConfigError(
@@ -114,7 +116,15 @@ def rewards_of(names: Sequence[str], tokenizer: Any = None) -> list[Any]:
             f"of a module, [{next(iter(PACKAGED))}] for a packaged one",
         )
     answers = None if tokenizer is None else Answers.of(tokenizer)
-    return [_found(name, answers) for name in names]
+    found = [_found(name, answers) for name in names]
+    if images and (models := [one for one in found if isinstance(one, str)]):
+        raise ConfigError(
+            "a reward model would score answers without the images that they are about",
+            where=f"{WHERE}: {models[0]}",
+            why="TRL (1.16) hands it the text of prompt and answer alone",
+            fix=f"{WHERE}=[rewards.py:exact], a function, which gets the images, too",
+        )
+    return found
 
 
 def _found(name: str, answers: Answers | None) -> Any:

@@ -17,6 +17,8 @@ Methods that write their answers have prompts alone to compare. These stand on t
 behind padding, and the trainer passes no positions: a model that does not make them from the mask
 (GPT-2) would score a short prompt's answer as if it stood elsewhere. So two prompts are scored
 alone and in one batch. Where that differs, positions are made of the mask, and it is tried again.
+Prompts with images go through a step that learns, of answers that are an end token each: ids, types
+of tokens and pixels that reach the model then are compared with those that the processor makes.
 `python -m tests.benchmarks.first_batches` prints what becomes of each method and family.
 """
 
