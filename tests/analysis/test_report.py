@@ -16,6 +16,7 @@ import pytest
 
 import finetune
 from finetune.analysis.compare.result import EMULATED, read_comparison
+from finetune.analysis.report import figures
 from finetune.analysis.report.comparison_page import comparison_page
 from finetune.analysis.report.curves import curve
 from finetune.analysis.report.elements import Line, Num, PageSource
@@ -85,6 +86,13 @@ def reports(run, made_once):
     return made_once("reports of each kind", make)
 
 
+@pytest.fixture
+def unplotted(monkeypatch):
+    """Pages without plots, which take most of their time, for tests of what else stands there."""
+    monkeypatch.setattr(sys.modules[as_html.__module__], "save_picture", lambda *_: None)
+    monkeypatch.setattr(figures, "SIZES", {size: {} for size in figures.SIZES})  # for no screen
+
+
 # ------------------------------------------------------------------------------------------ links
 
 KINDS = ("one", "several", "comparison")
@@ -132,7 +140,9 @@ def test_the_top_names_model_method_data_device_and_date(reports):
     assert "<h1>FP8 against BF16: " in page
 
 
-def test_each_image_stands_beside_what_was_asked_of_it_and_nothing_else_is_embedded(tmp_path):
+def test_each_image_stands_beside_what_was_asked_of_it_and_nothing_else_is_embedded(
+    unplotted, tmp_path
+):
     """One question of two images is two; a name in the metrics reads no file outside the run's."""
     from PIL import Image
 
@@ -237,7 +247,7 @@ def test_letters_that_a_picture_lacks_are_no_warning(tmp_path, recwarn):
     assert not [one for one in recwarn if "Glyph" in str(one.message)]
 
 
-def test_verdicts(reports, tmp_path):
+def test_verdicts(reports, unplotted, tmp_path):
     assert reports["one"].verdict == "FP8 verified: 80.0% of matmul FLOPs"
     assert reports["several"].verdict == "All verified"
     assert reports["comparison"].verdict == "Equivalent within 1%"
@@ -251,7 +261,7 @@ def test_verdicts(reports, tmp_path):
 
 
 @pytest.mark.long
-def test_speeds_of_an_emulation_say_so(tmp_path):
+def test_speeds_of_an_emulation_say_so(unplotted, tmp_path):
     folder = make_comparison(tmp_path / "c", steps=8)
     found = read_comparison(folder)
     assert "emulated, no claim" not in as_html(comparison_page(found, PageSource(folder, folder)))
@@ -265,8 +275,7 @@ def test_speeds_of_an_emulation_say_so(tmp_path):
     assert "not the speed of FP8" not in b.html.read_text("utf-8")
 
 
-@pytest.mark.slow
-def test_a_run_that_is_named_twice_is_reported_once(tmp_path, monkeypatch):
+def test_a_run_that_is_named_twice_is_reported_once(unplotted, tmp_path, monkeypatch):
     run = make_run(tmp_path / "r", steps=8, groups=())
     monkeypatch.chdir(tmp_path)
     assert finetune.report(["r", run, "r/../r"]).verdict == "FP8 verified: 80.0% of matmul FLOPs"
@@ -278,8 +287,7 @@ def _spoil(run: Path, **precision: str) -> None:
     (run / "receipt.json").write_text(json.dumps(receipt))
 
 
-@pytest.mark.slow
-def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
+def test_bf16_where_fp8_was_requested_is_said_loudly(unplotted, tmp_path):
     run = make_run(tmp_path / "r", steps=8, groups=())
     _spoil(run, ran="bf16", fallback="no FP8 here: trains in BF16")
     report = finetune.report(run)
@@ -294,7 +302,7 @@ def test_bf16_where_fp8_was_requested_is_said_loudly(tmp_path):
     ("processes", "said"),
     slow_but([(2, "each per process")], [(1, "each"), (2, "each per process")]),
 )
-def test_optimizer_state_of_several_processes_is_that_of_one(processes, said, tmp_path):
+def test_optimizer_state_of_several_processes_is_that_of_one(processes, said, unplotted, tmp_path):
     """Sharded, each has a part: 4 bytes of the 8 of two moments looked like another optimizer."""
     run = make_run(tmp_path / "r", steps=8, groups=())
     receipt = json.loads((run / "receipt.json").read_text())

@@ -10,6 +10,7 @@ script (by hash) alone, so that text of a model could not run even if it slipped
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
 import re
@@ -166,6 +167,7 @@ def as_html(page: Page) -> str:
     )
 
 
+@functools.cache  # to read templates takes most of a page without plots
 def _environment() -> Environment:
     """Templates of pages, which escape whatever is no markup."""
     environment = Environment(
