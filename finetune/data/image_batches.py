@@ -21,7 +21,7 @@ from finetune.data.image_forms import COLUMN, SEEN
 from finetune.data.image_rows import seen_as
 from finetune.data.images import name_of, opened
 from finetune.errors import DataError
-from finetune.storage.processors import tokenizer_of
+from finetune.storage.processors import as_read, tokenizer_of
 
 
 class ImageBatches:
@@ -45,14 +45,11 @@ class ImageBatches:
             DataError: a picture is not the one that was prepared.
         """
         pairs, sides = "prompt_ids" in rows[0], [*sides_of(rows)]
-        images = [side.images for side in sides]
-        batch = self.processor(
-            images=images if any(images) else None, text=[side.text for side in sides],
-            add_special_tokens=False, padding=True, padding_side="right",
-            pad_to_multiple_of=self.multiple, return_tensors="pt",
+        batch = as_read(
+            self.processor, [side.text for side in sides], [side.images for side in sides],
+            padding=True, padding_side="right", pad_to_multiple_of=self.multiple,
+            return_tensors="pt",
         )  # fmt: skip
-        if backend := getattr(tokenizer_of(self.processor), "backend_tokenizer", None):
-            backend.no_padding()  # it is remembered, and saved with the run: for all who load it
         shape = batch["input_ids"].shape
         on = torch.zeros(shape, dtype=torch.bool)
         for i, side in enumerate(sides):

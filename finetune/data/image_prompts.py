@@ -21,6 +21,7 @@ from finetune.config.methods import Method
 from finetune.data.image_batches import pictures_of
 from finetune.data.image_forms import COLUMN, SEEN
 from finetune.errors import ConfigError, DataError
+from finetune.storage.processors import as_read
 
 
 def reading_prompts(processor: Any) -> Any:
@@ -130,10 +131,8 @@ def refuse_uneven(rows: Any, processor: Any, method: Method) -> None:
     # Their images are more or fewer than rows, so that a list of them is no row each.
     picked = [few, many, many][: 2 + (counts[few] + counts[many] == 2)]
     light = [rows[index] for index in picked]
-    made = processor(
-        images=[pictures_of(row) for row in light], text=[row["texts"][0] for row in light],
-        padding=True, add_special_tokens=False, return_tensors="pt",
-    )  # fmt: skip
+    texts, images = [row["texts"][0] for row in light], [pictures_of(row) for row in light]
+    made = as_read(processor, texts, images, padding=True, return_tensors="pt")
     if len(made["pixel_values"]) != len(picked):
         return
     raise DataError(

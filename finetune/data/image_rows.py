@@ -31,7 +31,7 @@ from finetune.data.images import opened, references
 from finetune.data.masks import Span, answers, each_row, rendered_turns, shared, trained_characters
 from finetune.data.rows import made_by, workers
 from finetune.errors import ConfigError
-from finetune.storage.processors import tokenizer_of
+from finetune.storage.processors import as_read, tokenizer_of
 
 Marked = tuple[str, np.ndarray]
 """A text, and for each of its characters whether it is trained on, [characters]."""
@@ -231,8 +231,8 @@ def tokens_of(
     """
     text, on = marked
     try:
-        found = processor(
-            images=[images] if images else None, text=[text], add_special_tokens=False,
+        found = as_read(
+            processor, [text], [images],
             return_offsets_mapping=True, return_text_replacement_offsets=True,
         )  # fmt: skip
     except ValueError as error:

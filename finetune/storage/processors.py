@@ -59,6 +59,19 @@ def tokenizer_of(reader: Any) -> Any:
     return getattr(reader, "tokenizer", reader)
 
 
+def as_read(reader: Any, texts: list[str], images: list[list[Any]], **how: Any) -> Any:
+    """What a processor makes of texts as the chat template prints them, and of the images of each.
+
+    Raises:
+        ValueError: images and the places for them differ, or it refuses one.
+    """
+    shown = images if any(images) else None
+    made = reader(images=shown, text=texts, add_special_tokens=False, **how)
+    if backend := getattr(tokenizer_of(reader), "backend_tokenizer", None):
+        backend.no_padding()  # it is remembered, and saved with the run: for all who load it
+    return made
+
+
 def load_processor(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, **pixels: int | None
 ) -> ProcessorMixin:

@@ -23,7 +23,7 @@ from typing import Any
 from finetune.config.paths import user_path
 from finetune.data.chat import BadRowError, as_content, rendered, turns_of
 from finetune.errors import ConfigError, first_line
-from finetune.storage.processors import reads_text, tokenizer_of
+from finetune.storage.processors import as_read, reads_text, tokenizer_of
 
 SIDE, QUALITY = 320, 85
 """Longest side in pixels, and JPEG quality, of the small copies that a report shows: some 15 kB."""
@@ -171,17 +171,16 @@ def encode(reader: Any, prompt: str | Question | list[dict[str, Any]]) -> dict[s
     images = [part["image"] for part in parts if part["type"] == "image"]
     if images:
         refuse_images(reader)
-    how: dict[str, Any] = {}
-    if not tokenizer.chat_template:
+    if bare := not tokenizer.chat_template:
         text = "".join(contents)
-    else:  # it writes the special tokens, too
-        how, printed = {"add_special_tokens": False}, _as_printed(turns, tokenizer)
+    else:  # which writes the special tokens, too
+        printed = _as_printed(turns, tokenizer)
         text = tokenizer.apply_chat_template(printed, add_generation_prompt=True, tokenize=False)
     if not images:
-        found = tokenizer(text, return_tensors="pt", **how)
+        found = tokenizer(text, return_tensors="pt", add_special_tokens=bare)
         return {key: found[key] for key in ("input_ids", "attention_mask") if key in found}
     try:
-        return dict(reader(text=[text], images=[images], return_tensors="pt", **how))
+        return dict(as_read(reader, [text], [images], return_tensors="pt"))
     except ValueError as error:
         sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
         raise ConfigError(

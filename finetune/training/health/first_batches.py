@@ -49,7 +49,7 @@ from finetune.errors import ConfigError, DataError, first_line
 from finetune.hardware.unpromised import READS_PROMPTS, stands
 from finetune.logging import counting_rows, output
 from finetune.precision.model.layers import without_adapters
-from finetune.storage.processors import tokenizer_of
+from finetune.storage.processors import as_read, tokenizer_of
 from finetune.training.health.isolation import in_high_precision
 from finetune.training.helper import session
 from finetune.training.helper.replacing import replaced
@@ -199,10 +199,7 @@ def _of_images(row: dict[str, Any], trainer: Any) -> Iterator[tuple[Tokens, Tens
         made = as_pair(row, reader)
     for one in made:
         for side in sides_of([one]):
-            found = reader(
-                images=[side.images] if side.images else None, text=[side.text],
-                add_special_tokens=False, return_tensors="pt",
-            )  # fmt: skip
+            found = as_read(reader, [side.text], [side.images], return_tensors="pt")
             yield tuple(zip(side.ids, side.on, strict=True)), found.get("pixel_values")
 
 
