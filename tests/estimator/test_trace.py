@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from finetune.estimator.trace import fake_cuda, stand_ins
 from finetune.estimator.trace.fake_cuda import FLOAT32, on_gpu, to_fake, without_memory
 from finetune.estimator.trace.trace import KINDS, Recorder, Trace, around_decoder
+from finetune.precision.numbers.gemm import mm
 from finetune.training.health.memory_meter import LiveTensors
 
 B, K, N = 4, 8, 16
@@ -404,6 +405,15 @@ def test_cuda_computes_in_float32_what_its_list_says() -> None:
             assert (x @ x).dtype is torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         assert x.pow(2).dtype is torch.bfloat16
+
+
+def test_a_gradient_of_float32_masters_is_one_product_as_on_a_gpu() -> None:
+    with without_memory(), on_gpu():
+        x = torch.ones(64, 64, dtype=torch.bfloat16)
+        with LiveTensors([x]) as live:
+            y = mm(x, x, torch.float32)
+    assert y.dtype is torch.float32
+    assert live.peak == x.nbytes + y.nbytes, "no product in 16 bits in between"
 
 
 def test_a_fake_model_keeps_its_ties_types_and_what_trains() -> None:
