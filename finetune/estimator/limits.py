@@ -180,7 +180,7 @@ def of_images(of: Prediction) -> Iterator[str]:
     """What images the rows of a model that reads some are taken to have, with their tokens."""
     if not takes_images(load_shape(of.config.model)):
         return
-    images = images_of(of.config)
+    images, texts = images_of(of.config), method_of(of.config.train).texts
     if _writes(of):
         yield (
             "images of prompts are not counted, nor their tower; their tokens are in prompts that "
@@ -188,7 +188,9 @@ def of_images(of: Prediction) -> Iterator[str]:
         )
         return
     said = f"each row is taken to have {images}" if images else "rows are taken to be text"
-    said += f", {plural(of.image_tokens, 'token')}" * bool(of.image_tokens)
+    if of.image_tokens:
+        said += f", {plural(of.image_tokens, 'token')}"
+        said += f" in each of its {texts} texts" * (texts > 1)
     yield f"{said}; --images and --image-size (of the data's largest) say otherwise"
 
 

@@ -150,7 +150,9 @@ def test_a_table_of_gpus_says_what_images_are_taken_and_what_is_not_counted():
     sections = {"model": {"name": "Qwen/Qwen3-VL-8B-Instruct"}, "data": {"name": "builtin:harbour"},
                 "train": {"max_steps": 1}}  # fmt: skip
     config = with_images(RunConfig.model_validate(sections), 2, "640x480")
-    assert "2 images of 640x480, 600 tokens" in _assumed(config)[0]
+    assert "2 images of 640x480, 600 tokens;" in _assumed(config)[0]
+    pairs = config.model_copy(update={"train": config.train | {"method": "dpo"}})
+    assert "600 tokens in each of its 2 texts;" in _assumed(pairs)[0]
     writes = config.model_copy(update={"train": config.train | {"method": "grpo"}})
     assert _assumed(writes)[0].startswith("images of prompts are not counted")
     assert "--images" not in _assumed(writes)[0]
