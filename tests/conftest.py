@@ -11,8 +11,10 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 import atexit
+import functools
 import gc
 import hashlib
+import importlib.metadata
 import pickle
 import sys
 import warnings
@@ -88,7 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage among what tests make, not at a million objects of libraries."""
+    """Look for garbage among what tests make, not at a million objects of libraries.
+
+    And read what is installed once: accelerate does at each trainer and loader that it makes.
+    """
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     gc.freeze()
     atexit.register(gc.unfreeze)  # or nanobind reports its functions as leaked
     gc.enable()
