@@ -297,6 +297,7 @@ def _learned(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         (trainer, "reward_funcs", [judged] * len(trainer.reward_funcs)),
         (trainer, "num_generations", 2),
         (trainer, "use_vllm", False),
+        (trainer, "beta", 0.0),  # no reference, which would take the step for one of training
         (trainer.args, "steps_per_generation", 1),
         (trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
     ]  # the last is counted
