@@ -125,7 +125,7 @@ def _clean_session():
 FORETOLD = (
     "test_estimate",
     "test_families",
-    "test_gate",
+    "test_images",
     "test_measured_memory",
     "test_one_way",
     "test_rehearsal",

@@ -321,11 +321,12 @@ def _sized(config: RunConfig, tokens: int) -> Iterator[Change]:
     """Images of fewer or more pixels, in rows of as much text, where a processor counts pixels."""
     from finetune.estimator.images import other_sizes  # loads torch
 
-    length, multiple = length_of(config), config.train.row_multiple
+    writes = method_of(config.train).writes  # images are beside what its length counts
+    length, multiple = length_of(config) + tokens * writes, config.train.row_multiple
     for pixels, other in other_sizes(config, tokens):
         row = -(-(length - tokens + other) // multiple) * multiple
         overrides = (f"train.max_pixels={pixels}",)
-        overrides += (f"train.max_length={row}",) if row != length else ()
+        overrides += (f"train.max_length={row}",) if row != length and not writes else ()
         less = other < tokens
         why = f"{'smaller' if less else 'larger'} images, {other:,} tokens of a row instead of "
         why += f"{tokens:,}, beside as much text"

@@ -163,8 +163,6 @@ class MemoryForecast:
             return {}
         rows, length, padded, prompt, arrays = batch
         train = run.config.train
-        if arrays and method_of(train).writes:
-            return {"predicted": "not predicted: images of prompts are not rehearsed"}
         # A batch of pairs has two texts a row, and the recipe counts rows.
         rows //= method_of(train).texts
         if train.packing and rows == 1:  # of all, but with `packing_strategy: wrapped`

@@ -46,9 +46,9 @@ class Images(NamedTuple):
 
 
 def images_of(config: RunConfig) -> Images | None:
-    """Images of each row that a run reads; None if its rows are text alone, or it writes them."""
+    """Images of each row that a run reads; None if its rows are text alone."""
     count, sized = config.data.images_per_row, any(config.train.pixels.values())
-    if method_of(config.train).writes or not takes_images(load_shape(config.model)):
+    if not method_of(config.train).images or not takes_images(load_shape(config.model)):
         return None
     if count is None:
         if (found := _first(config.data.model_dump_json())) is not None:

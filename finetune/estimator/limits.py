@@ -181,12 +181,6 @@ def of_images(of: Prediction) -> Iterator[str]:
     if not takes_images(load_shape(of.config.model)):
         return
     images, texts = images_of(of.config), method_of(of.config.train).texts
-    if _writes(of):
-        yield (
-            "images of prompts are not counted, nor their tower; their tokens are in prompts that "
-            "finetune.estimate(..., length=N) makes longer"
-        )
-        return
     said = f"each row is taken to have {images}" if images else "rows are taken to be text"
     if of.image_tokens:
         said += f", {plural(of.image_tokens, 'token')}"

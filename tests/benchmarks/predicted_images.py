@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from finetune import load_recipe
 from finetune.config.methods import method_of
 from finetune.config.recipe import Recipe
 from finetune.estimator.images import with_images
@@ -34,7 +35,9 @@ def image_recipe(family: str, words: list[str], folder: Path) -> Recipe:
     """A recipe of a tiny model of a family over rows with pictures, with all files in a folder."""
     home = tiny_image_model(family, folder, weights=False)
     base, *changes = words
-    settings = (f"model.name={home}", "model.weights=random", f"train.max_length={LENGTH}")
+    settings = [f"model.name={home}", "model.weights=random"]
+    if not method_of(load_recipe(base).config.train).writes:  # whose answers are of 64 tokens
+        settings.append(f"train.max_length={LENGTH}")
     recipe = recipe_of(Case(family, base, (*settings, *changes)), home)
     for number in range(COUNT):
         Image.new("RGB", SIZE, (9 + number, 99, 199)).save(home / f"{number}.png")
@@ -44,7 +47,7 @@ def image_recipe(family: str, words: list[str], folder: Path) -> Recipe:
     if method_of(recipe.config.train).rows[0] == "preference":
         row |= {"prompt": [user], "chosen": [said], "rejected": [said | {"content": LONG[9:]}]}
     else:
-        row |= {"messages": [user, said]}
+        row |= {"messages": [user, said], "answer": "7"}
     (home / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     return recipe
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from finetune import load_recipe
 from finetune.config.train_section import with_checkpointing
@@ -18,7 +15,6 @@ from finetune.estimator.gate import MemoryForecast, bound_of, most_bytes
 from finetune.estimator.predict import predict_whole
 from finetune.hardware.device import this_device
 from finetune.hardware.gpus import this_machine
-from finetune.training.health.memory_meter import Batch
 from finetune.training.model import meta_model
 from finetune.training.run.preflight import check_settings, preflight
 from tests.conftest import H100, slow_but
@@ -51,13 +47,6 @@ def test_rows_without_a_greatest_length_have_no_upper_bound() -> None:
     assert most_bytes(config, model, bound_of(config, model, check_settings(config, model))) == (
         math.inf
     )
-
-
-def test_a_receipt_predicts_nothing_of_prompts_with_images() -> None:
-    run: Any = SimpleNamespace(config=load_recipe("tiny_grpo_bf16").config)
-    batch = Batch(2, 64, True, 32, {"pixel_values": torch.empty(1)})
-    said = {"predicted": "not predicted: images of prompts are not rehearsed"}
-    assert MemoryForecast().predicted(run, batch) == said
 
 
 def test_what_fits_by_far_is_not_rehearsed(monkeypatch) -> None:

@@ -122,6 +122,18 @@ def test_a_run_that_fits_is_shown_all_sizes_of_images_and_the_mildest_of_other_c
     assert set(kinds.values()) == {1}
 
 
+def test_other_sizes_of_images_of_prompts_leave_the_length_of_answers(tmp_path: Path):
+    home = tiny_image_model("qwen3_vl", tmp_path, weights=False)
+    config = _config_of(home, "400x320", max_pixels=2**15)
+    train = {key: value for key, value in config.train.items() if key != "max_length"}
+    writes = config.model_copy(update={"train": type(config.train)(train | {"method": "grpo"})})
+    gpu = Device("cuda", "H100", (9, 0), 80.0)
+    sized = [c for c in changes(writes, gpu, image_tokens=60) if c.kind == "images"]
+    assert len(sized) > 2
+    assert all(len(change.overrides) == 1 for change in sized)
+    assert {change.tokens < 1 for change in sized} == {True, False}
+
+
 def test_images_of_one_size_have_no_others(tmp_path: Path):
     home = tiny_image_model("gemma3", tmp_path, weights=False)
     assert [*other_sizes(_config_of(home, "400x320"), 32)] == []
@@ -146,7 +158,7 @@ def _assumed(config: RunConfig) -> list[str]:
     return GpuChoices((GpuChoice((), machine, None), GpuChoice((), machine, found)), "").notes
 
 
-def test_a_table_of_gpus_says_what_images_are_taken_and_what_is_not_counted():
+def test_a_table_of_gpus_says_what_images_are_taken():
     sections = {"model": {"name": "Qwen/Qwen3-VL-8B-Instruct"}, "data": {"name": "builtin:harbour"},
                 "train": {"max_steps": 1}}  # fmt: skip
     config = with_images(RunConfig.model_validate(sections), 2, "640x480")
@@ -154,8 +166,7 @@ def test_a_table_of_gpus_says_what_images_are_taken_and_what_is_not_counted():
     pairs = config.model_copy(update={"train": config.train | {"method": "dpo"}})
     assert "600 tokens in each of its 2 texts;" in _assumed(pairs)[0]
     writes = config.model_copy(update={"train": config.train | {"method": "grpo"}})
-    assert _assumed(writes)[0].startswith("images of prompts are not counted")
-    assert "--images" not in _assumed(writes)[0]
+    assert "2 images of 640x480, 600 tokens;" in _assumed(writes)[0]
     of_text = with_images(config, 0, None)
     assert _assumed(of_text)[0].startswith("rows are taken to be text")
 
@@ -193,3 +204,15 @@ def test_memory_of_a_step_on_images_is_predicted_within_a_thousandth(words: tupl
     found = run(words[0], [*words[1:]])
     assert abs(found["error"]) < 0.001
     assert found["without"] < -0.01  # of which the images are more than that
+
+
+WRITES = ("tiny_grpo_fp8", "train.num_generations=2", "train.entropy_coef=0.01", "train.beta=0.1")
+
+
+@pytest.mark.slow  # a run each
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava_next"])
+def test_a_receipt_predicts_memory_of_prompts_with_images(family: str):
+    """As they were: answers may be shorter, and prompts are of any length."""
+    found = run(family, [*WRITES])
+    assert abs(found["in receipt"]) < 0.02
+    assert found["without"] < found["error"]

@@ -37,23 +37,46 @@ _LEARNED = {"labels": -100, "completion_mask": 0}
 
 
 def with_images(
-    batches: list[Batch], model: Any, config: RunConfig, arrays: Mapping[str, Tensor] | None
+    trainer: Any, model: Any, config: RunConfig, arrays: Mapping[str, Tensor] | None
 ) -> int:
-    """Put images into the batches, in place, if a run's rows have any; tokens of those of a row.
+    """Put images into a trainer's rows, if a run's have any; tokens of those of a row.
 
     Args:
         arrays: of the images of a batch, those on meta without values; None: blank images as the
             run's settings say (`finetune.estimator.images`).
     """
-    tokens = 0
+    tokens, measured = 0, arrays is not None
     with unset_fake_temporarily():  # rows are read
-        images = images_of(config) if arrays is None else None
+        images = None if measured else images_of(config)
     if images is not None:
         processor = image_processor(config.model, **config.train.pixels)
-        arrays = blank_images(processor, images, len(batches[0]["input_ids"]))
-    for batch in batches if arrays else ():
+        rows = trainer.rows if trainer.answer else len(trainer.batches[0]["input_ids"])
+        arrays = blank_images(processor, images, rows)
+    if arrays and trainer.answer:
+        return in_prompts(trainer, model, arrays, beside=not measured)
+    for batch in trainer.batches if arrays else ():
         tokens = add_images(batch, model, arrays or {}) // len(batch["input_ids"])
     return tokens
+
+
+def in_prompts(trainer: Any, model: Any, arrays: Mapping[str, Tensor], *, beside: bool) -> int:
+    """Put arrays of a micro-batch's images into the prompts of a trainer whose model writes.
+
+    Args:
+        beside: prompts get longer by their images; else these stand in place of text.
+
+    Returns:
+        tokens of the images of a row.
+    """
+    plain: Any = without_adapters(model)
+    arrays = {name: _bare(arrays[name]) for name in arrays_of(plain) & arrays.keys()}
+    tokens = _tokens_of(plain, arrays)
+    with unset_fake_temporarily():
+        each = -(-(sum(tokens) + len(tokens)) // trainer.rows)
+        where = _places(tokens, torch.Size((trainer.rows, each))).tolist()
+    marks = {*_OF_TOKENS}.intersection(inspect.signature(plain.forward).parameters)
+    trainer.show(arrays, where, len(tokens), marks, beside=beside)
+    return sum(tokens) // trainer.rows
 
 
 def blank_images(processor: Any, images: Images, rows: int) -> dict[str, Tensor]:

@@ -190,7 +190,7 @@ def rehearse(
             trainer = rehearsal_trainer(
                 model, config, Path(folder), teacher, padded=padded, documents=documents
             )
-        image_tokens = with_images(trainer.batches, model, config, arrays)
+        image_tokens = with_images(trainer, model, config, arrays)
         # Transformer Engine multiplies on GPUs alone, so a stand-in with its allocations does.
         if resolution.precision.engine.owns_weights:
             compiled = compiles(resolution.precision, device)

@@ -153,8 +153,8 @@ def _recorded(method: Method) -> type[Any]:
                 # them.
                 if self.micro_batches == 1:
                     optimizer.zero_grad()
-            # Gradients of masters go elsewhere, and a tower may read prompts: not rehearsed.
-            groups = () if self.answer else (group["params"] for group in optimizer.param_groups)
+            # Gradients of masters go elsewhere.
+            groups = (group["params"] for group in optimizer.param_groups)
             self.unread = {p for group in groups for p in group if id(p) not in buffers}
             for p in self.unread:
                 p.register_post_accumulate_grad_hook(self.unread.discard)

@@ -59,19 +59,23 @@ def writing(trainer: type[Any]) -> type[Any]:
         Attributes:
             prompts: ids of the prompts of a generation.
             answer: tokens of an answer.
+            rows: prompts of a micro-batch.
+            shown: what a model takes of their images; nothing: they have none.
         """
 
         prompts: list[list[int]]
         answer: int
+        rows: int
+        shown: dict[str, Tensor]
 
         def begin(self, length: int, answer: int, *, padded: bool) -> None:
             """Set prompts and answers of rows with `length` tokens at most."""
-            self.answer = max(1, min(answer, length - 1))
+            self.answer, self.shown = max(1, min(answer, length - 1)), {}
             prompt = [TOKEN] * max(1, length - self.answer)
             # Of one token nothing can be left out.
             shorter = prompt[padded:] or prompt
             args = TrainerArguments(self.args)
-            rows = args.per_device_train_batch_size
+            self.rows = rows = args.per_device_train_batch_size
             self.tokens = rows * (len(prompt) + self.answer)
             self.every = args.steps_per_generation or self.micro_batches
             self.generations = self.micro_batches / self.every
@@ -86,6 +90,47 @@ def writing(trainer: type[Any]) -> type[Any]:
             # found.
             tokenizer.__class__ = type("Tokenizer", (type(tokenizer),), reads)
 
+        def show(
+            self, arrays: dict[str, Tensor], where: list[list[bool]], images: int,
+            marks: set[str], *, beside: bool,
+        ) -> None:  # fmt: skip
+            """Put images of a micro-batch into the prompts of all.
+
+            Args:
+                where: of the first tokens of each row, which are an image's.
+                images: of all rows.
+                marks: inputs of the model that mark such tokens by 1.
+                beside: they are before what a prompt has; else in its place.
+            """
+            own = [[self.of_image if on else TOKEN for on in row] for row in where]
+            at = 0 if beside else len(own[0])
+            self.prompts = [own[n % self.rows] + row[at:] for n, row in enumerate(self.prompts)]
+            self.tokens += sum(map(len, own)) * beside
+            self.shown, self.marks = arrays, marks
+            self.counts = [(images + n) // self.rows for n in range(self.rows)]
+
+        @property
+        def of_image(self) -> int:
+            """Id of the token of images."""
+            return self.model.config.image_token_id
+
+        def images_of(self, input_ids: Tensor) -> dict[str, Any]:
+            """What a model takes of the images of rows; none without images."""
+            if not self.shown:
+                return {}
+            times = len(input_ids) // self.rows
+            found = {name: torch.cat([one] * times) for name, one in self.shown.items()}
+            return found | {name: input_ids.eq(self.of_image).long() for name in self.marks}
+
+        def _get_per_token_logps_and_entropies(
+            self, model: Any, input_ids: Tensor, *args: Any, **given: Any
+        ) -> Any:
+            if beside := self.images_of(input_ids):
+                beside["num_images"] = self.counts * (len(input_ids) // self.rows)
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, *args, **given | beside
+            )
+
         compute_loss_context_manager = AccountedPairs.compute_loss_context_manager
 
         def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -94,7 +139,7 @@ def writing(trainer: type[Any]) -> type[Any]:
             emptied = with_gradient if self.every % self.micro_batches == 0 else []
             for p in emptied:
                 p.grad = None
-            write = _generate(self.model.generate, self.recorder, self.answer)
+            write = _generate(self.model.generate, self.recorder, self.answer, self.images_of)
             # Of the run's micro-batches the rehearsal makes one, and TRL counts them.
             name = TrainerArguments.gradient_accumulation_steps.name_in(self.args)
             counted = self.args, name, self.micro_batches
@@ -113,7 +158,12 @@ def writing(trainer: type[Any]) -> type[Any]:
     return WritingTrainer
 
 
-def _generate(generate: Callable[..., Any], recorder: Recorder, answer: int) -> Callable[..., Any]:
+def _generate(
+    generate: Callable[..., Any],
+    recorder: Recorder,
+    answer: int,
+    images_of: Callable[[Tensor], dict[str, Any]],
+) -> Callable[..., Any]:
     """`model.generate` as it begins and as it ends; returns ids [rows, prompt + answer]."""
 
     def rehearsed(
@@ -125,7 +175,8 @@ def _generate(generate: Callable[..., Any], recorder: Recorder, answer: int) -> 
         once = {"generation_config": config}
         recorder.mark("prompts")
         with recorder.during("prompt"):
-            made = generate(input_ids=input_ids, attention_mask=attention_mask, **once)
+            asked = {"input_ids": input_ids, "attention_mask": attention_mask}
+            made = generate(**asked, **images_of(input_ids), **once)
             recorder.sort_cache(_states(cache := made.past_key_values))
         recorder.mark("answers")
         if answer > 1:
