@@ -45,6 +45,10 @@ class _Model(PreTrainedModel):
         self.norm = nn.LayerNorm(SIZE)  # a model has a type, which codes have not
         self.post_init()
 
+    def should_save_on_this_rank(self, is_main_process: bool) -> bool:
+        """Each process of a run tries in a folder of its own; Transformers (5.23): the first."""
+        return is_main_process
+
 
 def check_quantizer(quantizer: Any) -> None:
     """Try Transformers' quantizers once in this process, but for the models of the trial.
