@@ -181,16 +181,15 @@ def generate(
     """Talk with a trained model, or answer prompts."""
     words = generation(max_new_tokens, temperature, top_p, top_k, seed)
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
-    from finetune.storage.pretrained import load_shape
-    from finetune.storage.processors import reads_text, takes_images
+    from finetune.storage.processors import require_images
     from finetune.training.asking.chat import converse, lines, sides_of
     from finetune.training.asking.questions import image_in
     from finetune.training.asking.reload import loaded, open_trained, untrained
 
     trained = open_trained(folder, checkpoint, trust_remote_code=trust_remote_code)
     config, keeps, notes = trained.config, not prompts, output(stderr=True)
-    if image and not takes_images(load_shape(config.model)):  # before weights are loaded
-        raise reads_text(config.model.name)
+    if image:  # before weights are loaded
+        require_images(config.model)
     images = [image_in(name) for name in image or ()]
     if notes.is_terminal:
         notes.print(whole(f"loading {trained.weights}", "dim"), crop=False)
@@ -290,7 +289,6 @@ def evaluate(
 ) -> None:
     """Score a run on lm-eval tasks or held-out rows, and keep it."""
     folder = find_run(run, out, CHECKPOINTS if checkpoint else MODEL)
-    from finetune.config.methods import method_of
     from finetune.config.schema import EvalConfig
     from finetune.config.sections import BUILTIN
     from finetune.training.asking.reload import loaded, open_trained
@@ -318,8 +316,6 @@ def evaluate(
         wanted["data"] = None  # the run's own, which was for its tasks
     update = {} if alone else {"eval": EvalConfig(**wanted)}
     config = trained.config.model_copy(update=update)
-    from finetune.data.dataset import rows_for
-    from finetune.runs.receipt import describe
     from finetune.storage.processors import tokenizer_of
     from finetune.training.asking.evaluate import load_tasks, score
     from finetune.training.asking.held_out import score_rows
@@ -329,13 +325,7 @@ def evaluate(
     scores: dict[str, Any] = {}
     with loaded(trained, images=None if rows else False) as (model, reader):
         if rows:
-            held_out = rows_for(trained.config, tokenizer_of(reader))
-            scores |= score_rows(model, reader, held_out, trained.config, limit)
-            for name, row in scores.items():
-                console.print(f"{name}: {describe(row)}")
-                if "loss" not in row:
-                    why = "is not on the text of an answer alone"
-                    console.print(f"no loss: that of {method_of(config.train).key} {why}")
+            scores |= score_rows(model, reader, trained.config, console, limit)
         if found:
             scores |= score(model, tokenizer_of(reader), found, config, console)
     if as_json:

@@ -140,8 +140,7 @@ def image_processor(model: ModelConfig, **pixels: int | None) -> Any:
 def _image_processor(model: ModelConfig, source: str, pixels: dict[str, int | None]) -> Any:
     from transformers import AutoImageProcessor
 
-    if not takes_images(load_shape(model)):
-        raise reads_text(model.name)
+    require_images(model)
     _refuse_libraries(model.name)
     options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     with loading(source):
@@ -171,6 +170,12 @@ def sizes_of(reader: Any, model: ModelConfig) -> dict[str, int]:
         fix="save it beside the model, processor.save_pretrained(FOLDER) and "
         "model.save_pretrained(FOLDER), and load that: finetune.load(FOLDER)",
     )
+
+
+def require_images(model: ModelConfig) -> None:
+    """Raise `reads_text` of a model that takes no images."""
+    if not takes_images(load_shape(model)):
+        raise reads_text(model.name)
 
 
 def reads_text(name: str) -> ConfigError:

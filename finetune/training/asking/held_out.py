@@ -16,9 +16,10 @@ began with, or with an answer that is to be avoided, is not computed.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from finetune.config.methods import Method, method_of
 from finetune.config.schema import RunConfig
@@ -27,15 +28,14 @@ from finetune.data.answers import Answers
 from finetune.data.chat import BadRowError
 from finetune.data.checks import MASKED
 from finetune.data.counting import arguments_for, preparer
+from finetune.data.dataset import rows_for
 from finetune.data.image_batches import ImageBatches
 from finetune.data.image_forms import COLUMN
 from finetune.errors import ConfigError, DataError
+from finetune.runs.receipt import describe
 from finetune.storage.processors import tokenizer_of
 from finetune.training.asking.questions import asked_of, encode
 from finetune.training.helper.undisturbed import autocast, undisturbed
-
-if TYPE_CHECKING:
-    from finetune.data.dataset import Rows
 
 NAME = "held_out_rows"
 """What the scores are kept under, beside those of tasks."""
@@ -44,12 +44,14 @@ BEHIND = 8
 
 
 def score_rows(
-    model: Any, reader: Any, rows: Rows, config: RunConfig, limit: int | None = None
+    model: Any, reader: Any, config: RunConfig, console: Console, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """Loss of held-out rows, and the share that a model answers word for word, as it evaluates.
 
     Args:
         reader: the model's tokenizer, or its processor where rows have images.
+        config: of the run, whose rows they are.
+        console: prints the scores, and why there is no loss.
         limit: only the first rows.
 
     Returns:
@@ -60,6 +62,7 @@ def score_rows(
         ConfigError: there are no held-out rows, or nothing can be said of them.
         DataError: an image of one cannot be read.
     """
+    rows = rows_for(config, tokenizer_of(reader))
     held_out: Any = rows.eval if rows.eval is not None else ()
     few = held_out if limit is None else held_out.select(range(min(limit, len(held_out))))
     found, compute, method = dict[str, Any](), config.precision.compute, method_of(config.train)
@@ -77,6 +80,9 @@ def score_rows(
             where="evaluate --rows",
             fix="a run with data.eval_path or data.eval_fraction, on rows of turns",
         )
+    console.print(f"{NAME}: {describe(found)}")
+    if "loss" not in found:
+        console.print(f"no loss: that of {method.key} is not on the text of an answer alone")
     return {NAME: found}
 
 
