@@ -80,6 +80,10 @@ class AccountedPairs(Accounted):
             bare = partial(without_empty, token=model.config.image_token_id)
             for one in filter(None, (self.model, getattr(self, "ref_model", None))):
                 one.register_forward_pre_hook(bare, with_kwargs=True)
+            if self.args.world_size > 1:
+                # TRL (1.16) gathers images for its table of answers, but not where a process has
+                # drawn rows without any: all others would wait for it.
+                self.log_multimodal = False
 
     @contextlib.contextmanager
     def handing(self, args: Any) -> Iterator[None]:

@@ -284,7 +284,9 @@ def test_receipts_that_differ_between_processes_stop_the_run(two) -> None:
     one = LayerReceipt("expert", (8, 8), "base", "fp8", "fp8", "none", {}, 1, "")
     receipt = Receipt("proven", {"ran": "fp8"}, layers=[one])
     # Of an expert: the tokens of one process were not sent to it, or frozen weights have no wgrad.
-    for alike in ({}, {"expert.fprop": "none", "expert.dgrad": "none"}, {"expert.wgrad": "fp8"}):
+    unlike = [{"expert.fprop": "none", "expert.dgrad": "none"}, {"expert.wgrad": "fp8"}]
+    # Nor of a tower, which read images of the other process alone.
+    for alike in ({}, *unlike, {"(other).fprop": "bf16"}):
         two(alike)
         refuse_disagreement(receipt)
     for other in ({"precision": "bf16"}, {"expert.dgrad": "bf16"}, {"another.fprop": "fp8"}):

@@ -27,6 +27,7 @@ from finetune.precision.model.tree import named_trainable
 from finetune.precision.numbers.formats import E4M3
 from finetune.precision.proof.proof import Proof
 from finetune.precision.proof.row import changed_numbers
+from finetune.precision.proof.witness import OTHER
 from finetune.precision.settings import PrecisionConfig
 from finetune.precision.stored.linear import stored_weights
 from finetune.runs.card import recipe_name
@@ -40,7 +41,8 @@ def refuse_disagreement(receipt: Receipt) -> None:
     """Raise `ProofError` if some process ran something else than the first.
 
     Of a layer's GEMMs those are compared that both ran in their observed micro-step: to an expert
-    the tokens of one process may have been sent, and none of another's.
+    the tokens of one process may have been sent, and none of another's, and a tower may have read
+    images of one process alone (its products are no layer's).
     """
     from accelerate.utils import gather_object
 
@@ -52,7 +54,9 @@ def refuse_disagreement(receipt: Receipt) -> None:
     everyone = gather_object([own])
     first = everyone[0]
     for rank, other in enumerate(everyone):
-        pairs = {key: (first.get(key), other.get(key)) for key in {**first, **other}}
+        absent = {key: "none" for key in {**first, **other} if key.startswith(OTHER)}
+        one, two = absent | first, absent | other
+        pairs = {key: (one.get(key), two.get(key)) for key in {**one, **two}}
         apart = {k: (a, b) for k, (a, b) in pairs.items() if a != b and "none" not in (a, b)}
         if apart:
             raise ProofError(
