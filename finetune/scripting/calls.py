@@ -15,10 +15,6 @@ What a call sets for a model is kept beside it (`_SETTINGS`), by the model insid
 
 from __future__ import annotations
 
-import hashlib
-import io
-import itertools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +26,11 @@ from transformers import PreTrainedModel, set_seed
 
 from finetune.config.aliases import keyword
 from finetune.config.methods import arguments, method_of
-from finetune.config.paths import user_path
 from finetune.config.recipe import read_recipe
 from finetune.config.sections import BUILTIN
 from finetune.config.train_section import fields_of
 from finetune.data.auto_length import decided
-from finetune.data.dataset import MASKING, SAMPLE, has_images
-from finetune.data.image_forms import COLUMNS, shows_images
-from finetune.data.sources import LOADERS
+from finetune.data.dataset import MASKING, has_images
 from finetune.errors import ConfigError
 from finetune.estimator.gate import MemoryForecast
 from finetune.hardware.device import this_device
@@ -46,6 +39,7 @@ from finetune.logging import output
 from finetune.precision.model.layers import without_adapters
 from finetune.precision.stored.linear import stored_weights
 from finetune.scripting import saving
+from finetune.scripting.given import source_of
 from finetune.scripting.keywords import Settings, by_section, recipe_of, speaks
 from finetune.scripting.run import TRAINED, WAITING, OneRun, abandon
 from finetune.storage.pretrained import load_tokenizer, template_of
@@ -252,7 +246,7 @@ def trainer(
         typed["train"] = dict.fromkeys(masks, train_on_responses_only) | typed.get("train", {})
     if eval is not None:
         typed["eval"] = dict(eval)
-    typed["data"] = _source_of(data, Path(out)) | typed.get("data", {})
+    typed["data"] = source_of(data, Path(out)) | typed.get("data", {})
     if template := typed.get("train", {}).get("chat_template_path"):
         tokenizer.chat_template = template_of(str(template))
     defaults = LORA_DEFAULTS if "lora" in said else FULL_DEFAULTS
@@ -315,39 +309,3 @@ def _name_of(said: Settings) -> str:
     quantized = "q" if said["model"]["storage"] else ""
     method = f"{quantized}lora" if "lora" in said else "full"
     return f"{model}_{method}_{said['precision'].get('compute', 'bf16')}".lower()
-
-
-def _source_of(data: Any, out: Path) -> dict[str, Any]:
-    """The `data` section of rows as they are given; those in memory are written to a file.
-
-    Raises:
-        ConfigError: something else than rows, or where they are.
-    """
-    from datasets import Dataset
-
-    if isinstance(data, str | Path):
-        text = str(data)
-        marked = set(Path(text).suffixes) & LOADERS.keys() or set(text) & set("*?[")
-        local = isinstance(data, Path) or marked or text.startswith((".", "/", "~"))
-        return {"path" if local or os.path.exists(user_path(text)) else "name": text}
-    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
-        return {"path": dict(data)}
-    if isinstance(data, list | tuple) and data:
-        if not isinstance(data[0], Mapping):
-            return {"path": [str(path) for path in data]}
-        data = Dataset.from_list(list(data))
-    if not isinstance(data, Dataset):
-        raise ConfigError(
-            f"rows cannot be taken from a {type(data).__name__}",
-            where="finetune.trainer(data=...)",
-            fix="a path, a hub id, a list of dicts, or a datasets.Dataset",
-        )
-    written, opened = io.BytesIO(), "binary" in str(data.features.arrow_schema)
-    (data.to_parquet if opened else data.to_json)(written)
-    name = hashlib.sha256(written.getvalue()).hexdigest()[:12]
-    file = out / "rows" / f"{name}.{'parquet' if opened else 'jsonl'}"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(written.getvalue())
-    # Paths of images begin where the script runs, and not beside that file.
-    shown = shows_images(itertools.islice(data, SAMPLE), COLUMNS)
-    return {"path": str(file)} | ({"image_folder": str(Path.cwd())} if shown else {})

@@ -25,7 +25,7 @@ from finetune.data.dataset import load_data
 from finetune.data.image_forms import Rules, fetched, reference
 from finetune.data.images import opened
 from finetune.errors import DataError, DataNotFoundError
-from finetune.scripting.calls import _source_of
+from finetune.scripting.given import source_of
 from finetune.training.checkpoints.resume import rows_hash
 
 IN_PARTS = (
@@ -303,7 +303,7 @@ def test_pictures_of_rows_in_memory_are_found_as_those_of_a_file(reader, folder)
     row = {"question": "What?", "answer": "A tug."}
     every = [row | {"image": image} for image in (Image.new("RGB", (4, 3), "red"), RED)]
     for rows in ([every[0]], [every[1]], Dataset.from_list(every[:1])):
-        found = read(reader, **_source_of(rows, folder / "runs"))
+        found = read(reader, **source_of(rows, folder / "runs"))
         assert told(next(iter(found.train))) == "u:red|What? a:A tug."
 
 
