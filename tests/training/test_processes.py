@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from finetune.runs.checkpoints import CHECKPOINTS, Checkpoint, checkpoints_in
 from finetune.training.helper import session
 from tests.forked import ended, start, start_ranks
+from tests.image_models import tiny_image_model
 
 pytestmark = pytest.mark.long
 
@@ -110,6 +111,26 @@ def test_two_processes_equal_two_micro_batches_of_one_to_the_bit(recipe, tmp_pat
     expected, found = weights(one), weights(two)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_process_whose_prompts_have_no_images_waits_for_none(tmp_path) -> None:
+    """One row of eight has an image: TRL alone would gather it where it was drawn, for ever."""
+    from PIL import Image
+
+    home = tiny_image_model("qwen2_5_vl", tmp_path)
+    Image.new("RGB", (60, 40), "navy").save(tmp_path / "sea.png")
+    rows = [{"prompt": f"Ship {n}?", "images": []} for n in range(7)]
+    rows.append({"prompt": "<image>Ship?", "images": ["sea.png"]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "tiny_lora_fp8", f"model.name={home}", "model.weights=pretrained", "~data.name",
+        f"data.path={tmp_path / 'rows.jsonl'}", "data.eval_fraction=0", "eval.samples=false",
+        "train.method=grpo", "train.reward_funcs=[builtin:one_sentence]", "~train.max_length",
+        "train.num_generations=2", "train.max_completion_length=4", "train.entropy_coef=0.01",
+        "train.max_steps=4", "train.eval_strategy=no", "train.lr_scheduler_type=constant",
+    )  # fmt: skip
+    run = train(tmp_path, *words, processes=2)
+    assert json.loads((run / "receipt.json").read_text())["status"] == "proven"
 
 
 @pytest.mark.parametrize(("recipe", "within"), [(FP32, 1e-6), (DELAYED, 0.02)])
