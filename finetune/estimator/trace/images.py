@@ -75,7 +75,7 @@ def in_prompts(trainer: Any, model: Any, arrays: Mapping[str, Tensor], *, beside
         each = -(-(sum(tokens) + len(tokens)) // trainer.rows)
         where = _places(tokens, torch.Size((trainer.rows, each))).tolist()
     marks = {*_OF_TOKENS}.intersection(inspect.signature(plain.forward).parameters)
-    trainer.show(arrays, where, len(tokens), marks, beside=beside)
+    trainer.show(arrays, where, marks, beside=beside)
     return sum(tokens) // trainer.rows
 
 

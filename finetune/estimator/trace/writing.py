@@ -28,6 +28,7 @@ from finetune.config.methods import Method, arguments
 from finetune.config.train_keys import TrainerArguments
 from finetune.estimator.trace.fake_cuda import replaced
 from finetune.estimator.trace.trace import Recorder
+from finetune.precision.model.layers import without_adapters
 
 TOKEN = 3
 """Id of all tokens: one that ends nothing, in the tokenizer of rehearsals."""
@@ -91,14 +92,17 @@ def writing(trainer: type[Any]) -> type[Any]:
             tokenizer.__class__ = type("Tokenizer", (type(tokenizer),), reads)
 
         def show(
-            self, arrays: dict[str, Tensor], where: list[list[bool]], images: int,
-            marks: set[str], *, beside: bool,
-        ) -> None:  # fmt: skip
+            self,
+            arrays: dict[str, Tensor],
+            where: list[list[bool]],
+            marks: set[str],
+            *,
+            beside: bool,
+        ) -> None:
             """Put images of a micro-batch into the prompts of all.
 
             Args:
                 where: of the first tokens of each row, which are an image's.
-                images: of all rows.
                 marks: inputs of the model that mark such tokens by 1.
                 beside: they are before what a prompt has; else in its place.
             """
@@ -107,7 +111,9 @@ def writing(trainer: type[Any]) -> type[Any]:
             self.prompts = [own[n % self.rows] + row[at:] for n, row in enumerate(self.prompts)]
             self.tokens += sum(map(len, own)) * beside
             self.shown, self.marks = arrays, marks
-            self.counts = [(images + n) // self.rows for n in range(self.rows)]
+            for model in filter(None, (self.model, getattr(self, "ref_model", None))):
+                inner = without_adapters(model)
+                inner.register_forward_pre_hook(self.as_shown, with_kwargs=True)
 
         @property
         def of_image(self) -> int:
@@ -122,14 +128,11 @@ def writing(trainer: type[Any]) -> type[Any]:
             found = {name: torch.cat([one] * times) for name, one in self.shown.items()}
             return found | {name: input_ids.eq(self.of_image).long() for name in self.marks}
 
-        def _get_per_token_logps_and_entropies(
-            self, model: Any, input_ids: Tensor, *args: Any, **given: Any
-        ) -> Any:
-            if beside := self.images_of(input_ids):
-                beside["num_images"] = self.counts * (len(input_ids) // self.rows)
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, *args, **given | beside
-            )
+        def as_shown(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+            """Forward pre-hook: what TRL would hand over of the images of rows."""
+            if "pixel_values" in kwargs or kwargs.get("past_key_values") is not None:
+                return None  # to write answers, they are handed to `generate`
+            return args, kwargs | self.images_of(kwargs["input_ids"])
 
         compute_loss_context_manager = AccountedPairs.compute_loss_context_manager
 
