@@ -170,7 +170,8 @@ def test_prompts_behind_padding_are_scored_as_alone(look, tmp_path):
     trainer = look("distill", rows, *name)
     trainer.model.eval()
     short, long = (trainer._tokenize_prompts([row["prompt"]])[0][0] for row in rows[:2])
-    assert first_batches._change(trainer, list(short), list(long)) < first_batches.ROUNDED
+    alone, beside = (first_batches._padded(0, rows) for rows in ([short], [short, long]))
+    assert first_batches._change(trainer, alone, beside) < first_batches.ROUNDED
     with unrepaired(), pytest.raises(ConfigError, match="otherwise behind padding"):
         look("distill", rows, *name)
 

@@ -45,7 +45,7 @@ from finetune.data.image_prompts import with_pictures
 from finetune.data.image_rows import as_pair, as_prompt, as_sequences
 from finetune.data.masks import MASKED, as_trained, shared
 from finetune.data.preparing import Accounted
-from finetune.errors import ConfigError, DataError, first_line
+from finetune.errors import ConfigError, DataError
 from finetune.hardware.unpromised import READS_PROMPTS, stands
 from finetune.logging import counting_rows, output
 from finetune.precision.model.layers import without_adapters
@@ -245,6 +245,8 @@ def _check_prompts(trainer: Any, rows: list[dict[str, Any]]) -> None:
             due = [_untrained(one["prompt_ids"]) for one in said]
             _compare(trainer, rows, due, [*map(_untrained, others)])
         made = batch([said[known[ids]] for ids in found if ids in known])
+        if lost := made.keys() - seen.keys():
+            raise _not_taken(trainer, sorted(lost))
         # Others than these were refused, but for their ends.
         if len(made["input_ids"]) != len(found) or not all(_same(made, seen, key) for key in made):
             raise _other_pixels(trainer)
@@ -253,8 +255,6 @@ def _check_prompts(trainer: Any, rows: list[dict[str, Any]]) -> None:
 
 def _same(made: dict[str, Tensor], seen: dict[str, Any], name: str) -> bool:
     """True if a batch that reached the model has what was made of its prompts under this name."""
-    if name not in seen:
-        return False
     if made[name].shape[:2] != made["input_ids"].shape:
         return torch.equal(made[name], seen[name].cpu())
     pairs = zip(_unpadded(made, name), _unpadded(seen, name), strict=True)
@@ -272,6 +272,16 @@ def _read(reader: Any, prompts: list[dict[str, Any]]) -> dict[str, Tensor]:
     images = [pictures_of(one) for one in prompts]
     texts = [one["texts"][0] for one in prompts]
     return dict(reader(images=images, text=texts, padding=True, return_tensors="pt"))
+
+
+def _not_taken(trainer: Any, names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{trainer.method.trainer} takes no images of {type(trainer.processing_class).__name__}",
+        where=trainer.method.key,
+        why=f"{', '.join(names)} of its processor would not reach the model",
+        fix="a model of another family, such as Qwen/Qwen3-VL-4B-Instruct; or train.method=sft or "
+        "dpo, which take it",
+    )
 
 
 def _learned(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -296,8 +306,10 @@ def _learned(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         (trainer, "rollout_func", written),
         (trainer, "reward_funcs", [judged] * len(trainer.reward_funcs)),
         (trainer, "num_generations", 2),
+        (trainer, "num_iterations", 1),  # of more, scores are kept of answers as they are written
         (trainer, "use_vllm", False),
         (trainer, "beta", 0.0),  # no reference, which would take the step for one of training
+        (trainer, "current_gradient_accumulation_steps", 1),  # which a training loop sets
         (trainer.args, "steps_per_generation", 1),
         (trainer.state, "num_input_tokens_seen", trainer.state.num_input_tokens_seen),
     ]  # the last is counted
@@ -306,26 +318,11 @@ def _learned(trainer: Any, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         for owner, name, value in aside:
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(torch.no_grad())
-        trainer.model.train()  # an evaluation goes another way
-        try:
-            inputs = trainer._prepare_inputs([row for row in shown for _ in range(2)])
-        except TypeError as error:  # the processor's own keys are arguments of TRL's
-            raise _not_taken(trainer, error) from error
-        trainer.model.eval()
         stack.enter_context(_as_noise(without_adapters(model).base_model, calls))
-        stack.enter_context(trainer.compute_loss_context_manager())
-        trainer.compute_loss(model, inputs)
-    return calls[0][0]
-
-
-def _not_taken(trainer: Any, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{trainer.method.trainer} takes no images of {type(trainer.processing_class).__name__}",
-        where=trainer.method.key,
-        why=first_line(error),
-        fix="a model of another family, such as Qwen/Qwen3-VL-4B-Instruct; or train.method=sft or "
-        "dpo, which take it",
-    )
+        trainer.model.train()  # of a model that evaluates TRL makes batches another way
+        trainer.prediction_step(trainer.model, [row for row in shown for _ in range(2)], True)
+        trainer.model.eval()
+    return calls[-1][0]
 
 
 def _untrained(ids: Sequence[int]) -> Tokens:
@@ -389,16 +386,14 @@ def _unended(tokens: Tokens, tokenizer: Any) -> Tokens:
 # ------------------------------------------------------------------------- what the trainer sees
 
 
-_OWN = ("metrics", "_logs", "_buffered_inputs")
-"""Ends of names of what a trainer keeps of its batches."""
-
-
 @contextlib.contextmanager
 def _evaluating(trainer: Any) -> Iterator[None]:
     """High precision, no dropout; the trainer's own metrics are as they were."""
     import copy
 
-    kept = {key: copy.deepcopy(value) for key, value in vars(trainer).items() if key.endswith(_OWN)}
+    kept = {
+        key: copy.deepcopy(value) for key, value in vars(trainer).items() if key.endswith("metrics")
+    }
     running = session.in_force()
     with contextlib.ExitStack() as stack:
         if running is not None and running.proof is not None:
