@@ -25,6 +25,7 @@ from finetune.hardware.device import Device
 from finetune.hardware.gpus import machine_of
 from finetune.storage.processors import image_processor
 from tests.benchmarks.predicted_images import run
+from tests.conftest import slow_but
 from tests.image_models import FAMILIES, processor_of, tiny_image_model
 
 
@@ -187,6 +188,7 @@ def test_images_that_nothing_says_are_those_of_rows_in_files(tmp_path: Path):
     assert images_of(RunConfig.model_validate(of_text)) is None
 
 
+LONG = pytest.mark.long
 ALL = ("tiny_full_fp8", "model.train_vision=all")
 """Weights of two towers are not read to the last: these get neither gradients nor states."""
 RUNS = [
@@ -199,7 +201,10 @@ RUNS = [
 
 @pytest.mark.slow  # a run each
 @pytest.mark.filterwarnings("ignore:.*trainable parameters have had no gradient")
-@pytest.mark.parametrize("words", RUNS, ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(x, id=x[0], marks=() if x in RUNS[::2] else LONG) for x in RUNS],
+)
 def test_memory_of_a_step_on_images_is_predicted_within_a_thousandth(words: tuple[str, ...]):
     found = run(words[0], [*words[1:]])
     assert abs(found["error"]) < 0.001
@@ -210,7 +215,7 @@ WRITES = ("tiny_grpo_fp8", "train.num_generations=2", "train.entropy_coef=0.01",
 
 
 @pytest.mark.slow  # a run each
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava_next"])
+@pytest.mark.parametrize("family", slow_but(["llava_next"], ["qwen3_vl", "llava_next"], LONG))
 def test_a_receipt_predicts_memory_of_prompts_with_images(family: str):
     """As they were: answers may be shorter, and prompts are of any length."""
     found = run(family, [*WRITES])

@@ -15,7 +15,10 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import ConfigError, DataError
+from tests.conftest import slow_but
 from tests.image_models import FAMILIES, FOUR, tiny_image_model
+
+LONG = pytest.mark.long
 
 ROWS, ADAPTERS = 8, {"r": 4}
 
@@ -139,7 +142,7 @@ def test_a_run_with_images_resumes_to_the_bit(data: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [trained, written])
+@pytest.mark.parametrize("run", [trained, pytest.param(written, marks=LONG)])
 def test_a_run_does_not_resume_on_another_picture_under_the_same_name(run: Any, data: Path):
     run = partial(run, data, "qwen3_vl", max_steps=3, save_strategy="steps")
     whole = run()
@@ -177,7 +180,9 @@ def test_another_picture_than_the_model_is_shown_is_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava_next"])
+@pytest.mark.parametrize(
+    "family", slow_but(["gemma3"], ["qwen2_5_vl", "gemma3", "llava_next"], LONG)
+)
 def test_answers_to_prompts_with_images_are_learned_in_fp8(family: str, data: Path):
     run = written(data, family)
     assert run.receipt.status == "proven"
@@ -261,7 +266,7 @@ def test_a_processor_that_makes_more_than_trl_takes_is_refused_by_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", "grpo"])
+@pytest.mark.parametrize("method", slow_but(["grpo"], ["dpo", "grpo"], LONG))
 def test_an_export_of_another_method_is_compared_on_its_rows_with_images(
     method: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
