@@ -32,6 +32,7 @@ from finetune.data.converters import (
     text_of,
     turns_pair,
 )
+from finetune.data.image_forms import COLUMNS
 from finetune.errors import DataError
 
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -80,7 +81,11 @@ def recognize(
                 "prompts": partial(_prompts, takes),
             }
             return form, converters[form]
-    others = ", ".join(name for name, other in METHODS.items() if {*there} & {*other.rows})
+    others = ", ".join(
+        name
+        for name, other in METHODS.items()
+        if {*there} & {*other.rows} and (other.images or not {*COLUMNS} & columns)
+    )
     names = ", ".join(f"{column}: NAME" for column in NAMED[method.rows[0]])
     raise DataError(
         f"train.method={method.name} does not read rows like those of {source}",

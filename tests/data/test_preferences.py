@@ -11,6 +11,7 @@ import pytest
 from finetune.config.methods import METHODS
 from finetune.config.schema import DataConfig
 from finetune.data.dataset import load_data
+from finetune.data.preferences import recognize
 from finetune.errors import DataError
 from finetune.storage.pretrained import TINY_LLAMA
 
@@ -142,3 +143,12 @@ def test_data_shows_each_answer_of_a_row_and_what_is_trained_on(recipe, row, tit
         assert all(ASK in part and text in part for part in own)
         assert len(own) == 9 if "label" not in title else 0 < len(own) < 9
     assert [int(part.partition(",")[0]) for part in parts] == sorted([*range(1, 10)] * len(titles))
+
+
+def test_rows_with_images_are_sent_to_methods_that_read_them_alone():
+    columns, kto = {"messages", "images"}, METHODS["kto"]
+    with pytest.raises(DataError) as error:
+        recognize(columns, kto, None, "rows")
+    named = error.value.fix.partition("train.method=")[2].partition(";")[0].split(", ")
+    assert named == [name for name in named if METHODS[name].images]
+    assert {"sft", "grpo"} <= {*named}
